@@ -1,0 +1,67 @@
+"""RayZero: train PyTorch models whose states do not fit on the GPUs, on a Ray cluster.
+
+The public names, nothing else. Importing has no effect and pulls in neither ray, grpc nor torch: each name is
+looked up where it lives when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayzero.cluster.trainer import Result, ZeroTrainer
+    from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+    from rayzero.engine.context import RankContext, get_context, report
+    from rayzero.engine.optimizer import ZeroOptimizer
+    from rayzero.engine.prepare import full_parameters, full_state_dict, prepare
+    from rayzero.engine.snapshot import save_checkpoint
+    from rayzero.errors import RayZeroError
+
+__all__ = [
+    "RankContext",
+    "RayZeroError",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "ZeroConfig",
+    "ZeroOptimizer",
+    "ZeroTrainer",
+    "full_parameters",
+    "full_state_dict",
+    "get_context",
+    "prepare",
+    "report",
+    "save_checkpoint",
+]
+
+_HOMES = {
+    "RankContext": "rayzero.engine.context",
+    "RayZeroError": "rayzero.errors",
+    "Result": "rayzero.cluster.trainer",
+    "RunConfig": "rayzero.config",
+    "ScalingConfig": "rayzero.config",
+    "ZeroConfig": "rayzero.config",
+    "ZeroOptimizer": "rayzero.engine.optimizer",
+    "ZeroTrainer": "rayzero.cluster.trainer",
+    "full_parameters": "rayzero.engine.prepare",
+    "full_state_dict": "rayzero.engine.prepare",
+    "get_context": "rayzero.engine.context",
+    "prepare": "rayzero.engine.prepare",
+    "report": "rayzero.engine.context",
+    "save_checkpoint": "rayzero.engine.snapshot",
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module 'rayzero' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

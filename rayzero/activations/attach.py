@@ -1,0 +1,134 @@
+"""Installs groups on a model by module hooks, and recomputation where the plan asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from rayzero.activations.codec import codec_for
+from rayzero.activations.group import Group, GroupKey
+from rayzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayzero.activations.offload import ActivationOffload, GroupScope
+
+_FLOAT, _SAMPLE = torch.float32, 1 << 20  # what the share of host bytes is worked out for
+
+
+class CostFacts(TypedDict):
+    """What the cost book wants to know of a group beside its bytes and times."""
+
+    host_share: float
+    can_recompute: bool
+    input_bytes: int
+
+
+def match_modules(
+    models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str]
+) -> list[tuple[str, str, nn.Module]]:
+    """(group name, full module name, module) of every match, each module once, the first pattern wins.
+
+    A list of patterns names its groups by the patterns. ConfigError for a pattern that matches nothing."""
+    named = dict(patterns) if isinstance(patterns, Mapping) else {pattern: pattern for pattern in patterns}
+    found: dict[int, tuple[str, str, nn.Module]] = {}
+    for name, pattern in named.items():
+        matches = [(full, module) for model in models for full, module in model.named_modules()]
+        matches = [(full, module) for full, module in matches if fnmatchcase(full, pattern)]
+        if not matches:
+            raise ConfigError(f"offload_modules: {pattern!r} matches no submodule of {_names(models)}")
+        for full, module in matches:
+            found.setdefault(id(module), (name, full, module))
+    return list(found.values())
+
+
+class Attachment:
+    """The hooks of one ``ActivationOffload`` on its models.
+
+    Knows modules; not tensors' fates. A chunk opens before and closes after the groups of the same module."""
+
+    def __init__(
+        self, offload: ActivationOffload, models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str]
+    ) -> None:
+        self._offload = offload
+        self._handles: list[RemovableHandle] = []
+        self._open: list[tuple[nn.Module, GroupScope]] = []
+        self._input_bytes: dict[GroupKey, int] = {}
+        matched = match_modules(models, patterns)
+        for stage, model in enumerate(models):
+            self._handles.append(model.register_forward_pre_hook(self._chunk_opener(stage)))
+        for name, full, module in matched:
+            self._attach(name, full, module)
+        for model in models:
+            self._handles.append(model.register_forward_hook(self._close_chunk, always_call=True))
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def cost_facts(self, group: Group) -> CostFacts:
+        """Groups on modules can be recomputed, scopes in user code cannot."""
+        codec = codec_for(self._offload.policy.compress, _FLOAT)
+        return CostFacts(
+            host_share=codec.encoded_bytes(_SAMPLE, _FLOAT) / _SAMPLE,
+            can_recompute=group.key in self._input_bytes,
+            input_bytes=self._input_bytes.get(group.key, 0),
+        )
+
+    def _chunk_opener(self, stage: int) -> Callable[[nn.Module, Any], None]:
+        def open_chunk(module: nn.Module, args: Any) -> None:
+            self._offload._begin_chunk(stage)
+
+        return open_chunk
+
+    def _close_chunk(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._offload._end_chunk()
+
+    def _attach(self, name: str, full: str, module: nn.Module) -> None:
+        opener = partial(self._open_group, name, full)
+        self._handles.append(module.register_forward_pre_hook(opener, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._close_group, always_call=True))
+
+    def _open_group(self, name: str, full: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        scope = self._offload.open_group(name, full, tuple(tuple(tensor.shape) for tensor in tensors))
+        self._open.append((module, scope))
+        if scope.group is not None and self._offload.policy.device_budget_bytes is not None:
+            self._input_bytes[scope.group.key] = sum(t.numel() * t.element_size() for t in tensors)
+            self._recompute_if_planned(module, scope.group)
+
+    def _recompute_if_planned(self, module: nn.Module, group: Group) -> None:
+        if self._offload._planned_recompute(group):
+            group.recomputed = True
+            module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+
+    def _close_group(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not any(owner is module for owner, _ in self._open):
+            return
+        while self._open:
+            owner, scope = self._open.pop()
+            if scope.group is not None and scope.group.recomputed:
+                _restore_forward(owner)
+            scope.commit()
+            if owner is module:
+                return
+
+
+def _restore_forward(module: nn.Module) -> None:
+    """Undo ``_recompute_if_planned``; a ``forward`` that the user had set on the instance comes back."""
+    wrapped = module.__dict__.pop("forward")
+    original = wrapped.args[0]
+    if getattr(original, "__func__", None) is not type(module).forward:
+        module.__dict__["forward"] = original
+
+
+def _names(models: Sequence[nn.Module]) -> str:
+    return ", ".join(type(model).__name__ for model in models)

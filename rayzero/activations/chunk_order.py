@@ -1,0 +1,138 @@
+"""Which chunk's backward comes next: learned from the run, with a rule for what was never seen.
+
+A chunk is one forward of one model part (a virtual pipeline stage) on one microbatch. Prediction only times the copies
+back: a wrong one costs a wait, never a wrong number.
+
+[Note: the rule] Forwards of a step begin with a run of ``g`` microbatches through the first part (all of them without
+virtual stages). Backward then goes group by group of ``g`` microbatches, in a group from the highest part to the
+lowest, in a part first in, first out: 1F1B, interleaved 1F1B and all-forward-all-backward. A step whose first backward
+is its newest chunk, while older ones of that part wait, runs last in, first out (several forwards, one backward)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ChunkKey:
+    """The ``ordinal``-th forward of model part ``stage`` in a step, both from 0."""
+
+    stage: int
+    ordinal: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """What has happened since no chunk was live."""
+
+    forwards: list[ChunkKey] = field(default_factory=list)  # in the order they began
+    ended: set[ChunkKey] = field(default_factory=set)  # forward is over
+    backwards: list[ChunkKey] = field(default_factory=list)  # in the order they began
+    live: set[ChunkKey] = field(default_factory=set)  # still has saved tensors
+    newest_first: bool = False
+    as_learned: bool = True
+
+
+class ChunkOrder:
+    """Follows forwards and backwards of chunks and predicts the next backward.
+
+    Knows keys and their order in this step and the last; not tensors. A step is the time from no live chunk to no
+    live chunk. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._step = _Step()
+        self._learned: tuple[ChunkKey, ...] = ()
+
+    @property
+    def learned(self) -> tuple[ChunkKey, ...]:
+        """The backward order of the last whole step."""
+        return self._learned
+
+    def forward_began(self, stage: int) -> ChunkKey:
+        """A new chunk of part ``stage``."""
+        key = ChunkKey(stage, sum(other.stage == stage for other in self._step.forwards))
+        self._step.forwards.append(key)
+        self._step.live.add(key)
+        return key
+
+    def forward_ended(self, key: ChunkKey) -> None:
+        """All its groups are known now."""
+        self._step.ended.add(key)
+
+    def backward_began(self, key: ChunkKey) -> None:
+        """Its first saved tensor was asked for; later calls for the same chunk change nothing."""
+        step = self._step
+        if key in step.backwards:
+            return
+        if not step.backwards:
+            step.newest_first = self._newest_with_older(key)
+        place = len(step.backwards)
+        step.as_learned &= place < len(self._learned) and self._learned[place] == key
+        step.backwards.append(key)
+
+    def gone(self, key: ChunkKey) -> None:
+        """Nothing it saved is left, after its backward or without one."""
+        step = self._step
+        step.live.discard(key)
+        if not step.live:
+            if step.backwards:
+                self._learned = tuple(step.backwards)
+            self._step = _Step()
+
+    def expected_after(self, key: ChunkKey) -> ChunkKey | None:
+        """The chunk whose backward should follow ``key``'s; None if it is unknown or its forward is not over."""
+        follower = self._learned_after(key)
+        if follower is None:
+            follower = self._ruled_after(key)
+        return follower if follower is not None and self._ready(follower) else None
+
+    def comes_next(self, key: ChunkKey) -> bool:
+        """True when no other chunk's backward is expected before ``key``'s."""
+        step = self._step
+        place = len(step.backwards)
+        if step.as_learned and place < len(self._learned):
+            return self._learned[place] == key
+        waiting = [other for other in step.live if other not in step.backwards]
+        return key == min(waiting, key=self._rank_of, default=key)
+
+    def _ready(self, key: ChunkKey) -> bool:
+        step = self._step
+        return key in step.live and key in step.ended and key not in step.backwards
+
+    def _learned_after(self, key: ChunkKey) -> ChunkKey | None:
+        if not self._step.as_learned or key not in self._learned:
+            return None
+        place = self._learned.index(key) + 1
+        return self._learned[place] if place < len(self._learned) else None
+
+    def _ruled_after(self, key: ChunkKey) -> ChunkKey | None:
+        """See [Note: the rule]."""
+        step = self._step
+        if step.newest_first:
+            waiting = [other for other in step.forwards if self._ready(other)]
+            return waiting[-1] if waiting else None
+        size = self._group_size()
+        group = key.ordinal // size
+        if (key.ordinal + 1) // size == group:
+            return ChunkKey(key.stage, key.ordinal + 1)
+        stages = sorted({other.stage for other in step.forwards})
+        lower = stages.index(key.stage) - 1
+        return ChunkKey(stages[lower], group * size) if lower >= 0 else ChunkKey(stages[-1], (group + 1) * size)
+
+    def _rank_of(self, key: ChunkKey) -> tuple[int, int, int]:
+        return key.ordinal // self._group_size(), -key.stage, key.ordinal
+
+    def _group_size(self) -> int:
+        """Microbatches through the first part before another part ran."""
+        forwards = self._step.forwards
+        if not forwards:
+            return 1
+        first = forwards[0].stage
+        run = next((index for index, key in enumerate(forwards) if key.stage != first), len(forwards))
+        return max(1, run)
+
+    def _newest_with_older(self, key: ChunkKey) -> bool:
+        step = self._step
+        waiting = [other for other in step.forwards if other in step.live]
+        older = any(other.stage == key.stage and other.ordinal < key.ordinal for other in waiting)
+        return older and waiting[-1] == key

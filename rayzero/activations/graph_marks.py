@@ -1,0 +1,72 @@
+"""Event hooks for CUDA graphs: copies of a captured forward and backward stay inside their graph.
+
+A graph may only contain side-stream work that its own stream has waited for, and may only begin with such work if an
+event orders it. ``forward_record()`` at the end of a captured forward joins the copies out and records ``event``;
+``backward_record(x)`` at the layer's input does the same with the copies in when the backward has passed it. On a
+lane of threads both wait for the copies, and ``event`` is None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.activations.copy_lane import CopyLane
+
+
+class GraphMarks:
+    """The stream and the events between a captured graph and the copies around it."""
+
+    def __init__(self, lane: CopyLane) -> None:
+        self._lane = lane
+        self._cuda = lane.device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """A stream to capture on, made at the first use; None on a lane of threads."""
+        if self._cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(self._lane.device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """The event that both marks record, visible outside the graph; None on a lane of threads."""
+        if self._cuda and self._event is None:
+            self._event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+        return self._event
+
+    def forward_record(self, event: torch.cuda.Event | None = None) -> None:
+        """Join the copies out; then record ``event`` (by default ``self.event``)."""
+        self._lane.join_out()
+        self._record(event)
+
+    def backward_record(self, x: Tensor, event: torch.cuda.Event | None = None) -> Tensor:
+        """``x`` unchanged; its backward joins the copies in, then records."""
+        marked: Tensor = _BackwardMark.apply(x, self, event)  # type: ignore[no-untyped-call]
+        return marked
+
+    def _joined_in(self, event: torch.cuda.Event | None) -> None:
+        self._lane.join_in()
+        self._record(event)
+
+    def _record(self, event: torch.cuda.Event | None) -> None:
+        event = event if event is not None else self.event
+        if event is not None:
+            event.record(torch.cuda.current_stream(self._lane.device))
+
+
+class _BackwardMark(torch.autograd.Function):
+    """Identity; its backward is a moment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, marks: GraphMarks, event: torch.cuda.Event | None) -> Tensor:
+        ctx.marks, ctx.event = marks, event
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.marks._joined_in(ctx.event)
+        return grad, None, None

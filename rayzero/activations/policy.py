@@ -1,0 +1,64 @@
+"""What may leave the device, how much of it, and how far ahead it comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayzero.errors import ConfigError
+
+COMPRESSIONS = ("none", "bf16", "int8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPolicy:
+    """Settings of one ``ActivationOffload``; every size is in bytes.
+
+    Of a chunk (one forward of one model part) with ``total`` eligible bytes, exactly
+    ``round(fraction * (total - margin bytes - rank * delta_bytes))`` bytes leave, the earliest first, one tensor being
+    split if need be. The first time a chunk runs its total is not known: then whole tensors leave so that the share
+    is never more than one tensor off. With ``device_budget_bytes`` the choice is made by cost instead (``cost.py``)."""
+
+    min_bytes: int = 1 << 20
+    """Saved tensors smaller than this stay on the device."""
+    fraction: float = 1.0
+    """Share of the eligible bytes that leaves, 0 to 1."""
+    rank: int = 0
+    """This rank's number, for ``delta_bytes`` and for the summary."""
+    delta_bytes: int = 0
+    """Bytes that each further rank keeps on its device (late pipeline ranks hold fewer microbatches)."""
+    margin: int = 1
+    """Last groups of a chunk that stay when its own backward comes next."""
+    prefetch: int = 1
+    """Groups that come back ahead of the one whose backward runs."""
+    max_in_flight: int | None = None
+    """Groups that may be on their way out before the forward waits; 0 waits for each, None never waits."""
+    view_coverage: float = 0.5
+    """A strided view that covers at least this share of its storage is stored as the whole storage."""
+    compress: str = "none"
+    """"none" is exact; "bf16" and "int8" round what leaves (``codec.py`` states the error)."""
+    device_budget_bytes: int | None = None
+    """Bytes of saved activations to hold on the device: keep, offload or recompute is chosen by measured cost."""
+    host_cap_bytes: int | None = None
+    """Most bytes of host buffers; beyond it tensors stay on the device. None: no bound."""
+    pinned_cap_bytes: int | None = None
+    """Most bytes of page-locked host buffers; beyond it buffers are pageable. None: no bound. CUDA only."""
+    poison: bool = False
+    """For tests: fill buffers with 0xFF (NaN) before use and after, so that a reader at the wrong time shows."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_bytes", "rank", "delta_bytes", "margin", "prefetch"):
+            _at_least_zero(name, getattr(self, name))
+        for name in ("max_in_flight", "device_budget_bytes", "host_cap_bytes", "pinned_cap_bytes"):
+            if getattr(self, name) is not None:
+                _at_least_zero(name, getattr(self, name))
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ConfigError(f"fraction must be between 0 and 1, got {self.fraction}")
+        if not 0.0 < self.view_coverage <= 1.0:
+            raise ConfigError(f"view_coverage must be above 0 and at most 1, got {self.view_coverage}")
+        if self.compress not in COMPRESSIONS:
+            raise ConfigError(f"compress must be one of {', '.join(COMPRESSIONS)}, got {self.compress!r}")
+
+
+def _at_least_zero(name: str, value: int) -> None:
+    if value < 0:
+        raise ConfigError(f"{name} must be >= 0, got {value}")

@@ -1,0 +1,94 @@
+"""``rayzero export``: one complete model.safetensors from a checkpoint's shards, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rayzero.checkpoint.manifest import slots_of
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.tensor_file import TensorDecl, TensorFileWriter, declare, fsync_directory
+from rayzero.errors import CheckpointError
+from rayzero.layout.model_layout import ParamSlot, UnitLayout
+from rayzero.messages import COMPUTE, MASTER
+
+MODEL_FILE = "model.safetensors"
+_PART = 1 << 20  # elements of a parameter read at once
+
+
+def export_full(
+    directory: Path | str, out: Path | str, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> Path:
+    """Write the checkpoint's parameters and persistent buffers under their plain names; returns the file.
+
+    ``out``: a file ending in .safetensors, or a folder to put model.safetensors in. Trained parameters are the
+    fp32 masters, cast to ``dtype`` where given; frozen ones keep their dtype; buffers are rank 0's. Tied
+    parameters are written under each of their names, so that ``load_state_dict(strict=True)`` is content. A few
+    parts of 4 MiB are in memory at once. The file appears by a rename, complete. Raises CheckpointError when it
+    exists and ``overwrite`` is False, when it cannot be written there, and for any damage found on the way.
+    """
+    target = _target(Path(out))
+    try:
+        _check_target(target, overwrite)
+        with CheckpointReader(directory) as reader:
+            _write_and_rename(reader, target, dtype)
+    except OSError as exc:
+        raise CheckpointError(f"cannot export to {target}: {exc}") from exc
+    return target
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder; give the name of a file, or of a folder to put {MODEL_FILE} in")
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists; give another name or ask to overwrite it (--overwrite)")
+
+
+def _write_and_rename(reader: CheckpointReader, target: Path, dtype: torch.dtype | None) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.tmp")
+    try:
+        _write_model(reader, staging, dtype)
+        staging.rename(target)
+    except BaseException:
+        with suppress(OSError):
+            staging.unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
+
+
+def _target(out: Path) -> Path:
+    return out if out.suffix == ".safetensors" else out / MODEL_FILE
+
+
+def _write_model(reader: CheckpointReader, path: Path, dtype: torch.dtype | None) -> None:
+    buffers = reader.buffers()
+    params = _named_slots(reader)
+    decls = {name: TensorDecl(slot.shape, _stored_dtype(unit, dtype)) for name, (unit, slot) in params.items()}
+    decls |= {name: declare(buffer) for name, buffer in buffers.items()}
+    with TensorFileWriter(path, decls, {"format": "pt"}) as file:
+        for name in file.order:
+            if name in buffers:
+                file.write(name, [buffers[name]])
+            else:
+                file.write(name, _param_parts(reader, *params[name], decls[name].dtype))
+
+
+def _named_slots(reader: CheckpointReader) -> dict[str, tuple[UnitLayout, ParamSlot]]:
+    """Every name a parameter has in the model -> where it lies."""
+    by_name = {slot.name: (unit, slot) for unit, slot in slots_of(reader.layout)}
+    return by_name | {alias: by_name[name] for alias, name in reader.tied().items()}
+
+
+def _stored_dtype(unit: UnitLayout, dtype: torch.dtype | None) -> torch.dtype:
+    return (dtype or torch.float32) if unit.trainable else unit.dtype
+
+
+def _param_parts(reader: CheckpointReader, unit: UnitLayout, slot: ParamSlot, dtype: torch.dtype) -> Iterator[Tensor]:
+    kind = MASTER if unit.trainable else COMPUTE
+    for start in range(0, slot.numel, _PART):
+        yield reader.read_slice(slot.name, kind, start, min(start + _PART, slot.numel)).to(dtype)

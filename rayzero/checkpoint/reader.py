@@ -1,0 +1,248 @@
+"""Reading a checkpoint: verified slices of any parameter, whatever cut the files were written with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece
+from rayzero.checkpoint.tensor_file import as_bytes
+from rayzero.checkpoint.writer import BUFFER, STATE, rank_file_name
+from rayzero.errors import CheckpointError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.messages import FileEntry, Hyper, ModelSpec
+
+_CHUNK = 1 << 20  # elements read at once while a piece is verified
+
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """The complete checkpoints in ``parent``, lowest step first; empty where the folder is not there."""
+    return sorted(path.parent for path in parent.glob(f"step-*/{MANIFEST}"))
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run directory (``run_dir/checkpoints/step-…``), or None."""
+    found = list_checkpoints(run_dir / "checkpoints")
+    return found[-1] if found else None
+
+
+class CheckpointReader:
+    """A complete checkpoint, opened. Its manifest, and every file's presence and size, are checked here;
+    bytes are checked against their hash when first read. Safe to use from several threads.
+
+    Knows files and element ranges; not who wrote them, nor who will own what is read.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        """Raises CheckpointError where ``directory`` is missing, not a checkpoint, damaged or of another version."""
+        self.directory = Path(directory)
+        self.manifest = _read_manifest(self.directory)
+        for entry in self.manifest.files:
+            _check_size(self.directory / entry.name, entry)
+        self._lock = threading.Lock()
+        self._open: dict[str, Any] = {}  # file name -> safetensors handle, memory-mapped. freed by: close()
+        self._verified: set[tuple[str, str]] = set()  # (file, tensor)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the files go. Idempotent."""
+        with self._lock:
+            self._open.clear()
+
+    @property
+    def step(self) -> int:
+        """Decided steps the content includes."""
+        return self.manifest.step
+
+    @property
+    def digest(self) -> str:
+        """The content digest: equal for equal parameters, states, steps and hyper-parameters."""
+        return self.manifest.digest
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the run that wrote it sent at attach."""
+        return self.manifest.spec
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout of the run that wrote it."""
+        return self.manifest.spec.layout
+
+    @property
+    def hyper(self) -> tuple[Hyper, ...]:
+        """Hyper-parameters per parameter group, as of the last decision."""
+        return self.manifest.hyper
+
+    @property
+    def world_size(self) -> int:
+        """Ranks whose loop state is here."""
+        return len(self.manifest.rank_files)
+
+    def slot_step(self, param: str) -> int:
+        """Updates ``param`` has had; 0 for one that was never updated."""
+        return self.manifest.slot_steps.get(param, 0)
+
+    def kinds(self, param: str) -> list[str]:
+        """What can be read of ``param``: "master" and state names, or "compute" for a frozen one."""
+        return self.manifest.kinds(param)
+
+    def read_slice(self, param: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of ``param`` in C order: 1D, fp32 (frozen "compute": its own dtype).
+
+        Read only: a range inside one piece is a view of the mapped file. No more than the range and one 4 MiB
+        chunk are in memory. Raises CheckpointError where the checkpoint does not hold the range, or holds bytes
+        with another hash."""
+        parts = list(self._parts(param, kind, start, stop))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32)
+
+    def _parts(self, param: str, kind: str, start: int, stop: int) -> Iterator[Tensor]:
+        at = start
+        for piece in self.manifest.pieces.get((param, kind), ()):
+            if piece.start <= at < piece.stop and at < stop:
+                end = min(stop, piece.stop)
+                yield self._read(piece, at - piece.start, end - piece.start)
+                at = end
+        if at < stop:
+            raise CheckpointError(self._no_such_range(param, kind, start, stop))
+
+    def _no_such_range(self, param: str, kind: str, start: int, stop: int) -> str:
+        held = {k: [(p.start, p.stop) for p in self.manifest.pieces[param, k]] for k in self.kinds(param)}
+        if not held:
+            return f"{self.directory} has no parameter {param!r}; is it a checkpoint of another model?"
+        return f"{self.directory} has no elements {start}..{stop} of {kind!r} of {param!r}; it holds {held}"
+
+    def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
+        try:
+            view = self._file(piece.file).get_slice(piece.tensor)
+            if (piece.file, piece.tensor) not in self._verified:
+                self._verify_piece(piece, view)
+            flat: Tensor = view[start:stop]
+        except SafetensorError as exc:
+            raise CheckpointError(f"{self.directory / piece.file} cannot be read: {exc}") from exc
+        return flat
+
+    def _verify_piece(self, piece: Piece, view: Any) -> None:
+        digest = hashlib.sha256()
+        for at in range(0, piece.stop - piece.start, _CHUNK):
+            digest.update(as_bytes(view[at : at + _CHUNK]))
+        if digest.hexdigest() != piece.sha256:
+            raise CheckpointError(
+                f"{self.directory / piece.file} is damaged: {piece.kind} of {piece.param!r} "
+                f"[{piece.start}:{piece.stop}] has hash {digest.hexdigest()[:12]}, the manifest says "
+                f"{piece.sha256[:12]}; use another checkpoint"
+            )
+        self._verified.add((piece.file, piece.tensor))
+
+    def _file(self, name: str) -> Any:
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = _open_tensors(self.directory / name)
+            return self._open[name]
+
+    def rank_state(self, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The loop state of one rank and its tensors, as given to ``write_rank_state``; the file is verified.
+
+        Raises CheckpointError for a rank the checkpoint has no file of (it was written by ``world_size`` ranks)."""
+        file = self._rank_file(rank)
+        state: dict[str, Any] = json.loads(file.metadata()["state"])
+        return state, _with_prefix(file, STATE)
+
+    def buffers(self, rank: int = 0) -> dict[str, Tensor]:
+        """The model's persistent buffers, as one rank had them."""
+        return _with_prefix(self._rank_file(rank), BUFFER)
+
+    def tied(self) -> dict[str, str]:
+        """Other names of parameters -> the name the layout has."""
+        aliases: dict[str, str] = json.loads(self._rank_file(0).metadata()["tied"])
+        return aliases
+
+    def _rank_file(self, rank: int) -> Any:
+        entry = next((e for e in self.manifest.rank_files if e.name == rank_file_name(rank)), None)
+        if entry is None:
+            raise CheckpointError(f"{self.directory} has no state of rank {rank}: {self.world_size} ranks wrote it")
+        if (entry.name, "") not in self._verified:
+            _check_hash(self.directory / entry.name, entry)
+            self._verified.add((entry.name, ""))
+        return self._file(entry.name)
+
+    def verify(self) -> None:
+        """Compare every file's hash with the manifest's; raises CheckpointError naming the first that differs."""
+        for entry in self.manifest.files:
+            _check_size(self.directory / entry.name, entry)
+            _check_hash(self.directory / entry.name, entry)
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    try:
+        return Manifest.from_json(_manifest_text(directory), str(directory / MANIFEST))
+    except OSError as exc:  # a folder, or not ours to read
+        raise CheckpointError(f"{directory / MANIFEST} cannot be read: {exc.strerror}") from exc
+
+
+def _manifest_text(directory: Path) -> str:
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        beside = [found.name for found in list_checkpoints(directory.parent)]
+        there = f"beside it are {', '.join(beside)}" if beside else "there are none beside it"
+        raise CheckpointError(f"no checkpoint at {directory}: {there}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} is not a checkpoint: it has no {MANIFEST} (name a step-… directory inside checkpoints/)"
+        ) from None
+    except UnicodeDecodeError as exc:
+        raise CheckpointError(f"{path} is damaged: {exc}") from exc
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    try:
+        got = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the manifest names it. Use another checkpoint") from None
+    if got != entry.size_bytes:
+        raise CheckpointError(
+            f"{path} has {got:,} bytes, the manifest says {entry.size_bytes:,}: it is truncated or was changed; "
+            "use another checkpoint"
+        )
+
+
+def _check_hash(path: Path, entry: FileEntry) -> None:
+    try:
+        with path.open("rb") as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
+    if got != entry.sha256:
+        raise CheckpointError(
+            f"{path} is damaged: its hash is {got[:12]}, the manifest says {entry.sha256[:12]}; use another checkpoint"
+        )
+
+
+def _open_tensors(path: Path) -> Any:
+    opener: Any = safe_open
+    try:
+        return opener(path, framework="pt")
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {exc}") from exc
+
+
+def _with_prefix(file: Any, prefix: str) -> dict[str, Tensor]:
+    names: list[str] = file.keys()
+    return {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}

@@ -1,0 +1,165 @@
+"""One safetensors file, written front to back: the header is declared first, then the tensors stream through.
+
+The library reads these files; it cannot write one without holding every tensor, which is what
+``rayzero export`` must not do. The format is eight bytes of header length, a JSON header, then the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import CheckpointError, UnsupportedError
+
+_PIECE = 16 << 20  # bytes handed to the hash and the file at once
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDecl:
+    """What the header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def declare(tensor: Tensor) -> TensorDecl:
+    """The declaration of an existing tensor."""
+    return TensorDecl(tuple(tensor.shape), tensor.dtype)
+
+
+def file_order(decls: Mapping[str, TensorDecl]) -> list[str]:
+    """Names in the order their bytes lie in the file: widest elements first, so that each starts aligned."""
+    return sorted(decls, key=lambda name: -decls[name].dtype.itemsize)  # stable: otherwise as given
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in C order: a view where it is contiguous and on the CPU, else of a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """SHA-256 of the tensor's bytes in C order."""
+    return hashlib.sha256(as_bytes(tensor)).hexdigest()
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names in ``directory`` durable."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class TensorFileWriter:
+    """Writes the declared tensors in ``order``, each in one or more parts; fsynced when the ``with`` block ends.
+
+    Knows the format and the hashes of what passes through; not where tensors come from or what they mean.
+    """
+
+    def __init__(self, path: Path, decls: Mapping[str, TensorDecl], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self.order = file_order(decls)
+        self.sha256: dict[str, str] = {}  # per tensor, once it is complete
+        self.size_bytes = 0
+        self._decls = decls
+        self._whole = hashlib.sha256()
+        header = _header(self.order, decls, metadata or {})  # may refuse: nothing is open yet
+        self._file = path.open("wb")
+        self._write_raw(header)
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        with self._file:
+            if kind is None:
+                self._check_complete()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @property
+    def file_sha256(self) -> str:
+        """SHA-256 of all bytes written so far."""
+        return self._whole.hexdigest()
+
+    def write(self, name: str, parts: Iterable[Tensor]) -> None:
+        """Append one whole tensor as consecutive parts; tensors must come in ``order``."""
+        expected = self.order[len(self.sha256)]
+        if name != expected:
+            raise CheckpointError(f"{self.path.name}: tensor {name!r} was written where {expected!r} belongs")
+        digest, size, want = hashlib.sha256(), 0, self._decls[name].size_bytes
+        for part in parts:
+            size += self._write_part(part, digest)
+        if size != want:
+            raise CheckpointError(f"{self.path.name}: tensor {name!r} got {size:,} bytes, its shape needs {want:,}")
+        self.sha256[name] = digest.hexdigest()
+
+    def _write_part(self, part: Tensor, digest: hashlib._Hash) -> int:
+        data = as_bytes(part)
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            digest.update(piece)
+            self._write_raw(piece)
+        return len(data)
+
+    def _write_raw(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._whole.update(data)
+        self.size_bytes += len(data)
+
+    def _check_complete(self) -> None:
+        missing = self.order[len(self.sha256) :]
+        if missing:
+            raise CheckpointError(f"{self.path.name}: {len(missing)} declared tensors were not written: {missing[:3]}")
+
+
+def _header(order: list[str], decls: Mapping[str, TensorDecl], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in order:
+        decl = decls[name]
+        stop = offset + decl.size_bytes
+        described[name] = {"dtype": _code(name, decl), "shape": list(decl.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the first tensor starts at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _code(name: str, decl: TensorDecl) -> str:
+    try:
+        return _CODES[decl.dtype]
+    except KeyError:
+        raise UnsupportedError(f"tensor {name!r} has dtype {decl.dtype}, which safetensors files cannot hold") from None

@@ -1,0 +1,283 @@
+"""Writing a checkpoint: files into a staging directory, then the manifest, then one rename.
+
+Owners and ranks write their own files, in any order and from any process that sees the directory; whoever
+commits needs only their ``FileEntry``. A crash before the rename leaves the old checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.checkpoint.manifest import MANIFEST, Manifest
+from rayzero.checkpoint.tensor_file import TensorFileWriter, declare, fsync_directory
+from rayzero.errors import CheckpointError
+from rayzero.layout.model_layout import dtype_name
+from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
+
+STATE = "state/"  # prefixes of tensor names in a rank's file
+BUFFER = "buffer/"
+
+_STALE = re.compile(r"\.(step-\d+)\.(tmp|replaced|discarded)")
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory name of the checkpoint of ``step``."""
+    return f"step-{step:06d}"
+
+
+def owner_file_name(owner: int) -> str:
+    """The file one owner writes."""
+    return f"owner-{owner:03d}.safetensors"
+
+
+def rank_file_name(rank: int) -> str:
+    """The file one rank writes."""
+    return f"rank-{rank:04d}.safetensors"
+
+
+def staging_path(directory: Path) -> Path:
+    """Where the checkpoint ``directory`` is written before it exists: beside it, so that a rename is atomic."""
+    return directory.with_name(f".{directory.name}.tmp")
+
+
+def _replaced_path(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.replaced")
+
+
+def check_target(directory: Path) -> None:
+    """Raise CheckpointError where no checkpoint can be put at ``directory``; writes nothing.
+
+    Only a complete checkpoint may be there already: saving replaces it. Anything else was made by others."""
+    try:
+        _refuse_target(directory)
+    except OSError as exc:  # not ours to look at
+        raise CheckpointError(f"cannot save to {directory}: {exc.strerror}") from exc
+
+
+def _refuse_target(directory: Path) -> None:
+    if directory.is_symlink() or not directory.name:
+        raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
+    if directory.exists() and not (directory / MANIFEST).is_file():
+        what = "a folder" if directory.is_dir() else "a file"
+        raise CheckpointError(
+            f"cannot save to {directory}: it is {what} that is not a checkpoint (no {MANIFEST}); name a new directory"
+        )
+    parent = next(path for path in directory.absolute().parents if path.exists())
+    if not parent.is_dir():
+        raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot save to {directory}: {parent} is not writable")
+
+
+def discard_staging(directory: Path) -> None:
+    """Remove what a save to ``directory`` that failed has written. Idempotent.
+
+    The folder goes by a rename first, so that whoever commits it at this moment has all of it or nothing."""
+    discarded = directory.with_name(f".{directory.name}.discarded")
+    try:
+        staging_path(directory).rename(discarded)
+    except OSError:  # nothing was staged, or another rank was faster
+        return
+    shutil.rmtree(discarded, ignore_errors=True)
+
+
+def sweep_stale(parent: Path) -> list[str]:
+    """Clear what interrupted saves left in ``parent``; returns the names. Call while nobody saves there.
+
+    A checkpoint that was being replaced and whose successor never came gets its name back."""
+    found = [path for path in parent.glob(".step-*") if _STALE.fullmatch(path.name)]
+    for path in found:
+        match = _STALE.fullmatch(path.name)
+        if match and match[2] == "replaced" and not (parent / match[1]).exists():
+            path.rename(parent / match[1])
+        else:
+            shutil.rmtree(path)
+    return sorted(path.name for path in found)
+
+
+def write_tensors(
+    directory_staging: Path, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, Mapping[str, Any]]
+) -> FileEntry:
+    """Write and fsync one safetensors file in a staging directory (made if missing).
+
+    ``tensors``: CPU tensors of any shape, streamed, never copied. ``content``: per tensor what it holds
+    (``Piece`` without ``dtype`` and ``sha256``, which are added here); other keys are kept.
+    """
+    return _write_file(directory_staging, name, tensors, content, {})
+
+
+def write_rank_state(
+    directory_staging: Path,
+    rank: int,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    buffers: Mapping[str, Tensor] | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Write one rank's file: its loop state (JSON-able), loop tensors (RNG states …), the model's persistent
+    buffers and its tied names (other name -> the name the layout has). Raises CheckpointError where ``state`` is
+    not JSON-able."""
+    try:
+        metadata = {"state": json.dumps(state), "tied": json.dumps(dict(tied or {}))}
+    except (TypeError, ValueError) as exc:
+        raise CheckpointError(
+            f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, all else as plain values"
+        ) from exc
+    named = {STATE + key: value for key, value in tensors.items()}
+    named |= {BUFFER + key: value for key, value in (buffers or {}).items()}
+    return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata)
+
+
+def _write_file(
+    staging: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    content: Mapping[str, Mapping[str, Any]],
+    metadata: Mapping[str, str],
+) -> FileEntry:
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        file = _stream(staging / name, tensors, metadata)
+    except BaseException as exc:
+        _withdraw(staging / name)
+        if isinstance(exc, OSError):
+            raise CheckpointError(f"cannot write {staging / name}: {exc.strerror}") from exc
+        raise
+    described = {
+        key: {"shape": list(t.shape), **content.get(key, {}), "dtype": dtype_name(t.dtype), "sha256": file.sha256[key]}
+        for key, t in tensors.items()
+    }
+    return FileEntry(name=name, size_bytes=file.size_bytes, sha256=file.file_sha256, content=described)
+
+
+def _stream(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> TensorFileWriter:
+    with TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata) as file:
+        for key in file.order:
+            file.write(key, [tensors[key]])
+    return file
+
+
+def _withdraw(path: Path) -> None:
+    """Remove a file that could not be written, and its staging directory once nothing else is in it."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def commit_checkpoint(
+    directory: Path,
+    *,
+    step: int,
+    spec: ModelSpec,
+    hyper: Sequence[Hyper],
+    slot_steps: Mapping[str, int],
+    owner_files: Sequence[FileEntry],
+    rank_files: Sequence[FileEntry],
+) -> CheckpointInfo:
+    """Make the staged files a checkpoint: manifest, fsync, rename. Nothing exists under ``directory`` before.
+
+    ``slot_steps``: parameter -> updates it has had; where a piece's content carries ``"step"`` it is taken
+    from there too, and the two must agree. Raises CheckpointError when a file is not in the staging directory
+    with the announced size, when the pieces do not make up every parameter of ``spec.layout``, or when something
+    else is at ``directory``; what was staged is then gone.
+    """
+    try:
+        manifest = _commit_staged(directory, step, spec, hyper, slot_steps, owner_files, rank_files)
+    except BaseException as exc:
+        discard_staging(directory)
+        if isinstance(exc, OSError):
+            raise CheckpointError(f"cannot save to {directory}: {exc}") from exc
+        raise
+    return CheckpointInfo(path=str(directory), step=step, digest=manifest.digest)
+
+
+def _commit_staged(
+    directory: Path,
+    step: int,
+    spec: ModelSpec,
+    hyper: Sequence[Hyper],
+    slot_steps: Mapping[str, int],
+    owner_files: Sequence[FileEntry],
+    rank_files: Sequence[FileEntry],
+) -> Manifest:
+    check_target(directory)
+    staging = staging_path(directory)
+    manifest = Manifest(
+        step=step,
+        spec=spec,
+        hyper=tuple(hyper),
+        slot_steps=_merged_steps(slot_steps, owner_files),
+        owner_files=tuple(sorted(owner_files, key=lambda entry: entry.name)),
+        rank_files=tuple(sorted(rank_files, key=lambda entry: entry.name)),
+    )
+    _check_staged(staging, manifest.files)
+    manifest.check_complete()
+    _drop_strangers(staging, {entry.name for entry in manifest.files})
+    _write_manifest(staging / MANIFEST, manifest)
+    _rename_into_place(staging, directory)
+    return manifest
+
+
+def _merged_steps(slot_steps: Mapping[str, int], owner_files: Sequence[FileEntry]) -> dict[str, int]:
+    merged = dict(slot_steps)
+    for entry in owner_files:
+        for content in entry.content.values():
+            if "step" in content and merged.setdefault(content["param"], content["step"]) != content["step"]:
+                raise CheckpointError(
+                    f"{entry.name} says {content['param']!r} had {content['step']} updates, "
+                    f"others say {merged[content['param']]}"
+                )
+    return dict(sorted(merged.items()))
+
+
+def _check_staged(staging: Path, entries: Sequence[FileEntry]) -> None:
+    for entry in entries:
+        path = staging / entry.name
+        got = path.stat().st_size if path.exists() else None
+        if got != entry.size_bytes:
+            found = "it is not there" if got is None else f"it has {got:,} bytes"
+            raise CheckpointError(
+                f"{path} should have {entry.size_bytes:,} bytes, but {found}; "
+                "every node must write to the same storage (run_config.storage_path)"
+            )
+
+
+def _drop_strangers(staging: Path, wanted: set[str]) -> None:
+    """Remove files an interrupted save with more owners or ranks left under the same name."""
+    for path in staging.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_directory(path.parent)
+
+
+def _rename_into_place(staging: Path, directory: Path) -> None:
+    """The commit point. An older checkpoint of the same step steps aside first and is then removed."""
+    replaced = _replaced_path(directory)
+    if directory.exists():
+        directory.rename(replaced)
+    try:
+        staging.rename(directory)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(directory)
+        raise
+    fsync_directory(directory.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)

@@ -1,0 +1,47 @@
+"""The ``rayzero`` command: one file a command, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from rayzero.cli.doctor import doctor
+from rayzero.cli.export import export
+from rayzero.cli.status import status
+from rayzero.cli.train import train
+from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
+
+__all__ = ["app", "exit_code", "main"]
+
+_BAD_INPUT = (ConfigError, UnsupportedError, DataError, CheckpointError)
+
+app = typer.Typer(
+    name="rayzero",
+    help="Train PyTorch models whose states do not fit on the GPUs, on a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train)
+app.command()(status)
+app.command()(export)
+app.command()(doctor)
+
+
+def exit_code(error: RayZeroError) -> int:
+    """2: what was asked for is wrong; 1: it was tried and failed."""
+    return 2 if isinstance(error, _BAD_INPUT) else 1
+
+
+def main() -> None:
+    """Run the command line; a RayZeroError is one line on stderr. ``RAYZERO_DEBUG=1`` shows its traceback."""
+    try:
+        app()
+    except RayZeroError as error:
+        if os.environ.get("RAYZERO_DEBUG") == "1":
+            raise
+        print(f"rayzero: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        sys.exit(exit_code(error))

@@ -1,0 +1,211 @@
+"""``rayzero doctor``: has this machine what a run needs? Every line is a measurement or something that was run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+GIB = 1 << 30
+_LEAST_SHM = 64 << 20  # bytes; what containers often have, and less than Ray's object store takes
+_PACKAGES = ("rayzero", "torch", "ray", "grpcio", "protobuf", "pydantic", "safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool | None  # None: good to know, nothing depends on it
+    detail: str
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Check versions, hardware and limits, then run a training step over gRPC and one on a local Ray. Exit code 1
+    when something that a run needs is broken."""
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not as_json:
+            typer.echo(f"{_MARKS[finding.ok]} {finding.name:<14} {finding.detail}")
+    broken = [finding.name for finding in findings if finding.ok is False]
+    if as_json:
+        typer.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        typer.echo(f"broken: {', '.join(broken)}" if broken else "all that a run needs is there")
+    raise typer.Exit(1 if broken else 0)
+
+
+_MARKS = {True: "ok  ", False: "BAD ", None: "    "}
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, as it is made."""
+    checks = (versions, cpu, gpu, memory, shared_memory, locked_memory, compiler, kernel, step_over_grpc, step_on_ray)
+    for check in checks:
+        yield guarded(check)
+
+
+def guarded(check: Callable[[], Finding]) -> Finding:
+    """Run a check; one that raises is a broken thing, with its error as the detail."""
+    try:
+        return check()
+    except Exception as error:  # supervision: a broken installation may raise anything, and must be reported
+        detail = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Finding(name=check.__name__.replace("_", " "), ok=False, detail=detail)
+
+
+def versions() -> Finding:
+    """Python and the packages a run loads."""
+    found = {name: _version(name) for name in _PACKAGES}
+    missing = [name for name, version in found.items() if version is None]
+    said = [f"python {platform.python_version()}"] + [f"{name} {version}" for name, version in found.items() if version]
+    wrong = [f"missing: {', '.join(missing)}"] if missing else []
+    new_enough = sys.version_info >= (3, 11)
+    return Finding(name="versions", ok=new_enough and not missing, detail=", ".join(said + wrong))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu() -> Finding:
+    """Cores this process may use, and the vector instructions torch uses."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    quota = _cpu_quota()
+    limit = f", cgroup allows {quota:g}" if quota is not None else ""
+    detail = f"{cores} cores{limit}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return Finding(name="cpu", ok=None, detail=detail)
+
+
+def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs that this process's cgroup (v2, or v1 at its root) may use; None: no limit."""
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def gpu() -> Finding:
+    """CUDA devices torch can see."""
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding(name="gpu", ok=None, detail=", ".join(names) or "none: ranks run on the CPU")
+
+
+def memory() -> Finding:
+    """Memory a run may still take, by RAM and cgroups."""
+    from rayzero.memory.planner import host_limits
+
+    limits = host_limits()
+    detail = f"{limits.available / GIB:.1f} GiB free of {limits.total / GIB:.1f} GiB ({limits.source})"
+    return Finding(name="memory", ok=None, detail=detail)
+
+
+def shared_memory() -> Finding:
+    """/dev/shm, where Ray keeps its object store."""
+    usage = shutil.disk_usage("/dev/shm")
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    detail = f"/dev/shm {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB, writable"
+    return Finding(name="shared memory", ok=usage.free >= _LEAST_SHM, detail=detail)
+
+
+def locked_memory() -> Finding:
+    """How much memory may be page-locked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / (1 << 20):.0f} MiB"
+    return Finding(name="locked memory", ok=None, detail=f"RLIMIT_MEMLOCK {limit}")
+
+
+def compiler() -> Finding:
+    """A C compiler that makes a program which runs."""
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding(name="C compiler", ok=None, detail="none")
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder) / "probe.c", Path(folder) / "probe"
+        source.write_text("int main(void) { return 42; }\n")
+        made = subprocess.run([found, str(source), "-o", str(program)], capture_output=True, text=True, timeout=60)
+        works = made.returncode == 0 and subprocess.run([str(program)], timeout=60).returncode == 42
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]
+    return Finding(name="C compiler", ok=None, detail=f"{found}: {said}" + ("" if works else " (does not work)"))
+
+
+def kernel() -> Finding:
+    """The kernel that would be chosen, and why it is not the native one."""
+    from rayzero.kernels.native import NativeKernel, why_not
+
+    reason = why_not()
+    detail = f"native ({NativeKernel().isa})" if reason is None else f"torch, not native: {reason}"
+    return Finding(name="kernel", ok=True, detail=detail)
+
+
+def one_step() -> float:
+    """A training loop of one step, run on one rank: the loss before and after it, as their difference."""
+    import torch
+    import torch.nn.functional as F
+
+    from rayzero.engine import get_context, prepare, report
+
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(8, 8)
+    model, optimizer = prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    inputs = torch.randn(4, 8)
+    losses = []
+    for _ in range(2):
+        loss = F.mse_loss(model(inputs), inputs)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    gain = losses[0] - losses[1]
+    report({"gain": gain, "rank": get_context().rank})
+    return gain
+
+
+def step_over_grpc() -> Finding:
+    """A real step with an owner behind gRPC, in this process."""
+    from rayzero.testing import run_ranks
+
+    (gain,) = run_ranks(lambda ctx: one_step(), world_size=1, num_optimizers=1, transport="grpc")
+    return Finding(name="grpc", ok=gain > 0, detail=f"a training step over loopback lowered the loss by {gain:.2g}")
+
+
+def step_on_ray() -> Finding:
+    """A real step on Ray: rank worker, optimizer actor, coordinator; in a folder that is thrown away."""
+    from rayzero.cluster.trainer import ZeroTrainer
+    from rayzero.config import RunConfig, ScalingConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = ZeroTrainer(
+            one_step,
+            scaling_config=ScalingConfig(num_workers=1, num_optimizers=1),
+            run_config=RunConfig(name="doctor", storage_path=folder),
+        )
+        result = trainer.fit()
+    gain = result.metrics["gain"]
+    return Finding(name="ray", ok=gain > 0, detail=f"a training step on Ray took {result.seconds:.0f} s in all")

@@ -1,0 +1,23 @@
+"""``rayzero export``: a checkpoint as one complete model.safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A step-… directory, or a run's directory: its newest.")],
+    out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder to put model.safetensors in.")],
+    dtype: Annotated[str, typer.Option(help="Of trained parameters: float32, bfloat16 or float16.")] = "float32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a checkpoint's parameters and buffers under their plain names, streamed."""
+    from rayzero.checkpoint import export_full, latest_checkpoint
+    from rayzero.layout.model_layout import dtype_from_name
+
+    directory = latest_checkpoint(checkpoint) or checkpoint
+    path = export_full(directory, out, dtype=dtype_from_name(dtype), overwrite=overwrite)
+    typer.echo(f"{path}  {path.stat().st_size:,} bytes, from {directory}")

@@ -1,0 +1,95 @@
+"""``rayzero status``: how far a run is, read from the files that its driver keeps fresh."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rayzero.cli.run_choice import find_run
+from rayzero.errors import CheckpointError
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show a run's state, progress and newest checkpoint."""
+    described = describe_run(find_run(run))
+    typer.echo(json.dumps(described) if as_json else format_status(described))
+
+
+def describe_run(path: Path) -> dict[str, Any]:
+    """What is known of the run in ``path``, as JSON-able values.
+
+    Raises ConfigError where there is no run, and DataError where its metrics are damaged."""
+    from rayzero.cluster.status import run_status
+    from rayzero.recipes.recipe import load_recipe
+    from rayzero.recipes.run_log import read_rows
+
+    record = run_status(path)
+    config = path / "config.yaml"
+    rows = read_rows(path)
+    checkpoint, damaged = find_checkpoint(path)
+    validated = [row.validation_loss for row in rows if row.validation_loss is not None]
+    return {
+        "run": record["run"],
+        "path": str(path.absolute()),
+        "state": record["state"],
+        "error": record.get("error"),
+        "steps": load_recipe(config).steps if config.exists() else None,
+        "last": asdict(rows[-1]) if rows else None,
+        "validation_loss": validated[-1] if validated else None,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "damaged": damaged,
+        "started_at": record["started_at"],
+        "ended_at": record.get("ended_at"),
+        "members": record.get("members", []),
+    }
+
+
+def find_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that can be resumed from, and why newer ones cannot. Sizes are checked, not every byte."""
+    from rayzero.checkpoint import CheckpointReader, list_checkpoints
+
+    damaged: list[str] = []
+    for path in reversed(list_checkpoints(run_dir / "checkpoints")):
+        try:
+            with CheckpointReader(path):
+                return path, damaged
+        except CheckpointError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def format_status(described: dict[str, Any]) -> str:
+    """A few lines for people."""
+    seconds = (described["ended_at"] or time.time()) - described["started_at"]
+    lines = [
+        f"run         {described['run']} ({described['path']})",
+        f"state       {described['state']}, {seconds:.0f} s",
+        *_progress(described),
+        f"checkpoint  {described['checkpoint'] or 'none'}",
+        *(f"damaged     {why}" for why in described["damaged"]),
+    ]
+    if described["state"] == "running":
+        lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in described["members"]]
+    if described["error"]:
+        lines.append(f"error       {described['error'].partition(chr(10))[0]}")
+    return "\n".join(lines)
+
+
+def _progress(described: dict[str, Any]) -> list[str]:
+    last, validation = described["last"], described["validation_loss"]
+    if last is None:
+        return []
+    validated = "" if validation is None else f", {validation:.4f} validation"
+    return [
+        f"step        {last['step']} of {described['steps']}",
+        f"loss        {last['loss']:.4f} train{validated}",
+        f"speed       {last['tokens_per_second']:,.0f} tokens/s, {last['step_seconds']:.3f} s a step",
+    ]

@@ -1,0 +1,155 @@
+"""``rayzero train``: train a language model on text, with optimizer actors on Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayzero.cli.run_choice import newest_run
+from rayzero.config import apply_overrides, read_yaml
+from rayzero.errors import ConfigError, RunFailedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rayzero.recipes.recipe import RecipeConfig
+    from rayzero.recipes.training import Prepared, Training
+
+_STOPPED = 130  # the shell's code for a command ended by Ctrl-C
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE.yaml] [key=value]...", help="A recipe, and settings that override it."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Rank workers.")] = None,
+    optimizers: Annotated[int | None, typer.Option(help="Optimizer actors.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run's files go; default: a new one in runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (default: newest).")] = False,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+) -> None:
+    """Train a language model on text. Without arguments: a small GPT on the Python standard library's sources."""
+    options = {
+        "steps": steps,
+        "scaling.num_workers": workers,
+        "scaling.num_optimizers": optimizers,
+        "run.checkpoint_every": checkpoint_every,
+        "run.resume": resume or None,
+    }
+    recipe = choose_recipe(
+        arguments or [], {key: value for key, value in options.items() if value is not None}, run_dir
+    )
+    _train(recipe)
+
+
+def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
+    """The recipe of a command line: a file (or the resumed run's own config.yaml), then overrides, then options."""
+    from rayzero.recipes.recipe import RecipeConfig
+
+    path, overrides = _split_arguments(arguments)
+    if options.get("run.resume") and run_dir is None:
+        run_dir = newest_run()
+    if options.get("run.resume") and path is None:
+        path = _config_of(run_dir)
+    settings = apply_overrides(read_yaml(path) if path is not None else {}, overrides)
+    if run_dir is not None:
+        options |= _place_of(run_dir)
+    for dotted, value in options.items():
+        _set(settings, dotted, value)
+    run = settings.get("run", {})
+    if isinstance(run, dict) and "name" not in run:
+        _set(settings, "run.name", time.strftime("train-%Y%m%d-%H%M%S"))
+    return RecipeConfig.from_mapping(settings)
+
+
+def _place_of(run_dir: Path) -> dict[str, Any]:
+    """--run-dir as the two settings that it stands for."""
+    path = Path(os.path.abspath(run_dir))
+    if not path.name or "\\" in path.name:
+        raise ConfigError(f"--run-dir is {str(run_dir)!r} but must be a folder with a plain name")
+    return {"run.storage_path": str(path.parent), "run.name": path.name}
+
+
+def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    overrides = [argument for argument in arguments if "=" in argument]
+    paths = [argument for argument in arguments if "=" not in argument]
+    if len(paths) > 1:
+        raise ConfigError(f"one recipe at a time: got {' and '.join(paths)}; settings look like key=value")
+    return (Path(paths[0]) if paths else None), overrides
+
+
+def _config_of(run_dir: Path | None) -> Path | None:
+    path = None if run_dir is None else run_dir / "config.yaml"
+    return path if path is not None and path.exists() else None
+
+
+def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
+    *groups, name = dotted.split(".")
+    for group in groups:
+        settings = settings.setdefault(group, {})
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{group} must be a group of settings, got {settings!r}")
+    settings[name] = value
+
+
+def _train(recipe: RecipeConfig) -> None:
+    from rich.console import Console
+
+    from rayzero.recipes.training import prepare_run, run_prepared
+
+    console = Console()
+    prepared = prepare_run(recipe)
+    announce(prepared, console)
+    try:
+        training = run_prepared(prepared, console)
+    except KeyboardInterrupt:
+        print(f"rayzero: {stopped(recipe.run.path)}", file=sys.stderr)
+        raise typer.Exit(_STOPPED) from None
+    except RunFailedError as error:
+        first, _, rest = str(error).partition("\n")
+        details = f" (all of it: {recipe.run.path / 'run.json'})" if rest else ""
+        raise RunFailedError(f"{first}{details}\n{rest}") from error
+    summarise(prepared, training, console)
+
+
+def stopped(run_dir: Path) -> str:
+    """What to say of a run that was interrupted: how to go on, where there is something to go on from."""
+    from rayzero.checkpoint import latest_checkpoint
+
+    if latest_checkpoint(run_dir) is None:
+        return f"stopped before its first checkpoint; {run_dir} holds nothing to resume from"
+    return f"stopped; continue with: rayzero train --resume --run-dir {run_dir}"
+
+
+def announce(prepared: Prepared, console: Console) -> None:
+    """One line on what is about to run."""
+    recipe, text = prepared.recipe, prepared.text
+    start = f" from step {prepared.resume_step}" if prepared.resume_step else ""
+    console.print(
+        f"{recipe.model}, {prepared.num_params:,} parameters, on {text.num_files} files "
+        f"({text.size_bytes / 1e6:.1f} MB): {recipe.steps} steps{start}, {recipe.scaling.num_workers} ranks, "
+        f"{recipe.scaling.num_optimizers} optimizer actors, {recipe.zero.precision}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def summarise(prepared: Prepared, training: Training, console: Console) -> None:
+    """What came out and where it is."""
+    result, last = training.result, training.last
+    moved = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sorted(result.transfers.items()))
+    lines = [
+        f"validation loss {last.validation_loss:.3f} nats per token, unigram baseline {training.unigram:.3f}",
+        f"{last.step} steps, {last.tokens:,} tokens, {result.seconds:.0f} s; moved: {moved}",
+        f"run        {result.path}",
+        f"checkpoint {result.checkpoint}",
+        f"curve      {training.picture}",
+    ]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -1,0 +1,234 @@
+"""The actors of one run: made, asked, told to stop, ended. The only place that makes Ray actors.
+
+Every actor is owned by the driver, so that none outlives it. A call that should answer soon has a deadline; a call
+that lasts as long as its process (``run``, ``watch``) is how a death is noticed at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+
+from rayzero.cluster.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
+from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.loop import PackedLoop
+from rayzero.cluster.measured import Measured
+from rayzero.cluster.optimizer_actor import OptimizerActor, OwnerSettings
+from rayzero.cluster.placement import Placement
+from rayzero.cluster.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
+from rayzero.errors import ConfigError
+
+__all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
+
+START_S = 120.0  # an actor imports torch and answers; on a loaded machine that takes a while
+ANSWER_S = 30.0  # a call that only looks something up or sets something down
+STOP_S = 5.0  # how long a process that was told to end may take before it is killed
+KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
+
+_CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
+_LOOPBACK = "127.0.0.1"
+
+
+class RunActors:
+    """The coordinator, owners and rank workers of one run; leaving the ``with`` block ends them all.
+
+    Knows actors and how to call them; not what a failure means for the run (supervision.py)."""
+
+    def __init__(self, run: str, placement: Placement) -> None:
+        self._run = run
+        self._placement = placement
+        self._token = secrets.token_hex(32)  # only ever travels as an argument of actors
+        self._processes: list[psutil.Process] = []  # on this node, to see them gone
+        self.members: dict[str, Member] = {}
+        self.coordinator: Any = None
+        self.owners: dict[str, Any] = {}  # by name, in order of index
+        self.ranks: dict[str, Any] = {}
+
+    def __enter__(self) -> RunActors:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with shielded():
+            self.end(politely=kind is None)
+
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def start(self, *, owner_memory: int) -> Routing:
+        """Make every actor, open the owners' ports, tell the coordinator; the routing table.
+
+        Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
+        """
+        self._make_coordinator()
+        self._make_owners(owner_memory)
+        self._make_ranks()
+        everyone = {**self.owners, **self.ranks}
+        self.members = self.ask({who: control(actor.hello).remote() for who, actor in everyone.items()}, START_S)
+        self._find_processes()
+        return self._open_ports()
+
+    def _make_coordinator(self) -> None:
+        name = coordinator_name(self._run)
+        options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 100}
+        try:
+            self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run)
+        except ValueError as error:  # ActorAlreadyExistsError is one
+            raise _name_in_use(self._run) from error
+
+    def _make_owners(self, memory: int) -> None:
+        plan = self._placement.plan
+        num_owners = sum(len(group.optimizers) for group in plan.groups)
+        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
+        for owner in range(num_owners):
+            settings = OwnerSettings(
+                owner=owner,
+                num_owners=num_owners,
+                threads=plan.optimizer.threads,
+                memory_budget=memory,
+                token=self._token,
+            )
+            options = self._placement.optimizer_options(owner)
+            self.owners[optimizer_name(owner)] = actor_class.options(**options).remote(settings)
+
+    def _make_ranks(self) -> None:
+        plan = self._placement.plan
+        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(RankWorker)
+        for rank in range(len(plan.groups)):
+            options = self._placement.worker_options(rank)
+            self.ranks[rank_name(rank)] = actor_class.options(**options).remote(rank, plan.worker.threads)
+
+    def _find_processes(self) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        for member in self.members.values():
+            if member.node == here:
+                with suppress(psutil.NoSuchProcess):  # it died since it answered: the next call to it says so
+                    self._processes.append(psutil.Process(member.pid))
+
+    def _open_ports(self) -> Routing:
+        one_node = len({member.node for member in self.members.values()}) == 1
+        hosts = {who: _LOOPBACK if one_node else self.members[who].host for who in self.owners}
+        opened = {who: control(owner.serve).remote(hosts[who]) for who, owner in self.owners.items()}
+        addresses = tuple(self.ask(opened, START_S).values())
+        self.ask({who: control(owner.connect_peers).remote(addresses) for who, owner in self.owners.items()}, START_S)
+        told = self.coordinator.enlist.remote(list(self.members.values()), addresses)
+        routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
+        return routing
+
+    # ---- while it runs ------------------------------------------------------------------------------------------
+
+    def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:
+        """Start every rank's loop; a call that lasts until it ends -> the rank's name. One settings per rank."""
+        return {
+            actor.run.remote(own, packed_loop, self.coordinator): who
+            for own, (who, actor) in zip(settings, self.ranks.items(), strict=True)
+        }
+
+    def watch_owners(self) -> dict[Any, str]:
+        """A call to each owner that lasts as long as it serves -> the owner's name."""
+        return {owner.watch.remote(): who for who, owner in self.owners.items()}
+
+    def move(self, state: RunState, error: str | None = None) -> None:
+        """Tell the coordinator where the run stands."""
+        self.ask({"coordinator": self.coordinator.move.remote(state, error)}, ANSWER_S)
+
+    @property
+    def token(self) -> str:
+        """What owners ask for in every call."""
+        return self._token
+
+    def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answers to calls already made, by who was asked; raises RunFailedError naming who failed or is late."""
+        ready, late = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+        failed = [failure for who, call in calls.items() if call in ready and (failure := self._failure(who, call))]
+        if failed:
+            raise run_failed(self._run, failed[0], failed[1:])
+        if late:
+            names = ", ".join(who for who, call in calls.items() if call in late)
+            raise run_failed(self._run, Failure(who=names, what=f"gave no answer within {timeout_s:g} s"))
+        return {who: ray.get(call) for who, call in calls.items()}
+
+    def _failure(self, who: str, call: Any) -> Failure | None:
+        try:
+            ray.get(call)
+        except ray.exceptions.RayError as error:
+            return failure_from_ray(who, error, self.pid(who))
+        return None
+
+    def pid(self, who: str) -> int | None:
+        """The process id of a member; None before it said hello."""
+        member = self.members.get(who)
+        return None if member is None else member.pid
+
+    # ---- end ----------------------------------------------------------------------------------------------------
+
+    def stop_ranks(self, loops: Mapping[Any, str], reason: str) -> list[Any]:
+        """Tell every rank to end its loop; those that do not within ``STOP_S`` are killed. The calls that ended."""
+        told = [control(rank.stop).remote(reason) for rank in self.ranks.values()]
+        ready, stuck = ray.wait(list(loops), num_returns=len(loops), timeout=STOP_S)
+        for loop in stuck:
+            ray.kill(self.ranks[loops[loop]])
+        del told
+        return list(ready)
+
+    def stop_owners(self) -> dict[str, Measured]:
+        """Close every owner that still answers; what each measured."""
+        calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
+        return {who: ray.get(call) for who, call in calls.items() if call in ready and not self._failure(who, call)}
+
+    def end(self, *, politely: bool) -> None:
+        """End every actor; returns when those on this node are gone. Idempotent.
+
+        Politely: their exit handlers run (the user's loop may have set some), within ``STOP_S``."""
+        actors = [*self.ranks.values(), *self.owners.values(), self.coordinator]
+        alive = [actor for actor in actors if actor is not None]
+        if politely:
+            asked = [actor.__ray_terminate__.remote() for actor in alive]
+            psutil.wait_procs(self._processes, timeout=STOP_S)
+            del asked
+        for actor in alive:
+            ray.kill(actor)
+        psutil.wait_procs(self._processes, timeout=KILL_S)
+        self.coordinator, self.owners, self.ranks, self._processes = None, {}, {}, []
+
+
+def refuse_name_in_use(run: str) -> None:
+    """Raise ConfigError when a run of this name is on the cluster: before places are waited for that it has."""
+    try:
+        ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
+    except ValueError:  # there is none
+        return
+    raise _name_in_use(run)
+
+
+def _name_in_use(run: str) -> ConfigError:
+    return ConfigError(
+        f"a run named {run!r} is on this cluster already; a run is named after its directory: choose another one"
+    )
+
+
+def control(method: Any) -> Any:
+    """An actor's method, called beside the one that lasts."""
+    return method.options(concurrency_group=_CONTROL)
+
+
+def failure_from_ray(who: str, error: ray.exceptions.RayError, pid: int | None) -> Failure:
+    """What a failed call says about the process that was called."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        original = error.cause if isinstance(error.cause, BaseException) else error
+        return failure_of(who, original, traceback_text=error.traceback_str)
+    if error.args and isinstance(error.args[0], ray.exceptions.RayTaskError):  # its constructor raised
+        return failure_from_ray(who, error.args[0], pid)
+    return death_of(who, pid, _detail(str(error)))
+
+
+def _detail(text: str) -> str:
+    """The part of Ray's message that says how the process ended."""
+    said = text.rpartition("Worker exit detail:")[2].partition("Some common causes")[0]
+    return " ".join(said.split())

@@ -1,0 +1,207 @@
+"""One run from the driver's side: start the actors, follow them to the end, take everything down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from rayzero.cluster.actors import ANSWER_S, RunActors, failure_from_ray, refuse_name_in_use
+from rayzero.cluster.coordinator import Member, Routing, RunState
+from rayzero.cluster.interrupts import interruptible, shielded
+from rayzero.cluster.loop import PackedLoop
+from rayzero.cluster.measured import Measured
+from rayzero.cluster.placement import placed
+from rayzero.cluster.rank_worker import RankSettings
+from rayzero.cluster.reports import Report
+from rayzero.cluster.resources import plan_resources
+from rayzero.cluster.run_dir import RunDirectory
+from rayzero.cluster.session import alive_nodes, ray_session
+from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.errors import RunFailedError
+
+__all__ = ["Journal", "OnReport", "RunRequest", "drive"]
+
+OnReport = Callable[[Report], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """All that a run needs, checked and packed."""
+
+    packed_loop: PackedLoop
+    zero: ZeroConfig
+    scaling: ScalingConfig
+    run: RunConfig
+    directory: RunDirectory
+    on_report: OnReport | None
+    on_change: Callable[[], None]  # called when every rank is about to enter its loop, and after reports
+
+
+@dataclass(slots=True)
+class Journal:
+    """What the driver has learnt of a run so far; whole when ``drive`` has ended, however it ended."""
+
+    state: RunState = RunState.STARTING
+    members: list[Member] = field(default_factory=list)
+    ray_address: str | None = None
+    routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
+    latest: dict[int, Report] = field(default_factory=dict)  # by rank
+    checkpoint: str | None = None  # the last one reported
+    measured: dict[str, Measured] = field(default_factory=dict)  # by process
+
+    def note(self, report: Report) -> None:
+        """Take one report."""
+        self.latest[report.rank] = report
+        self.checkpoint = report.checkpoint or self.checkpoint
+
+
+def drive(request: RunRequest, journal: Journal) -> None:
+    """Run to the end and leave nothing behind; ``journal`` is kept up to date all along.
+
+    Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
+    raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, after the ranks were told.
+    """
+    scaling, run = request.scaling, request.run.name
+    with ray_session(), interruptible():
+        journal.ray_address = ray.get_runtime_context().gcs_address
+        refuse_name_in_use(run)
+        plan = plan_resources(scaling, alive_nodes())
+        places = placed(plan, timeout_s=scaling.placement_timeout)
+        with places as placement, RunActors(run, placement) as actors:
+            _run(request, actors, journal)
+
+
+def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
+    journal.routing = actors.start(owner_memory=request.zero.cpu_memory_budget)
+    journal.members = list(actors.members.values())
+    actors.move(RunState.RUNNING)
+    journal.state = RunState.RUNNING
+    request.on_change()
+    loops = actors.run_loops(_rank_settings(request, actors, journal.routing), request.packed_loop)
+    follower = _Follower(actors, loops, journal, request)
+    try:
+        watch = follower.follow()
+        if watch.verdict(time.monotonic()) is Verdict.FINISHED:
+            follower.finish()
+            return
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        reason = f"the run was interrupted ({type(interruption).__name__})"
+        follower.take_down(RunState.STOPPED, reason)
+        raise
+    except BaseException as error:  # on_report raised, or the coordinator is gone: end the ranks, then let it go on
+        follower.take_down(RunState.FAILED, f"the driver failed: {type(error).__name__}: {error}")
+        raise
+    failed = run_failed(request.run.name, watch.cause, watch.others)
+    follower.take_down(RunState.FAILED, f"{watch.cause.who} {watch.cause.what}")
+    raise failed
+
+
+def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
+    return [
+        RankSettings(
+            rank=rank,
+            world_size=request.scaling.num_workers,
+            run=request.run.name,
+            run_dir=request.directory.path,
+            resume=request.directory.resume,
+            use_gpu=request.scaling.use_gpu,
+            config=request.zero,
+            addresses=routing.addresses,
+            token=actors.token,
+        )
+        for rank in range(request.scaling.num_workers)
+    ]
+
+
+class _Follower:
+    """Waits for whatever happens next in a run and passes it on: ends to the Watch, reports to the user.
+
+    Knows Ray calls that are under way; what they mean for the run is the Watch's business."""
+
+    def __init__(self, actors: RunActors, loops: dict[Any, str], journal: Journal, request: RunRequest) -> None:
+        self._actors = actors
+        self._loops = loops
+        self._owners = actors.watch_owners()
+        self._news = actors.coordinator.next_reports.remote()
+        self._journal = journal
+        self._on_report = request.on_report
+        self._on_change = request.on_change
+        self._watch = Watch(len(loops))
+
+    def follow(self) -> Watch:
+        """Until every loop has returned, or the run has failed and the cause is known."""
+        while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
+            waiting = [*self._loops, *self._owners, self._news]
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=self._watch.patience_s(time.monotonic()))
+            for call in ready:
+                self._take(call)
+        return self._watch
+
+    def finish(self) -> None:
+        """After a good end: the last reports, and what the owners measured."""
+        self._read_rest()
+        self._actors.move(RunState.FINISHED)
+        self._journal.measured |= self._actors.stop_owners()
+
+    def take_down(self, state: RunState, reason: str) -> None:
+        """After a bad end: tell everyone, wait a little, keep what can still be had. Signals have to wait."""
+        with shielded():
+            with suppress(RunFailedError):  # the coordinator may be what failed
+                self._actors.move(state, reason)
+            for call in self._actors.stop_ranks(self._loops, reason):
+                self._take_outcome(call, self._loops.pop(call))
+            with suppress(Exception):  # last reports are wanted, but the cause of the end is what must be told
+                self._read_rest()
+            self._journal.measured |= self._actors.stop_owners()
+
+    def _take(self, call: Any) -> None:
+        if call in self._loops:
+            self._take_outcome(call, self._loops.pop(call))
+        elif call in self._owners:
+            self._take_owner(call, self._owners.pop(call))
+        else:
+            self._take_news(call)
+
+    def _take_outcome(self, call: Any, who: str) -> None:
+        answer = self._answer(call, who)
+        if isinstance(answer, RankOutcome):
+            self._journal.measured[who] = answer.measured
+            self._watch.finished(answer, time.monotonic())
+
+    def _take_owner(self, call: Any, who: str) -> None:
+        self._answer(call, who)  # owners are stopped by us after the loop only: any end in it is a failure
+
+    def _take_news(self, call: Any) -> None:
+        reports = self._answer(call, "coordinator")
+        if reports is None:
+            return
+        self._news = self._actors.coordinator.next_reports.remote()
+        self._pass_on(reports)
+
+    def _answer(self, call: Any, who: str) -> Any:
+        """The call's answer; a failure goes to the Watch and gives None."""
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayError as error:
+            self._watch.failed(failure_from_ray(who, error, self._actors.pid(who)), time.monotonic())
+            return None
+
+    def _read_rest(self) -> None:
+        """Reports sent before the loops ended: the open call answers with what is left."""
+        self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
+        self._pass_on(self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"])
+
+    def _pass_on(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            self._journal.note(report)
+            on_report, self._on_report = self._on_report, None  # one that raises is not called again
+            if on_report is not None:
+                on_report(report)
+            self._on_report = on_report
+        self._on_change()

@@ -1,0 +1,53 @@
+"""What a process measured, as a value that travels to the driver and into ``run.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
+
+__all__ = ["Measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A copy of a recorder's counters and timings; names are those of ``telemetry/names.py``."""
+
+    counters: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    timings: Mapping[str, Mapping[Labels, Timing]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, recorder: MemoryRecorder) -> Measured:
+        """What the recorder holds now."""
+        return cls(recorder.counters(), recorder.timings())
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of a counter over every series that has all these labels; 0 when there is none."""
+        wanted = set(labels.items())
+        return sum(value for key, value in self.counters.get(name, {}).items() if wanted <= set(key))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Sums of a counter by the values of one label."""
+        sums: dict[str, float] = {}
+        for key, value in self.counters.get(name, {}).items():
+            of = dict(key).get(label, "")
+            sums[of] = sums.get(of, 0) + value
+        return sums
+
+    def to_json(self) -> dict[str, object]:
+        """Counters as numbers and timings as {count, total, longest}, by series written as Prometheus does."""
+        counts: dict[str, object] = {
+            _series(name, key): value for name, found in self.counters.items() for key, value in found.items()
+        }
+        timings: dict[str, object] = {
+            _series(name, key): {"count": timing.count, "total": timing.total, "longest": timing.longest}
+            for name, found in self.timings.items()
+            for key, timing in found.items()
+        }
+        return counts | timings
+
+
+def _series(name: str, labels: Labels) -> str:
+    inside = ",".join(f'{label}="{value}"' for label, value in labels)
+    return f"{name}{{{inside}}}" if inside else name

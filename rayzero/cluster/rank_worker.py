@@ -1,0 +1,102 @@
+"""The rank worker: a process that runs the user's training loop once; the Ray shell around a context and a loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from rayzero.cluster.coordinator import Member
+from rayzero.cluster.loop import PackedLoop, unpack_loop
+from rayzero.cluster.measured import Measured
+from rayzero.cluster.optimizer_actor import this_process
+from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
+from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.messages import CheckpointInfo
+from rayzero.store.protocol import ParameterStore
+from rayzero.store.select import connect_store
+from rayzero.telemetry.recorder import MemoryRecorder
+
+__all__ = ["RankSettings", "RankWorker"]
+
+_FLUSH_S = 30.0  # the longest a finished loop waits for its last reports to be taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What one rank's loop is run with."""
+
+    rank: int
+    world_size: int
+    run: str
+    run_dir: Path
+    resume: Path | None
+    use_gpu: bool
+    config: ZeroConfig
+    addresses: tuple[str, ...]  # of the owners, by index
+    token: str = field(repr=False)  # owners ask for it in every call
+
+
+class RankWorker:
+    """One rank: a context, the user's loop in it, and the channel its reports leave by."""
+
+    def __init__(self, rank: int, threads: int) -> None:
+        self._rank = rank
+        self._threads = threads
+        self._recorder = MemoryRecorder()
+        self._context: RankContext | None = None
+        self._channel: ReportChannel | None = None
+
+    def hello(self) -> Member:
+        """Who and where this is."""
+        return this_process(rank_name(self._rank))
+
+    def run(self, settings: RankSettings, packed_loop: PackedLoop, coordinator: Any) -> RankOutcome:
+        """Run the loop to its end, well or not; what it raises is in the outcome, never raised from here."""
+        torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
+        channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
+        context = self._context = _context(settings, channel, self._recorder)
+        failure = None
+        try:
+            with running_in(context):
+                unpack_loop(packed_loop)()
+        except BaseException as error:  # supervision: the driver is told, whatever the user's loop raised
+            failure = failure_of(rank_name(self._rank), error)
+        channel.close(_FLUSH_S)
+        return RankOutcome(rank=self._rank, failure=failure, measured=Measured.of(self._recorder))
+
+    def stop(self, reason: str) -> None:
+        """Make the loop end: its reports are refused and everything it waits for fails with ``reason``."""
+        if self._channel is not None:
+            self._channel.refuse()
+        if self._context is not None:
+            self._context.close(reason)
+
+
+def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRecorder) -> RankContext:
+    def sink(metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
+        path = None if checkpoint is None else checkpoint.path
+        channel.put(Report(rank=settings.rank, metrics=plain_metrics(metrics), checkpoint=path))
+
+    def connect() -> ParameterStore:
+        return connect_store(
+            settings.rank, settings.addresses, token=settings.token, config=settings.config, recorder=recorder
+        )
+
+    return RankContext(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
+        run=settings.run,
+        run_dir=settings.run_dir,
+        resume=settings.resume,
+        config=settings.config,
+        connect=connect,
+        sink=sink,
+        recorder=recorder,
+    )

@@ -1,0 +1,106 @@
+"""How ``rayzero.report`` leaves a training loop: queued at once, sent in order by a thread, awaited by no step."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rayzero.errors import ConfigError, StoreClosedError
+
+__all__ = ["Report", "ReportChannel", "plain_metrics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One call of ``rayzero.report``."""
+
+    rank: int
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON-able values
+    checkpoint: str | None = None  # directory of a checkpoint that is complete
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics as values that any process and JSON can read: one-element tensors and arrays become numbers.
+
+    Raises ConfigError naming the first that is neither number, text nor None.
+    """
+    return {str(name): _plain(name, value) for name, value in metrics.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    plain = value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and _is_one(value) else value
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    raise ConfigError(f"report: {name!r} is a {type(value).__name__}; metrics are numbers, text or None")
+
+
+def _is_one(value: Tensor | np.generic | np.ndarray[Any, Any]) -> bool:
+    return (value.numel() if isinstance(value, Tensor) else value.size) == 1
+
+
+class ReportChannel:
+    """Carries one rank's reports away from its training loop.
+
+    ``put`` only queues; one thread sends what has gathered, one batch at a time. At most ``limit`` reports wait: with
+    a receiver that is slower than the loop, ``put`` then waits for it. Knows ``send``; not who is behind it."""
+
+    def __init__(self, send: Callable[[list[Report]], None], *, limit: int = 1000) -> None:
+        self._send = send
+        self._limit = limit
+        self._waiting: deque[Report] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._carry, name="rayzero-reports", daemon=True)
+        self._thread.start()
+
+    def put(self, report: Report) -> None:
+        """Queue a report. Raises what sending raised before, and StoreClosedError after close()."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < self._limit or self._over)
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StoreClosedError("the run is being stopped; no more reports are taken")
+            self._waiting.append(report)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued, then stop; waits at most ``timeout_s``. Idempotent."""
+        self.refuse()
+        self._thread.join(timeout_s)
+
+    def refuse(self) -> None:
+        """Take no more reports; what is queued is still sent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._error is not None
+
+    def _carry(self) -> None:
+        while batch := self._next_batch():
+            try:
+                self._send(batch)
+            except Exception as error:  # the edge to Ray: whatever it raises belongs to the loop that reports
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+
+    def _next_batch(self) -> list[Report]:
+        """Everything queued, once there is something; empty when closed and all is sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            batch = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+            return batch

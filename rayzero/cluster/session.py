@@ -1,0 +1,58 @@
+"""Being on a Ray cluster for the length of a run: the one at hand, or a local one that we start and end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from rayzero.cluster.coordinator import NAMESPACE
+from rayzero.cluster.resources import Node
+from rayzero.errors import RunFailedError
+
+__all__ = ["alive_nodes", "free_resources", "ray_session", "started_here"]
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """Join Ray, and leave it as it was found.
+
+    In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS``
+    (as under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without
+    dashboard, which ends with the session. Raises RunFailedError when the cluster cannot be reached.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises a bare Exception where a node does not start in time
+        where = os.environ.get("RAY_ADDRESS", "the local machine")
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise RunFailedError(f"cannot join Ray at {where}: {said}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def started_here() -> bool:
+    """True when this process started the Ray it is connected to: such a cluster never grows."""
+    from ray._private.worker import _global_node
+
+    return _global_node is not None and bool(_global_node.is_head())
+
+
+def alive_nodes() -> list[Node]:
+    """What each node of the cluster has in all."""
+    totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(cpus=float(total.get("CPU", 0.0)), gpus=float(total.get("GPU", 0.0))) for total in totals]
+
+
+def free_resources() -> Node:
+    """What nobody uses just now, all nodes together."""
+    free = ray.available_resources()
+    return Node(cpus=float(free.get("CPU", 0.0)), gpus=float(free.get("GPU", 0.0)))

@@ -1,0 +1,169 @@
+"""How a run ends: which failure is the cause, when all is done, and what the user is told. Plain logic, no Ray.
+
+Processes fail together: a rank that raises makes the others' finish fail, a killed owner makes every rank's fetch
+fail. [Note: cause and consequence] Errors that say "a peer is gone" are *consequences*; they are held for a short
+while so that the failure that made them can arrive and be named instead. Any other failure ends the run at once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from rayzero.cluster.measured import Measured
+from rayzero.errors import AccumulationError, HandshakeError, RunFailedError, StepMismatchError, StoreError
+
+__all__ = [
+    "Failure",
+    "RankOutcome",
+    "Verdict",
+    "Watch",
+    "death_of",
+    "failure_of",
+    "optimizer_name",
+    "rank_name",
+    "run_failed",
+]
+
+SETTLE_S = 3.0  # how long a consequence waits for its cause: Ray tells of a dead process within a second
+
+_CAUSES = (HandshakeError, StepMismatchError, AccumulationError)  # store errors that are nobody else's fault
+
+
+def rank_name(rank: int) -> str:
+    """How messages call a rank worker."""
+    return f"rank {rank}"
+
+
+def optimizer_name(owner: int) -> str:
+    """How messages call an optimizer actor."""
+    return f"optimizer {owner}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong in one process; picklable whatever the error was."""
+
+    who: str  # "rank 1", "optimizer 0", "coordinator"
+    what: str  # "raised ValueError: boom", "died: ..."
+    traceback: str = ""  # of the process that failed; empty when it died
+    error: bytes | None = None  # the pickled exception, where it can be pickled
+    consequence: bool = False  # it says that someone else is gone
+
+    def exception(self) -> BaseException | None:
+        """The original exception, where this process can rebuild it."""
+        if self.error is None:
+            return None
+        try:
+            rebuilt = pickle.loads(self.error)
+        except Exception:  # an exception class of the user's may do anything here; its text is told all the same
+            return None
+        return rebuilt if isinstance(rebuilt, BaseException) else None
+
+
+def failure_of(who: str, error: BaseException, traceback_text: str | None = None) -> Failure:
+    """Describe an exception; its own traceback is told unless the text of one is given."""
+    return Failure(
+        who=who,
+        what=f"raised {_one_line(error)}",
+        traceback=traceback_text or "".join(traceback.format_exception(error)),
+        error=_pickled(error),
+        consequence=isinstance(error, StoreError) and not isinstance(error, _CAUSES),
+    )
+
+
+def death_of(who: str, pid: int | None, detail: str) -> Failure:
+    """Describe a process that ended without a word, as its host reports it."""
+    process = f"its process (pid {pid})" if pid else "its process"
+    return Failure(who=who, what=f"died: {process} ended unexpectedly. {detail}".strip())
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Bytes from which an equal exception can be made; None when its class cannot do that."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # an exception class of the user's may do anything here
+        return None
+    return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """How one rank's training loop ended."""
+
+    rank: int
+    failure: Failure | None = None
+    measured: Measured = field(default_factory=Measured)  # by its recorder
+
+
+class Verdict(Enum):
+    """Where a run stands."""
+
+    RUNNING = auto()
+    FINISHED = auto()  # every rank's loop returned
+    FAILED = auto()  # Watch.cause says why
+
+
+class Watch:
+    """Decides how a run ends from what its processes report.
+
+    Knows who is still running and which failures were seen; not Ray, processes or clocks (callers pass the time)."""
+
+    def __init__(self, num_ranks: int, *, settle_s: float = SETTLE_S) -> None:
+        self._running = set(range(num_ranks))
+        self._settle_s = settle_s
+        self._failures: list[Failure] = []
+        self._first_failure_s = 0.0
+
+    def finished(self, outcome: RankOutcome, now_s: float) -> None:
+        """A rank's training loop returned or raised."""
+        self._running.discard(outcome.rank)
+        if outcome.failure is not None:
+            self.failed(outcome.failure, now_s)
+
+    def failed(self, failure: Failure, now_s: float) -> None:
+        """A process failed or died."""
+        if not self._failures:
+            self._first_failure_s = now_s
+        self._failures.append(failure)
+
+    def verdict(self, now_s: float) -> Verdict:
+        """Where the run stands at ``now_s``."""
+        if not self._failures:
+            return Verdict.RUNNING if self._running else Verdict.FINISHED
+        settled = now_s - self._first_failure_s >= self._settle_s
+        return Verdict.FAILED if settled or not self.cause.consequence else Verdict.RUNNING
+
+    def patience_s(self, now_s: float) -> float | None:
+        """Seconds after which ``verdict`` may change by itself; None when it cannot."""
+        return max(0.0, self._first_failure_s + self._settle_s - now_s) if self._failures else None
+
+    @property
+    def cause(self) -> Failure:
+        """The failure to name: the first that is no consequence, else the first of all."""
+        return next((failure for failure in self._failures if not failure.consequence), self._failures[0])
+
+    @property
+    def others(self) -> tuple[Failure, ...]:
+        """Every other failure seen, in order of arrival."""
+        return tuple(failure for failure in self._failures if failure is not self.cause)
+
+
+def run_failed(run: str, cause: Failure, others: Iterable[Failure] = ()) -> RunFailedError:
+    """The error that ends a run: who, what, the traceback, and what else was seen; chained to the original."""
+    lines = [f"run {run!r} failed: {cause.who} {cause.what}"]
+    lines += [f"  then: {other.who} {other.what}" for other in others]
+    if cause.traceback:
+        lines.append(f"--- traceback of {cause.who} ---\n{cause.traceback.rstrip()}")
+    error = RunFailedError("\n".join(lines))
+    error.__cause__ = cause.exception()
+    return error

@@ -1,0 +1,194 @@
+"""``ZeroTrainer``: run a training loop on ranks and optimizer actors, from ``fit()`` to ``Result``."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rayzero.cluster.coordinator import RunState
+from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
+from rayzero.cluster.loop import pack_loop
+from rayzero.cluster.measured import Measured
+from rayzero.cluster.run_dir import RunDirectory
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.errors import RayZeroError, RunFailedError, UnsupportedError
+from rayzero.telemetry.names import TRANSFER_BYTES
+
+__all__ = ["Result", "ZeroTrainer"]
+
+_RECORD_EVERY_S = 1.0  # how old run.json may be while reports come in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended and what it left."""
+
+    metrics: dict[str, Any]  # rank 0's last report
+    path: Path  # the run's directory
+    checkpoint: Path | None  # its newest complete checkpoint
+    error: RunFailedError | None  # why it failed; None when it did not
+    metrics_per_rank: tuple[dict[str, Any], ...]  # each rank's last report
+    measured: dict[str, Measured]  # counters and timings by process: "rank 0", "optimizer 1"
+    seconds: float  # from fit() to its end
+
+    @property
+    def transfers(self) -> dict[str, float]:
+        """Payload bytes that the ranks moved, by direction: fetch, push, load."""
+        moved: dict[str, float] = {}
+        for who, measured in self.measured.items():
+            if who.startswith("rank"):
+                for direction, size in measured.by_label(TRANSFER_BYTES, "direction").items():
+                    moved[direction] = moved.get(direction, 0) + size
+        return moved
+
+
+class ZeroTrainer:
+    """Runs ``train_loop`` on every rank, beside optimizer actors that hold the model's states.
+
+    Args:
+        train_loop: ``train_loop(config)`` or ``train_loop()``; it finds its rank with ``rayzero.get_context()``.
+        train_loop_config: handed to the loop; anything that can be pickled.
+        zero_config: what ``rayzero.prepare`` uses in the loop where it is given no config.
+        scaling_config: how many processes, and what each may use.
+        run_config: where the run's files go and what it resumes from.
+        on_report: called in this process with every report of every rank, in each rank's order.
+
+    Making one checks the settings; nothing is started or written before ``fit()``.
+    """
+
+    def __init__(
+        self,
+        train_loop: Callable[..., Any],
+        *,
+        train_loop_config: Any = None,
+        zero_config: ZeroConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        on_report: OnReport | None = None,
+    ) -> None:
+        self._zero = zero_config or ZeroConfig()
+        self._scaling = scaling_config or ScalingConfig()
+        self._run = run_config or RunConfig()
+        self._on_report = on_report
+        self._zero.require_supported()
+        if self._zero.transport == "inproc":
+            raise UnsupportedError(
+                "transport='inproc' reaches owners in the same process, a trainer's are processes of their own; "
+                "use transport='auto' or 'grpc'"
+            )
+        self._packed_loop = pack_loop(train_loop, train_loop_config)
+
+    def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:
+        """Run the loop on every rank to its end. Nothing is left behind: no actor, process, port or shared memory.
+
+        Joins the Ray at hand or starts a local one (cluster/session.py). A failed run raises RunFailedError with the
+        process, the cause and its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings
+        (ConfigError, CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit) are raised either way.
+        ``directory``: the run's directory where the caller has opened it already, and will close it.
+        """
+        if directory is not None:
+            return self._fit(directory, raise_on_error)
+        with RunDirectory.open(self._run) as opened:
+            return self._fit(opened, raise_on_error)
+
+    def _fit(self, directory: RunDirectory, raise_on_error: bool) -> Result:
+        started = time.time()
+        journal = Journal()
+        error: RunFailedError | None = None
+        now_and_then = _AtMostEvery(_RECORD_EVERY_S, lambda: self._record(directory, journal, started))
+        try:
+            drive(self._request(directory, now_and_then), journal)
+            journal.state = RunState.FINISHED
+        except RunFailedError as failed:
+            journal.state, error = RunState.FAILED, failed
+        except (KeyboardInterrupt, SystemExit):
+            journal.state = RunState.STOPPED
+            raise
+        except BaseException:
+            journal.state = RunState.FAILED
+            raise
+        finally:
+            self._record(directory, journal, started, error)
+        if error is not None and raise_on_error:
+            raise error
+        return _result(directory, journal, error, time.time() - started)
+
+    def _request(self, directory: RunDirectory, on_change: Callable[[], None]) -> RunRequest:
+        return RunRequest(
+            packed_loop=self._packed_loop,
+            zero=self._zero,
+            scaling=self._scaling,
+            run=self._run,
+            directory=directory,
+            on_report=self._on_report,
+            on_change=on_change,
+        )
+
+    def _record(
+        self, directory: RunDirectory, journal: Journal, started: float, error: RayZeroError | None = None
+    ) -> None:
+        """Write ``run.json``; a run that never came to running leaves none."""
+        if not journal.members:
+            return
+        directory.write_record(
+            {
+                "run": self._run.name,
+                "state": journal.state,
+                "error": None if error is None else str(error),
+                "started_at": started,
+                "ended_at": None if journal.state is RunState.RUNNING else time.time(),
+                "driver": {"pid": os.getpid(), "host": socket.gethostname()},
+                "ray_address": journal.ray_address,
+                "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
+                "members": [asdict(member) for member in journal.members],
+                "routing": asdict(journal.routing),
+                "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
+                "checkpoint": _text(directory.newest_checkpoint()),
+                "resumed_from": _text(directory.resume),
+                "measured": {who: measured.to_json() for who, measured in journal.measured.items()},
+                "config": {
+                    "zero": self._zero.model_dump(mode="json"),
+                    "scaling": self._scaling.model_dump(mode="json"),
+                    "run": self._run.model_dump(mode="json"),
+                },
+            }
+        )
+
+
+class _AtMostEvery:
+    """Calls ``action`` when called, unless it did so less than ``seconds`` ago."""
+
+    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._action = action
+        self._last = -math.inf
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._seconds:
+            self._last = now
+            self._action()
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _result(directory: RunDirectory, journal: Journal, error: RunFailedError | None, seconds: float) -> Result:
+    latest = journal.latest
+    num_ranks = sum(member.who.startswith("rank") for member in journal.members)
+    return Result(
+        metrics=dict(latest[0].metrics) if 0 in latest else {},
+        path=directory.path,
+        checkpoint=directory.newest_checkpoint(),
+        error=error,
+        metrics_per_rank=tuple(dict(latest[rank].metrics) if rank in latest else {} for rank in range(num_ranks)),
+        measured=dict(journal.measured),
+        seconds=seconds,
+    )

@@ -1,0 +1,130 @@
+"""What every config is: frozen, checked where it is made, one line per error, YAML in and out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
+
+from rayzero.config.yaml_text import load_yaml
+from rayzero.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_BYTE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: object) -> object:
+    """Bytes from text such as ``"2GiB"``, ``"1.5 GB"`` or ``"4096"``; anything that is not text passes unchanged.
+
+    Raises ``ValueError`` on text that is not a whole number of bytes."""
+    if not isinstance(value, str):
+        return value
+    match = _BYTE_TEXT.fullmatch(value)
+    factor = _BYTE_UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError("must be bytes: a whole number, or a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    size = Fraction(match[1]) * factor
+    if size.denominator != 1:
+        raise ValueError("must be a whole number of bytes")
+    return int(size)
+
+
+Flag = Annotated[bool, Strict()]
+Count = Annotated[int, Strict(), Field(gt=0)]
+Size = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    Strict(),
+    Field(gt=0),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _BYTE_TEXT.pattern}]}
+    ),
+]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+
+
+# ---- one-line errors --------------------------------------------------------------------------------------------
+
+
+def _unknown_key(model: type[BaseModel], key: str, value: object) -> str:
+    near = difflib.get_close_matches(key, model.model_fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"settings are {', '.join(model.model_fields)}"
+    return f"{model.__name__}: unknown setting {key!r} = {reprlib.repr(value)}; {hint}"
+
+
+def _allowed(message: str) -> str:
+    return message.removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _one_line(model: type[BaseModel], error: ValidationError) -> str:
+    """The first thing wrong (unknown settings before wrong values), as one line."""
+    found = error.errors(include_url=False)
+    for item in found:
+        if item["type"] == "extra_forbidden":
+            return _unknown_key(model, str(item["loc"][0]), item["input"])
+    first = found[0]
+    if not first["loc"]:
+        return f"{model.__name__}: {_allowed(first['msg'])}"
+    field = first["loc"][0]
+    if first["type"] == "missing":
+        return f"{model.__name__}: {field} is missing"
+    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
+        return f"{field}: {first['ctx']['error']}"
+    allowed = dict.fromkeys(_allowed(item["msg"]) for item in found if item["loc"][0] == field)
+    return f"{model.__name__}: {field} is {reprlib.repr(first['input'])} but {' or '.join(allowed)}"
+
+
+class ConfigModel(BaseModel):
+    """Base of every config: frozen, no unknown settings, one-line errors, YAML in and out.
+
+    Knows its fields; not where they came from or who reads them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    if not TYPE_CHECKING:  # type checkers keep the fields' own signature
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError(" ".join(_one_line(type(self), error).split())) from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise ConfigError(f"{type(self).__name__} is frozen: use .replace({name}=...) for a new one")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
+        """From plain values, as YAML gives them; raises ConfigError."""
+        if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+            raise ConfigError(f"{cls.__name__}: settings must be a mapping of names, got {reprlib.repr(settings)}")
+        return cls(**settings)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """From YAML text (a mapping; empty text means all defaults); raises ConfigError."""
+        return cls.from_mapping(load_yaml(text, source=cls.__name__))
+
+    def to_yaml(self) -> str:
+        """YAML text with every setting, from which ``from_yaml`` makes an equal config."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON schema of the YAML form, for editors."""
+        return cls.model_json_schema()
+
+    def replace(self, **changes: Any) -> Self:
+        """A new config with some settings changed, checked like any other."""
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)

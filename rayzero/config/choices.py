@@ -1,0 +1,79 @@
+"""Named choices of the config, with the numbers each stands for."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+
+class _NamedChoice(StrEnum):
+    """A choice that is also found by its name or value in any case."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        wanted = value.lower() if isinstance(value, str) else None
+        return next((member for member in cls if wanted in (member.value, member.name.lower())), None)
+
+
+class CpuCompressionMethod(_NamedChoice):
+    """How tensors are stored on the host."""
+
+    NONE = "none"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+    QUANTIZATION = "quantization"
+    LOSSLESS = "lossless"
+
+    def ratio(self) -> float:
+        """Nominal stored bytes per original byte (for plans; a measured ratio is a codec's own business)."""
+        return _COMPRESSION[self][0]
+
+    def is_lossy(self) -> bool:
+        """True when a decoded tensor may differ from the original."""
+        return _COMPRESSION[self][1]
+
+    def description(self) -> str:
+        """One phrase for people."""
+        return _COMPRESSION[self][2]
+
+
+_COMPRESSION = {
+    CpuCompressionMethod.NONE: (1.0, False, "stored as it is"),
+    CpuCompressionMethod.FP16: (0.5, True, "stored as 16-bit IEEE floats"),
+    CpuCompressionMethod.BF16: (0.5, True, "stored as bfloat16"),
+    CpuCompressionMethod.INT8: (0.25, True, "stored as 8-bit integers with a scale"),
+    CpuCompressionMethod.QUANTIZATION: (0.25, True, "stored as 8-bit codes with a scale per block"),
+    CpuCompressionMethod.LOSSLESS: (0.7, False, "stored by a lossless code; decodes to the same bits"),
+}
+
+
+class AutoMemoryStrategy(_NamedChoice):
+    """How early and how hard memory pressure shortens the prefetch (memory/pressure.py)."""
+
+    CONSERVATIVE = "conservative"
+    BALANCED = "balanced"
+    AGGRESSIVE = "aggressive"
+    EXTREME = "extreme"
+
+    @property
+    def pressure_threshold(self) -> float:
+        """Pressure (used / limit, 0-1) above which something is done."""
+        return _STRATEGY[self][0]
+
+    @property
+    def aggressiveness(self) -> float:
+        """Share of the prefetch depth given up at full pressure, 0-1."""
+        return _STRATEGY[self][1]
+
+    def description(self) -> str:
+        """One phrase for people."""
+        return _STRATEGY[self][2]
+
+
+_STRATEGY = {
+    AutoMemoryStrategy.CONSERVATIVE: (0.9, 0.2, "acts late, gives up a fifth of the prefetch depth"),
+    AutoMemoryStrategy.BALANCED: (0.75, 0.5, "acts at three quarters, gives up half of the prefetch depth"),
+    AutoMemoryStrategy.AGGRESSIVE: (0.6, 0.8, "acts early, gives up most of the prefetch depth"),
+    AutoMemoryStrategy.EXTREME: (0.4, 1.0, "acts first of all, down to no prefetch"),
+}

@@ -1,0 +1,73 @@
+"""``ScalingConfig`` and ``RunConfig``: how many processes a run has, and where its files go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import field_validator
+
+from rayzero.config.base import ConfigModel, Count, Flag, Positive
+
+
+class ScalingConfig(ConfigModel):
+    """How many processes a run has and what each may use."""
+
+    num_workers: Count = 2
+    """Rank workers: data-parallel copies of the training loop."""
+
+    num_optimizers: Count = 2
+    """Optimizer actors that own the shards; independent of num_workers."""
+
+    use_gpu: Flag = False
+    """True: every rank worker asks Ray for one GPU."""
+
+    cpus_per_worker: Positive | None = None
+    """CPUs Ray reserves for each rank worker; None: a fair share of what the cluster has."""
+
+    cpus_per_optimizer: Positive | None = None
+    """CPUs Ray reserves for each optimizer actor; None: a fair share of what the cluster has."""
+
+    threads_per_worker: Count | None = None
+    """Compute threads of each rank worker; None: its CPUs, at least one."""
+
+    threads_per_optimizer: Count | None = None
+    """Compute threads of each optimizer actor; None: its CPUs, at least one."""
+
+    placement_timeout: Positive = 30.0
+    """Seconds to wait for the cluster to place every process before that is an error."""
+
+
+class RunConfig(ConfigModel):
+    """Where a run's files go and when it writes checkpoints."""
+
+    name: str = "rayzero"
+    """Name of the run's directory."""
+
+    storage_path: str = "runs"
+    """Directory that holds run directories."""
+
+    checkpoint_every: Count | None = None
+    """Steps between checkpoints; None: only at the end."""
+
+    resume: Flag | str = False
+    """True: continue from the run's newest checkpoint; a path: from that checkpoint."""
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, value: str) -> str:
+        if not value or value in (".", "..") or "/" in value or "\\" in value or "\0" in value:
+            raise ValueError("must be a plain folder name")
+        return value
+
+    @field_validator("storage_path", "resume", mode="before")
+    @classmethod
+    def _path_text(cls, value: object) -> object:
+        value = str(value) if isinstance(value, Path) else value
+        if value == "":
+            raise ValueError("must not be empty")
+        return value
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return Path(self.storage_path) / self.name

@@ -1,0 +1,87 @@
+"""YAML text in: plain mappings, one-line errors that name the source, and dotted overrides."""
+
+from __future__ import annotations
+
+import copy
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayzero.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with 1.2 floats (``1e-4`` is a number) and no silent second key."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is set twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{source}{where}: not valid YAML: {' '.join(problem.split())}") from None
+
+
+def load_yaml(text: str, *, source: str = "YAML") -> dict[str, Any]:
+    """A mapping from YAML text; ``source`` names it in errors. Empty text is an empty mapping. Raises ConfigError."""
+    value = _parse_yaml(text, source)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{source}: must be a mapping of setting names to values, got {reprlib.repr(value)}")
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A mapping from a YAML file; raises ConfigError naming the file when it is missing or not one."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+    return load_yaml(text, source=str(path))
+
+
+def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of ``settings`` with each ``"key=value"`` or ``"part.key=value"`` set; values are read as YAML.
+
+    Only the shape is checked here (the config made from the result checks names and values): raises ConfigError
+    on text without ``=``, on an empty key, and on a dotted key that goes through something that is not a mapping.
+    """
+    result: dict[str, Any] = copy.deepcopy(dict(settings))
+    for override in overrides:
+        dotted, separator, text = override.partition("=")
+        keys = dotted.strip().split(".")
+        if not separator or not all(keys):
+            raise ConfigError(f"override {override!r} must look like key=value or part.key=value")
+        _set(result, keys, _parse_yaml(text, f"override {override!r}"))
+    return result
+
+
+def _set(settings: dict[str, Any], keys: list[str], value: Any) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        inner = settings.setdefault(key, {})
+        if not isinstance(inner, dict):
+            path = ".".join(keys[:depth])
+            raise ConfigError(f"override {'.'.join(keys)}: {path} is {reprlib.repr(inner)}, not a group of settings")
+        settings = inner
+    settings[keys[-1]] = value

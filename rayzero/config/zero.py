@@ -1,0 +1,229 @@
+"""``ZeroConfig``: how a model's states are split, moved and updated."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from fractions import Fraction
+from typing import Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Positive, Size
+from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
+from rayzero.errors import UnsupportedError
+
+
+class ZeroConfig(ConfigModel):
+    """How a model's states are split, moved and updated."""
+
+    offload_params: Flag = True
+    """True: a unit's parameters are freed on the device after use. False: every unit stays resident between uses
+    and is refreshed only when a new version is published."""
+
+    offload_grads: Flag = True
+    """True: gradients leave the device as soon as a unit's are complete. False: they accumulate on the device in
+    fp32 and are pushed once, at step()."""
+
+    offload_optimizer_states: Flag = True
+    """True: moments live with the owners on the host. False is refused by name for now."""
+
+    cpu_memory_budget: Size = 32 * GIB
+    """Bytes of host memory each owner's plan may use (parameters, master, moments, gradient landing, staging)."""
+
+    gpu_param_memory_budget: Size = 2 * GIB
+    """Bytes of gathered parameters on a rank's device, prefetches included; one oversize unit alone is let through."""
+
+    prefetch_buffer_size: Count = 16
+    """Prefetch depth: how many units ahead of the one in use are fetched, within gpu_param_memory_budget."""
+
+    max_gpu_memory_mb: Count = 8192
+    """MiB: what measured device memory is divided by to get memory pressure."""
+
+    max_cpu_memory_mb: Count = 65536
+    """MiB: what measured process memory (RSS) is divided by to get memory pressure."""
+
+    async_prefetch: Flag = True
+    """False: no unit is fetched before it is asked for."""
+
+    overlap_computation: Flag = True
+    """False: transfers are synchronous: no prefetch, a push waits until it landed, step() waits for the update."""
+
+    pin_cpu_memory: Flag = True
+    """True: staging buffers are page-locked when the rank's device is CUDA. On a CPU rank there is no staging copy."""
+
+    cpu_compression: CpuCompressionMethod = CpuCompressionMethod.NONE
+    """How stored tensors are compressed. Anything but "none" is refused by name for now."""
+
+    auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
+    """How measured memory pressure scales the prefetch depth down (memory/pressure.py)."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" is refused for now."""
+
+    overlap: Literal["none", "forward", "backward"] = "forward"
+    """"forward": step() returns at once and the update runs under the next forward. "none": step() waits for the
+    update. "backward" is refused by name for now."""
+
+    max_grad_norm: Positive | None = None
+    """Clip the global gradient norm to this in every step(), in one message with the finish; None: no clipping."""
+
+    nonfinite: Literal["skip", "raise"] = "skip"
+    """What a step with an inf or nan gradient does: "skip" leaves the weights unchanged, "raise" raises."""
+
+    gradient_accumulation_steps: Count = 1
+    """Backwards planned per step; above 1 each owner keeps an fp32 accumulator per rank."""
+
+    shard_bytes: Size = 8 * MIB
+    """Bytes of fp32 master in one shard, a multiple of 256 bytes (64 elements)."""
+
+    shard_map: Literal["balanced", "round_robin", "contiguous"] = "balanced"
+    """How shards are given to owners (layout/shard_map.py)."""
+
+    units: Literal["auto"] | tuple[str, ...] = "auto"
+    """"auto": the blocks of every ModuleList and Sequential; or names of the module classes that are units."""
+
+    min_unit_bytes: Size = MIB
+    """With units="auto", a module outside the blocks whose own parameters have more bytes than this is a unit of
+    its own; the smaller ones are the root unit."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
+
+    transport: Literal["auto", "inproc", "grpc", "shm"] = "auto"
+    """How ranks reach owners; "auto" takes the best there is for each owner. "shm" is refused for now."""
+
+    placement: Literal["beside_rank", "cpu_nodes"] = "beside_rank"
+    """Where owners are placed: on each rank's node, or on nodes without GPUs (refused for now)."""
+
+    stall_timeout: Positive = 600.0
+    """Seconds a wait on a peer's progress may take before it is a StallError that names who waits for what."""
+
+    kernel: Literal["auto", "native", "torch", "reference"] = "auto"
+    """Who computes the update: C with the processor's vectors, tiled torch, or plain float arithmetic for tests;
+    "auto" takes the fastest there is."""
+
+    chunk_bytes: Size = 4 * MIB
+    """Bytes of payload in one gRPC message."""
+
+    @field_validator("units", "keep_fp32", mode="before")
+    @classmethod
+    def _names(cls, value: object) -> object:
+        if isinstance(value, str):
+            return value if value == "auto" else (value,)
+        names = tuple(value) if isinstance(value, list | tuple) else (None,)
+        if all(isinstance(name, str) and name for name in names):
+            return names
+        raise ValueError("must be a list of names")
+
+    @field_validator("units")
+    @classmethod
+    def _some_units(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value:
+            raise ValueError('must be "auto" or name at least one module class')
+        return value
+
+    @field_validator("shard_bytes")
+    @classmethod
+    def _whole_shards(cls, value: int) -> int:
+        if value % 256:
+            raise ValueError("must be a multiple of 256 bytes (64 fp32 elements)")
+        return value
+
+    @model_validator(mode="after")
+    def _budgets_fit(self) -> Self:
+        for budget, limit in (
+            ("gpu_param_memory_budget", "max_gpu_memory_mb"),
+            ("cpu_memory_budget", "max_cpu_memory_mb"),
+        ):
+            wanted, allowed = getattr(self, budget) // MIB, getattr(self, limit)
+            if wanted > allowed:
+                raise ValueError(f"{budget} is {wanted} MB but {limit} allows {allowed} MB; raise one, lower the other")
+        return self
+
+    @property
+    def compression_ratio(self) -> float:
+        """Nominal stored bytes per original byte under ``cpu_compression``."""
+        return self.cpu_compression.ratio()
+
+    @property
+    def effective_cpu_memory_budget(self) -> int:
+        """Bytes of uncompressed tensors that ``cpu_memory_budget`` holds, rounded down."""
+        return math.floor(self.cpu_memory_budget / Fraction(str(self.compression_ratio)))
+
+    def require_supported(self) -> None:
+        """Raise UnsupportedError, naming the setting and what to use, for what RayZero cannot do yet."""
+        for field, value, instead in _NOT_YET:
+            if getattr(self, field) == value:
+                raise UnsupportedError(f"{field}={_plain(value)} is not supported yet; {instead}")
+        if self.cpu_compression is not CpuCompressionMethod.NONE:
+            raise UnsupportedError(
+                f"cpu_compression={_plain(self.cpu_compression)} is not supported yet; use cpu_compression='none'"
+            )
+
+    # Fluent setters: each returns a new, checked config.
+
+    def with_offload_params(self, enabled: bool) -> Self:
+        """A new config with ``offload_params`` set."""
+        return self.replace(offload_params=enabled)
+
+    def with_offload_grads(self, enabled: bool) -> Self:
+        """A new config with ``offload_grads`` set."""
+        return self.replace(offload_grads=enabled)
+
+    def with_offload_optimizer_states(self, enabled: bool) -> Self:
+        """A new config with ``offload_optimizer_states`` set."""
+        return self.replace(offload_optimizer_states=enabled)
+
+    def with_cpu_memory_budget(self, budget: int | str) -> Self:
+        """A new config with ``cpu_memory_budget`` set (bytes, or text such as "64GiB")."""
+        return self.replace(cpu_memory_budget=budget)
+
+    def with_gpu_param_memory_budget(self, budget: int | str) -> Self:
+        """A new config with ``gpu_param_memory_budget`` set (bytes, or text such as "4GiB")."""
+        return self.replace(gpu_param_memory_budget=budget)
+
+    def with_max_gpu_memory_mb(self, limit: int) -> Self:
+        """A new config with ``max_gpu_memory_mb`` set (MiB)."""
+        return self.replace(max_gpu_memory_mb=limit)
+
+    def with_max_cpu_memory_mb(self, limit: int) -> Self:
+        """A new config with ``max_cpu_memory_mb`` set (MiB)."""
+        return self.replace(max_cpu_memory_mb=limit)
+
+    def with_prefetch_buffer_size(self, depth: int) -> Self:
+        """A new config with ``prefetch_buffer_size`` set (units)."""
+        return self.replace(prefetch_buffer_size=depth)
+
+    def with_compression(self, method: CpuCompressionMethod | str) -> Self:
+        """A new config with ``cpu_compression`` set."""
+        return self.replace(cpu_compression=method)
+
+    def with_memory_strategy(self, strategy: AutoMemoryStrategy | str) -> Self:
+        """A new config with ``auto_memory_management`` set."""
+        return self.replace(auto_memory_management=strategy)
+
+    def with_async_prefetch(self, enabled: bool) -> Self:
+        """A new config with ``async_prefetch`` set."""
+        return self.replace(async_prefetch=enabled)
+
+    def with_overlap_computation(self, enabled: bool) -> Self:
+        """A new config with ``overlap_computation`` set."""
+        return self.replace(overlap_computation=enabled)
+
+    def with_pin_cpu_memory(self, enabled: bool) -> Self:
+        """A new config with ``pin_cpu_memory`` set."""
+        return self.replace(pin_cpu_memory=enabled)
+
+
+_NOT_YET: tuple[tuple[str, object, str], ...] = (
+    ("offload_optimizer_states", False, "leave it True: moments live with the owners"),
+    ("precision", "fp16", "use precision='bf16' or 'fp32'"),
+    ("overlap", "backward", "use overlap='forward' or 'none'"),
+    ("transport", "shm", "use transport='auto', 'grpc' or 'inproc'"),
+    ("placement", "cpu_nodes", "use placement='beside_rank'"),
+)
+
+
+def _plain(value: object) -> str:
+    return repr(value.value if isinstance(value, StrEnum) else value)

@@ -1,0 +1,21 @@
+"""The rank side: units that come up before use and go down after, gradients that leave as they are complete."""
+
+from __future__ import annotations
+
+from rayzero.engine.context import RankContext, get_context, report, running_in
+from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.prepare import engine_of, full_parameters, full_state_dict, prepare
+from rayzero.engine.snapshot import save_checkpoint
+
+__all__ = [
+    "RankContext",
+    "ZeroOptimizer",
+    "engine_of",
+    "full_parameters",
+    "full_state_dict",
+    "get_context",
+    "prepare",
+    "report",
+    "running_in",
+    "save_checkpoint",
+]

@@ -1,0 +1,369 @@
+"""``rayzero.prepare``: give a model's parameters to the owners and the training loop its engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import RankContext, get_context
+from rayzero.engine.engine import Engine
+from rayzero.engine.hooks import CastInputs, CopyEntries, RefuseLoading, UnitCalls, hook_units
+from rayzero.engine.lane import make_lane
+from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
+from rayzero.engine.param_unit import ParamUnit
+from rayzero.engine.private_torch import self_test
+from rayzero.engine.rank_step import RankStep
+from rayzero.engine.residency import stays_up
+from rayzero.engine.snapshot import check_resume, restore_rank
+from rayzero.engine.touch import ShardedParameter, guard_class
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.layout.units import UnitPlan, UnitRule, build_layout
+from rayzero.messages import COMPUTE, MASTER, ModelSpec
+from rayzero.store.protocol import ParameterStore
+
+M = TypeVar("M", bound=nn.Module)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_NO_GROUP = -1  # of a slot that no parameter group has: it is never updated
+
+_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+
+
+def prepare(
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig | None = None,
+    *,
+    units: UnitRule | None = None,
+) -> tuple[M, ZeroOptimizer]:
+    """Give the model's parameters and the optimizer's state to the owners; returns the same model, hooked, and the
+    optimizer to use from here on.
+
+    model: on CPU or CUDA, initialised, the same on every rank (rank 0's values count). Its Parameters stay the same
+        objects, but their bytes come and go.
+    optimizer: a torch optimizer over parameters of ``model`` that has not stepped yet.
+    config: by default that of the run, else ``ZeroConfig()``.
+    units: what is gathered together; overrides ``config.units``. A list of class names, or a function (name, module).
+
+    Inside a trainer the run's owners are used; alone, an in-process store with one owner. Raises UnsupportedError or
+    ConfigError, naming the parameter or setting, before anything is changed.
+    """
+    _check_arguments(model, optimizer, config)
+    self_test()
+    context = get_context()
+    config = config or context.config or ZeroConfig()
+    config.require_supported()
+    _refuse_prepared(model, optimizer)
+    plan = _plan(model, config, units)
+    stays_up(plan.layout, config)
+    check_resume(context, model)
+    params = {name: p for name, p in model.named_parameters()}
+    spec = _spec(plan, params, optimizer, config, context)
+    device = _device(model, context)
+    store = context.connect() if context.connect is not None else _alone(config, context)
+    try:
+        attached = store.attach(spec)
+        if attached.needs_load and context.rank == 0:
+            _load(store, plan, params)
+        engine = _engine(model, store, plan, spec, config, context, device, attached.version)
+        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), _trained(spec))
+    except BaseException as exc:
+        store.close(f"prepare failed: {exc}")
+        raise
+    _hook(model, plan, engine, config)
+    _engines[model] = engine
+    _move_buffers(model, device)
+    restore_rank(context, model, device)
+    context.on_close(engine.close)
+    return model, ZeroOptimizer(optimizer, engine)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine behind a prepared model; raises UnsupportedError for any other."""
+    try:
+        return _engines[model]
+    except KeyError:
+        raise UnsupportedError(
+            f"this {type(model).__name__} was not prepared: call rayzero.prepare() on it, and pass that same object"
+        ) from None
+
+
+# ---- checks and plans -------------------------------------------------------------------------------------------
+
+
+def _check_arguments(model: object, optimizer: object, config: object) -> None:
+    kinds = (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("config", config, ZeroConfig),
+    )
+    for name, value, kind in kinds:
+        if not isinstance(value, kind) and not (name == "config" and value is None):
+            whole = (
+                "ZeroConfig"
+                if kind is ZeroConfig
+                else f"torch.{'nn' if kind is nn.Module else 'optim'}.{kind.__name__}"
+            )
+            raise ConfigError(f"rayzero.prepare: {name} must be a {whole}, got {type(value).__name__}")
+
+
+def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, ZeroOptimizer) or any(module in _engines for module in model.modules()):
+        raise UnsupportedError("the model is prepared already: call rayzero.prepare() once, on the whole model")
+    for name, param in model.named_parameters():
+        if isinstance(param, ShardedParameter):
+            raise UnsupportedError(f"parameter {name!r} belongs to another prepared model; give this one its own")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UnsupportedError("a torch.jit.ScriptModule cannot be prepared: it reads parameters without asking")
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise UnsupportedError("the optimizer has stepped already: its state would be lost; prepare() before step()")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedError(f"{name!r} is on the meta device, which is not supported yet; materialise it first")
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state is worth keeping; Adagrad, say, makes its state before the first step."""
+    return bool(state) and float(state.get("step", 1)) > 0
+
+
+def _plan(model: nn.Module, config: ZeroConfig, units: UnitRule | None) -> UnitPlan:
+    return build_layout(
+        model,
+        units=config.units if units is None else units,
+        min_unit_bytes=config.min_unit_bytes,
+        shard_bytes=config.shard_bytes,
+        compute_dtype=_DTYPES[config.precision],
+        keep_fp32=config.keep_fp32,
+    )
+
+
+def _spec(
+    plan: UnitPlan,
+    params: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig,
+    context: RankContext,
+) -> ModelSpec:
+    kind = type(optimizer)
+    on_device = not config.offload_grads  # summed before they are pushed
+    return ModelSpec(
+        run=context.run,
+        layout=plan.layout,
+        world_size=context.world_size,
+        optimizer=f"{kind.__module__}:{kind.__qualname__}",
+        hyper=hyper_of(optimizer),
+        group_of=_groups(plan, params, optimizer),
+        accumulation_steps=1 if on_device else config.gradient_accumulation_steps,
+        nonfinite=config.nonfinite,
+        shard_map=config.shard_map,
+        kernel=config.kernel,
+        restore_from=None if context.resume is None else str(context.resume),
+    )
+
+
+def _groups(
+    plan: UnitPlan, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[tuple[int, ...], ...]:
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    ours = {id(p) for p in params.values()}
+    for i, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            if id(p) not in ours:
+                raise UnsupportedError(
+                    f"parameter {position} of the optimizer's group {i} (shape {tuple(p.shape)}) is not in the model"
+                )
+    return tuple(
+        tuple(group_of.get(id(params[slot.name]), _NO_GROUP) if unit.trainable else _NO_GROUP for slot in unit.slots)
+        for unit in plan.layout.units
+    )
+
+
+def _device(model: nn.Module, context: RankContext) -> torch.device:
+    """A trainer's device; alone, the one the model is on."""
+    devices = {p.device for p in model.parameters()}
+    if context.connect is not None:
+        return context.device
+    if len(devices) > 1:
+        raise UnsupportedError(f"the model's parameters are on several devices ({', '.join(map(str, devices))})")
+    return devices.pop()
+
+
+def _trained(spec: ModelSpec) -> dict[int, Sequence[int]]:
+    """Per unit, the slots an optimizer trains."""
+    slots = {
+        unit: [i for i, group in enumerate(groups) if group != _NO_GROUP] for unit, groups in enumerate(spec.group_of)
+    }
+    return {unit: trained for unit, trained in slots.items() if trained}
+
+
+def _root_units(plan: UnitPlan) -> list[int]:
+    return [unit for unit, module in enumerate(plan.modules) if module == ""]
+
+
+# ---- store, engine, units ---------------------------------------------------------------------------------------
+
+
+def _alone(config: ZeroConfig, context: RankContext) -> ParameterStore:
+    """One owner in this process, ended with the context."""
+    from rayzero.store.inprocess import InProcessStore, LocalOwners
+
+    if config.transport not in ("auto", "inproc"):
+        raise UnsupportedError(
+            f"transport={config.transport!r} needs a trainer's owners; alone, the one owner is in this process: use "
+            "transport='auto'"
+        )
+    owners = LocalOwners(
+        1, threads=torch.get_num_threads(), memory_budget=config.cpu_memory_budget, recorder=context.recorder
+    )
+    context.on_close(lambda _: owners.close())
+    return InProcessStore(0, owners, stall_timeout=config.stall_timeout, recorder=context.recorder)
+
+
+def _load(store: ParameterStore, plan: UnitPlan, params: Mapping[str, nn.Parameter]) -> None:
+    """Rank 0: the initial values, unit by unit, one unit's copy at a time."""
+    for unit in plan.layout.units:
+        dtype = torch.float32 if unit.trainable else unit.dtype
+        flat = torch.zeros(unit.numel, dtype=dtype)
+        for slot in unit.slots:
+            flat[slot.start : slot.stop].view(slot.shape).copy_(params[slot.name].detach())
+        store.load(unit.index, flat).result()
+
+
+def _engine(
+    model: nn.Module,
+    store: ParameterStore,
+    plan: UnitPlan,
+    spec: ModelSpec,
+    config: ZeroConfig,
+    context: RankContext,
+    device: torch.device,
+    version: int,
+) -> Engine:
+    lane = make_lane(store, device, pinned=config.pin_cpu_memory)
+    step = RankStep(
+        store,
+        lane,
+        rank=context.rank,
+        num_units=len(plan.layout.units),
+        step=version,
+        recorder=context.recorder,
+    )
+    return Engine(
+        model,
+        spec.layout,
+        rank=context.rank,
+        store=store,
+        lane=lane,
+        step=step,
+        config=config,
+        device=device,
+        recorder=context.recorder,
+        version=version,
+        poison=os.environ.get("RAYZERO_DEBUG") == "1",
+    )
+
+
+def _make_units(
+    plan: UnitPlan, params: Mapping[str, nn.Parameter], engine: Engine, device: torch.device
+) -> list[ParamUnit]:
+    units = []
+    for layout in plan.layout.units:
+        guard = guard_class(engine)
+        ours = [params[slot.name] for slot in layout.slots]
+        for param in ours:
+            _convert(param, layout, device)
+        guard.unit = ParamUnit(layout, ours, guard)
+        units.append(guard.unit)
+    return units
+
+
+def _convert(param: nn.Parameter, unit: UnitLayout, device: torch.device) -> None:
+    """The dtype and device it has from here on; its values are with the owners."""
+    param.grad = None
+    param.data = torch.empty(param.shape, dtype=unit.dtype, device=device)
+
+
+def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) -> None:
+    modules = dict(model.named_modules())
+    for name, needed in ({"": ()} | dict(plan.units_of_module)).items():
+        calls = UnitCalls(engine, [engine.units[unit] for unit in needed], is_root=name == "")
+        engine.calls.append(calls)
+        hook_units(modules[name], calls)
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(RefuseLoading(model))  # type: ignore[no-untyped-call]
+    _cast_inputs(model, config)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
+
+
+def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
+    """Floating inputs of the root, and with keep_fp32 those of every module with parameters of one dtype, are cast."""
+    compute = _DTYPES[config.precision]
+    if compute is torch.float32:
+        return
+    model.register_forward_pre_hook(CastInputs(model, compute), with_kwargs=True, prepend=True)
+    for module in model.modules() if config.keep_fp32 else ():
+        dtypes = {p.dtype for p in module.parameters(recurse=False)}
+        if len(dtypes) == 1 and module is not model:
+            module.register_forward_pre_hook(CastInputs(module, dtypes.pop()), with_kwargs=True, prepend=True)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Complete CPU tensors under plain names, in the model's own order; loads into the plain model.
+
+    Parameters are the fp32 masters of exactly the last step (frozen ones in their own dtype), tied ones under each of
+    their names; persistent buffers as they are. Reads unit by unit; waits for the last step's update."""
+    engine = engine_of(model)
+    values: dict[int, Tensor] = {}
+    for unit in engine.units:
+        kind, dtype = (MASTER, torch.float32) if unit.layout.trainable else (COMPUTE, unit.layout.dtype)
+        flat = torch.empty(unit.layout.numel, dtype=dtype)
+        engine.store.fetch(unit.index, engine.version, kind, flat).result()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            values[id(param)] = flat[slot.start : slot.stop].view(slot.shape).clone()
+    return _in_model_order(model, values)
+
+
+def _in_model_order(model: nn.Module, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            state[dot + name] = values[id(param)]
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                state[dot + name] = buffer.detach().cpu().clone()
+    return state
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, modify: bool = False) -> Iterator[None]:
+    """Inside the context every parameter is complete, in place, in its compute dtype, of exactly the last step.
+
+    The whole model must fit gpu_param_memory_budget. ``modify=True`` is refused by name for now; a parameter that was
+    written to is found at the end and raises UnsupportedError."""
+    if modify:
+        raise UnsupportedError("full_parameters(modify=True) is not supported yet; change weights before prepare()")
+    engine = engine_of(model)
+    with engine.touched(engine.units):
+        yield

@@ -1,0 +1,202 @@
+"""Every private PyTorch call RayZero makes, in one place, with a self-test that names the torch version.
+
+Nothing else in the package may import from ``torch._C`` or call a method with a leading underscore on a tensor or
+storage. If a torch release changes one of these, :func:`self_test` says so before a model is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils import dlpack
+from torch.utils.checkpoint import checkpoint
+
+from rayzero.errors import UnsupportedError
+
+AT_REST = 2  # use count of a storage held by its tensor and by one Python wrapper, and by nobody else
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_torch: Any = torch
+_C: Any = torch._C
+_autograd: Any = torch._C._autograd
+_engine: Any = torch.autograd.Variable._execution_engine
+
+PackHook = Callable[[Tensor], Any]
+UnpackHook = Callable[[Any], Tensor]
+
+# ---- storages ---------------------------------------------------------------------------------------------------
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage: equal for all tensors that share bytes, stable over :func:`swap_bytes`."""
+    return cast(int, storage._cdata)
+
+
+use_count: Callable[[int], int] = _C._storage_Use_Count
+"""How many C++ owners the storage with this key has: :data:`AT_REST` when only its parameter holds it."""
+
+
+def swap_bytes(mine: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange what two storages point to: pointer, length, owner and device. No byte is copied (0.2 us)."""
+    mine._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def owning_slice(flat: Tensor, start: int, numel: int) -> torch.UntypedStorage:
+    """A storage of its own over ``flat[start : start + numel]``; it keeps ``flat``'s memory alive.
+
+    (``torch._C._construct_storage_from_data_pointer`` is 5 us faster but does not own: a view that outlives the
+    engine would then read freed memory. Slices are made once per buffer, so the 5 us do not matter.)"""
+    part = dlpack.from_dlpack(dlpack.to_dlpack(flat[start : start + numel]))  # type: ignore[attr-defined]
+    return part.untyped_storage()
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that ``tensor`` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def empty_storage(device: torch.device) -> torch.UntypedStorage:
+    """A storage of zero bytes."""
+    return torch.empty(0, device=device).untyped_storage()
+
+
+# ---- torch functions --------------------------------------------------------------------------------------------
+
+plain: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
+"""Context in which tensor subclasses are plain tensors: no ``__torch_function__`` runs."""
+
+# ---- torch.compile ----------------------------------------------------------------------------------------------
+
+
+def outside_graphs(function: _F) -> _F:
+    """Decorator: torch.compile does not trace into the function, it breaks the graph there."""
+    return cast(_F, _torch._disable_dynamo(function))
+
+
+# ---- autograd ---------------------------------------------------------------------------------------------------
+
+graph_task_id: Callable[[], int] = _C._current_graph_task_id
+"""The running backward of this thread, or -1."""
+
+will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
+"""Whether the running backward will reach an AccumulateGrad node. Only inside one of its hooks."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has ended well (not after an exception)."""
+    _engine.queue_callback(callback)
+
+
+def saved_tensor_hooks_below() -> tuple[PackHook, UnpackHook] | None:
+    """The saved-tensor hooks that are on top of the stack now."""
+    return cast("tuple[PackHook, UnpackHook] | None", _autograd._top_saved_tensors_default_hooks(False))
+
+
+def is_checkpoints(pack: PackHook) -> bool:
+    """Whether a pack hook is that of a non-reentrant checkpoint, in its forward or in its recomputation."""
+    return getattr(pack, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """False inside torch.func transforms that cannot have saved-tensor hooks."""
+    return bool(_autograd._saved_tensors_hooks_is_enabled())
+
+
+def increment_versions(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that ``tensors`` were changed in place."""
+    with plain():
+        torch.autograd.graph.increment_version(tensors)
+
+
+push_saved_tensor_hooks: Callable[[PackHook, UnpackHook], None] = _autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+
+# ---- self-test --------------------------------------------------------------------------------------------------
+
+
+def _swap_works() -> bool:
+    flat = torch.arange(16, dtype=torch.float32)
+    param = torch.nn.Parameter(torch.zeros(4))
+    storage = param.untyped_storage()
+    at_rest = use_count(storage_key(storage)) == AT_REST
+    swap_bytes(storage, owning_slice(flat, 4, 4))
+    view = param.detach()
+    seen = use_count(storage_key(storage)) == AT_REST + 1
+    return at_rest and seen and view.tolist() == [4.0, 5.0, 6.0, 7.0] and param._version == 0
+
+
+def _backward_hooks_work() -> bool:
+    param, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in (param, unused)]
+    events: list[Any] = []
+
+    def after(*_: Any) -> None:
+        events.append((graph_task_id() >= 0, [will_execute(node) for node in nodes], param.grad is not None))
+        at_end_of_backward(lambda: events.append("end"))
+
+    handle = nodes[0].register_hook(after)
+    (param * 2).sum().backward()  # type: ignore[no-untyped-call]
+    handle.remove()
+    return events == [(True, [True, False], True), "end"] and graph_task_id() == -1
+
+
+def _saved_tensor_hooks_work() -> bool:
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    below = saved_tensor_hooks_below()
+    push_saved_tensor_hooks(pack, lambda tensor: tensor)
+    top = saved_tensor_hooks_below()
+    weight = torch.ones(2, requires_grad=True)
+    product = weight * torch.ones(2, requires_grad=True)
+    pop_saved_tensor_hooks()
+    ours = any(storage_key(t.untyped_storage()) == storage_key(weight.untyped_storage()) for t in packed)
+    with torch.no_grad():
+        weight.add_(1)
+    moved = any(t._version == 1 for t in packed)
+    return ours and moved and top is not None and top != below and top[0] is pack and product.requires_grad
+
+
+def _checkpoint_is_known() -> bool:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        below = saved_tensor_hooks_below()
+        seen.append(below is not None and is_checkpoints(below[0]))
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    return seen == [True, True]
+
+
+@functools.cache
+def self_test() -> None:
+    """Check that this torch behaves as the engine relies on; raises UnsupportedError naming what does not."""
+    checks: dict[str, Callable[[], bool]] = {
+        "storage swap and use count": _swap_works,
+        "backward hooks": _backward_hooks_work,
+        "saved-tensor hooks": _saved_tensor_hooks_work,
+        "non-reentrant checkpoint": _checkpoint_is_known,
+    }
+    for name, check in checks.items():
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                works = check()
+        except (AttributeError, TypeError, RuntimeError) as exc:
+            raise UnsupportedError(
+                f"torch {torch.__version__}: {name} failed ({exc}); use torch 2.13, which RayZero is tested with"
+            ) from exc
+        if not works:
+            raise UnsupportedError(
+                f"torch {torch.__version__}: {name} behaves differently; use torch 2.13, which RayZero is tested with"
+            )

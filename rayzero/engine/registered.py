@@ -1,0 +1,42 @@
+"""Finds Parameters that were exchanged behind the engine's back, before a forward computes with them.
+
+``model.half()``, ``p.data = tensor``, ``module.weight = nn.Parameter(...)`` and the like put another storage or
+another object where the owners' bytes come and go. Training would go on, silently without that parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from rayzero.engine.param_unit import ParamUnit
+from rayzero.engine.private_torch import plain, storage_key
+from rayzero.errors import UnsupportedError
+
+
+class Registered:
+    """Where each Parameter of each unit was registered at prepare().
+
+    Knows modules' tables and storages' identities; not what is up or who uses it."""
+
+    def __init__(self, model: nn.Module, units: Sequence[ParamUnit]) -> None:
+        places = {id(param): (unit, i) for unit in units for i, param in enumerate(unit.params)}
+        self._entries = [
+            (module._parameters, name, param, *places[id(param)])
+            for module in model.modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
+
+    def check(self) -> None:
+        """Raise UnsupportedError naming the first Parameter that is another object, or has other memory, than at
+        prepare()."""
+        with plain():
+            for table, name, param, unit, slot in self._entries:
+                if table.get(name) is not param or storage_key(param.untyped_storage()) != unit.keys[slot]:
+                    raise UnsupportedError(
+                        f"parameter {unit.layout.slots[slot].name!r} was exchanged after rayzero.prepare() (by "
+                        "model.to/half/double, param.data = ..., or a new nn.Parameter); its dtype, device and values "
+                        "are the owners': change them before prepare()"
+                    )

@@ -1,0 +1,160 @@
+"""Checkpoints from a rank's side: its own file, and what of it comes back at resume.
+
+A rank's file holds what only the rank knows: its loop's own state, random number generators, and the model's
+buffers. Parameters and moments are written by the owners.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.writer import check_target, discard_staging, staging_path, write_rank_state
+from rayzero.engine.context import RankContext
+from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.messages import CheckpointInfo
+
+_TORCH, _CUDA, _NUMPY, _PYTHON = "rng.torch", "rng.cuda", "rng.numpy", "rng.python"
+
+
+def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any]) -> CheckpointInfo:
+    """Write the present version, optimizer state and every rank's loop state as the checkpoint ``directory``.
+
+    Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own, JSON-able
+    values. Returns when the checkpoint is complete: nothing exists under ``directory`` before that.
+
+    Raises UnsupportedError for another optimizer than prepare()'s, ConfigError for a ``loop_state`` that is no
+    mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
+    written, or where ``loop_state`` is not JSON-able. A save that failed leaves no files."""
+    _check_arguments(optimizer, loop_state)
+    engine = optimizer.engine
+    directory = Path(directory)
+    check_target(directory)
+    state, tensors = _rng_state(engine.device)
+    entry = write_rank_state(
+        staging_path(directory),
+        engine.rank,
+        {"loop": dict(loop_state), "rng": state},
+        tensors,
+        buffers=_buffers(engine.model),
+        tied=_tied(engine.model),
+    )
+    try:
+        return engine.save(directory, (entry,))
+    except BaseException:
+        discard_staging(directory)
+        raise
+
+
+def _check_arguments(optimizer: object, loop_state: object) -> None:
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise UnsupportedError(
+            f"save_checkpoint takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
+        )
+    if not isinstance(loop_state, Mapping):
+        raise ConfigError(
+            f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict of JSON-able values, {{}} for none"
+        )
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def restore_rank(context: RankContext, model: nn.Module, device: torch.device) -> None:
+    """Bring back what this rank's file holds: buffers, random number generators, ``context.loop_state``.
+
+    A rank that the checkpoint has no file of (it was written by fewer ranks) takes rank 0's loop state and buffers,
+    and keeps its generators."""
+    if context.resume is None:
+        return
+    with CheckpointReader(context.resume) as reader:
+        known = context.rank < reader.world_size
+        state, tensors = reader.rank_state(context.rank if known else 0)
+        _restore_buffers(model, reader.buffers(context.rank if known else 0))
+    context.loop_state = state["loop"]
+    if known:
+        _set_rng_state(state["rng"], tensors, device)
+
+
+def check_resume(context: RankContext, model: nn.Module) -> None:
+    """Raise CheckpointError where the checkpoint to resume from is missing, damaged or of another model.
+
+    Owners compare what they own; what only the checkpoint has, no owner sees."""
+    if context.resume is None:
+        return
+    known = {name for name, _ in model.named_parameters()}
+    with CheckpointReader(context.resume) as reader:
+        for unit in reader.layout.units:
+            for slot in unit.slots:
+                if slot.name not in known:
+                    raise CheckpointError(
+                        f"{reader.directory} has a parameter {slot.name!r} of shape {slot.shape}, but the model has "
+                        "none of that name: it is a checkpoint of another model"
+                    )
+
+
+# ---- buffers and names ------------------------------------------------------------------------------------------
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers, under each of their state_dict names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach().cpu()
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _restore_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Other names of parameters -> the name the layout has."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name != first[id(p)]}
+
+
+# ---- random number generators -----------------------------------------------------------------------------------
+
+
+def _rng_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The rank's generators: JSON-able parts, and tensors."""
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    tensors = {
+        _TORCH: torch.get_rng_state(),
+        _NUMPY: torch.from_numpy(numpy.asarray(keys).view(numpy.uint8).copy()),
+        _PYTHON: torch.tensor(internal, dtype=torch.int64).view(torch.uint8),
+    }
+    if device.type == "cuda":
+        tensors[_CUDA] = torch.cuda.get_rng_state(device)
+    described = {
+        "numpy": [kind, int(position), int(has_gauss), float(gauss)],
+        "python": [version, gauss_next],
+    }
+    return described, tensors
+
+
+def _set_rng_state(described: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(tensors[_TORCH])
+    if device.type == "cuda" and _CUDA in tensors:
+        torch.cuda.set_rng_state(tensors[_CUDA], device)
+    kind, position, has_gauss, gauss = described["numpy"]
+    keys = tensors[_NUMPY].numpy().view(numpy.uint32)
+    numpy.random.set_state((kind, keys, position, has_gauss, gauss))
+    version, gauss_next = described["python"]
+    random.setstate((version, tuple(tensors[_PYTHON].view(torch.int64).tolist()), gauss_next))

@@ -1,0 +1,94 @@
+"""Every error RayZero raises on purpose.
+
+::
+
+    RayZeroError
+    ├── ConfigError              a setting is wrong (also a ValueError)
+    │   └── MemoryPlanError      the plan does not fit this host
+    ├── UnsupportedError         refused by name: RayZero cannot do this (yet)
+    ├── DataError                training text is missing or unusable
+    ├── CheckpointError          no such checkpoint, or its bytes are not what its manifest says
+    ├── GradientAccessError      ``.grad`` of a pushed gradient was read, or backward ran at the wrong moment
+    ├── NonFiniteGradientError   ``nonfinite="raise"`` and a gradient was inf or nan
+    ├── StoreError               the two sides of the store disagree or one is gone
+    │   ├── HandshakeError       protocol, layout, dtypes or token differ
+    │   ├── StepMismatchError    ranks sent different steps or decision inputs
+    │   ├── AccumulationError    an unplanned second backward
+    │   ├── RankLeftError        a rank closed, ended its loop or died while others wait for it
+    │   ├── StallError           a peer made no progress for ``stall_timeout`` seconds
+    │   ├── TransferError        a checksum failed or a stream broke
+    │   └── StoreClosedError     the store was used after close()
+    └── RunFailedError           an actor or a training loop failed: which rank, cause, traceback
+
+Each takes one message and survives pickling, as Ray sends errors between actors.
+"""
+
+from __future__ import annotations
+
+
+class RayZeroError(Exception):
+    """Base of the tree; catch it to catch everything RayZero raises on purpose."""
+
+
+class ConfigError(RayZeroError, ValueError):
+    """A setting is wrong: the message names it, its value, and what is allowed."""
+
+
+class MemoryPlanError(ConfigError):
+    """The memory plan does not fit: the message does the sum and names the setting to change."""
+
+
+class UnsupportedError(RayZeroError):
+    """RayZero refuses this by name rather than doing it wrong."""
+
+
+class DataError(RayZeroError):
+    """Training data is missing, empty or too short."""
+
+
+class CheckpointError(RayZeroError):
+    """A checkpoint is missing, incomplete, or its bytes differ from its manifest."""
+
+
+class GradientAccessError(RayZeroError):
+    """A gradient that already left the rank was asked for."""
+
+
+class NonFiniteGradientError(RayZeroError):
+    """A gradient was inf or nan and ``nonfinite="raise"``."""
+
+
+class StoreError(RayZeroError):
+    """The two sides of the store disagree, or one of them is gone."""
+
+
+class HandshakeError(StoreError):
+    """Two sides do not describe the same training; the message names both."""
+
+
+class StepMismatchError(StoreError):
+    """Ranks are at different steps or sent different decision inputs."""
+
+
+class AccumulationError(StoreError):
+    """A unit was pushed more often in one step than its gradient memory was planned for."""
+
+
+class RankLeftError(StoreError):
+    """A rank left while others wait for it."""
+
+
+class StallError(StoreError):
+    """A peer made no progress for ``stall_timeout`` seconds."""
+
+
+class TransferError(StoreError):
+    """Bytes arrived damaged, or a stream ended early."""
+
+
+class StoreClosedError(StoreError):
+    """The store was used after ``close()``."""
+
+
+class RunFailedError(RayZeroError):
+    """A run ended because an actor or a training loop failed."""

@@ -1,0 +1,123 @@
+"""What a kernel is: Adam over a table of segments of one shard, in one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.layout.model_layout import ALIGN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamOptions:
+    """One parameter group's Adam or AdamW options."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled: bool = True  # True: AdamW's decay of the weights; False: Adam's L2 term in the gradient
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta1 < 1.0 or not 0.0 <= self.beta2 < 1.0:
+            raise ConfigError(f"betas must be in [0, 1), got ({self.beta1}, {self.beta2})")
+        if self.eps < 0.0 or self.lr < 0.0 or self.weight_decay < 0.0:
+            raise ConfigError(
+                f"lr, eps and weight_decay must be >= 0, got lr={self.lr}, eps={self.eps}, "
+                f"weight_decay={self.weight_decay}"
+            )
+
+    @classmethod
+    def from_hyper(cls, hyper: dict[str, Any], *, decoupled: bool) -> AdamOptions:
+        """Read a torch parameter group; ``decoupled`` is the class's own choice where the group does not say.
+
+        ``foreach``, ``fused`` and ``capturable`` only choose among torch's implementations and are not read.
+        Raises UnsupportedError for ``differentiable=True``."""
+        if hyper.get("differentiable"):
+            raise UnsupportedError("differentiable=True is not supported: the update runs outside autograd")
+        beta1, beta2 = hyper["betas"]
+        return cls(
+            lr=float(hyper["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(hyper["eps"]),
+            weight_decay=float(hyper["weight_decay"]),
+            amsgrad=bool(hyper.get("amsgrad", False)),
+            maximize=bool(hyper.get("maximize", False)),
+            decoupled=bool(hyper.get("decoupled_weight_decay", decoupled)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A range of a shard that is updated alike. Offset and length are multiples of ``ALIGN``: no kernel sees a tail."""
+
+    offset: int  # elements from the shard's start
+    length: int  # elements, padding included
+    ranks: tuple[int, ...]  # who has gradients for it, ascending
+    options: AdamOptions
+    step: int  # updates including this one, from 1
+
+    def __post_init__(self) -> None:
+        assert self.offset % ALIGN == 0, self.offset
+        assert self.length % ALIGN == 0, self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamMemory:
+    """One shard's tensors, all 1D with the shard's padded number of elements."""
+
+    master: Tensor  # fp32
+    exp_avg: Tensor  # fp32
+    exp_avg_sq: Tensor  # fp32
+    max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
+    params: Tensor | None  # published parameters; None: the master is what is published
+
+
+class Kernel(Protocol):
+    """Who computes the update of a shard. One instance belongs to one thread: it owns its scratch memory."""
+
+    name: str
+
+    def update(
+        self,
+        memory: AdamMemory,
+        gradients: Sequence[Tensor],
+        segments: Sequence[Segment],
+        scale: float,
+        on_tile: Callable[[int, int], None],
+    ) -> None:
+        """Sum the ranks' gradients, multiply by ``scale``, run Adam, write the published parameters.
+
+        ``gradients``: per rank, 1D, the shard's elements, any float dtype; only the ranks and ranges that
+        segments name are read, and nothing is written to them. ``on_tile(done, total)`` is called after each tile.
+        """
+        ...
+
+
+def merge(segments: Iterable[Segment]) -> list[Segment]:
+    """Join neighbours that agree on everything but their range."""
+    merged: list[Segment] = []
+    for segment in segments:
+        last = merged[-1] if merged else None
+        if last is not None and _continues(last, segment):
+            merged[-1] = replace(last, length=last.length + segment.length)
+        else:
+            merged.append(segment)
+    return merged
+
+
+def _continues(last: Segment, segment: Segment) -> bool:
+    return (
+        last.offset + last.length == segment.offset
+        and last.ranks == segment.ranks
+        and last.step == segment.step
+        and last.options == segment.options
+    )

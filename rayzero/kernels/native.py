@@ -1,0 +1,314 @@
+"""Adam in C: one pass over memory, with the processor's vectors (``native/adam.c``).
+
+The library is built with the package, by ``hatch_build.py``, and never here. Where it could not be built or does
+not run, ``load()`` gives the reason and ``choose_kernel("auto")`` takes the torch kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sysconfig
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import UnsupportedError
+from rayzero.kernels.base import AdamMemory, Segment
+
+ABI = 1  # of the tables below: RZ_ABI in adam.c
+LEAF = 65536  # elements of a leaf of a sum of squares
+TILE = 1 << 15  # elements a thread claims at once: small, so that all threads end together; a multiple of 64
+STRETCH = 1 << 24  # elements of one call into the library, then progress is reported
+_ALONE = 4 * TILE  # elements below which waking a second thread costs more than it gains
+
+_FOLDER = Path(__file__).parent
+LIBRARY = _FOLDER / f"_native.{sysconfig.get_platform()}.so"
+_WHY_NOT = _FOLDER / "_native.reason"  # written by the build where it made no library
+
+ISAS = ("portable", "avx2", "avx512", "neon")  # by their numbers in adam.c, on each machine the slowest first
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_L2, _DECAY, _AMSGRAD, _FROM_GRADIENT = 1, 2, 4, 8
+
+
+class _Gradient(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("dtype", c_int32), ("rank", c_int32))
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("offset", c_int64),
+        ("length", c_int64),
+        ("gradients", POINTER(_Gradient)),
+        ("num_gradients", c_int64),
+        ("scale", c_float),
+        ("weight_decay", c_float),
+        ("lerp", c_float),
+        ("beta2", c_float),
+        ("one_minus_beta2", c_float),
+        ("step_size", c_float),
+        ("bias2_sqrt", c_float),
+        ("eps", c_float),
+        ("flags", c_int32),
+    )
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("master", c_void_p),
+        ("exp_avg", c_void_p),
+        ("exp_avg_sq", c_void_p),
+        ("max_exp_avg_sq", c_void_p),
+        ("params", c_void_p),
+        ("params_dtype", c_int32),
+    )
+
+
+class NativeLibrary:
+    """The loaded C library.
+
+    Knows its functions and what this processor can run; not tensors or threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Load it. Raises OSError where that fails, UnsupportedError where it was built from another source."""
+        self.path = path
+        library = ctypes.CDLL(str(path))  # a call leaves the interpreter lock to others
+        if (abi := library.rz_abi()) != ABI:
+            raise UnsupportedError(f"{path.name} has tables of version {abi}, this rayzero has {ABI}: install it again")
+        library.rz_isa.restype = library.rz_source.restype = c_char_p
+        self.source: str = library.rz_source().decode()  # digest of the C source: hatch_build.py
+        self.isas = tuple(isa for isa, name in enumerate(ISAS) if library.rz_isa(isa) == name.encode())  # slowest first
+        self.has_fma = bool(library.rz_has_fma())  # without it, the torch kernel is faster
+        self.adam = _typed(library.rz_adam, None, c_int32, *[c_void_p] * 2, *[c_int64] * 4, c_void_p)
+        self.squares = _typed(library.rz_squares, None, c_int32, c_void_p, *[c_int64] * 3, *[c_void_p] * 2)
+        self.sum = _typed(library.rz_sum, c_double, c_void_p, c_int64)
+        self.nonfinite = _typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
+        self.rewrite = _typed(library.rz_rewrite, None, *[c_void_p] * 3, c_int64, c_float, c_int64, c_void_p)
+        quick = ctypes.PyDLL(str(path))  # a call keeps the interpreter lock: it takes nanoseconds
+        self.store_release_32 = _typed(quick.rz_store_release_32, None, c_void_p, c_uint32)  # (address, value)
+        self.store_release_64 = _typed(quick.rz_store_release_64, None, c_void_p, c_uint64)
+        self.load_acquire_32 = _typed(quick.rz_load_acquire_32, c_uint32, c_void_p)  # (address) -> value
+        self.load_acquire_64 = _typed(quick.rz_load_acquire_64, c_uint64, c_void_p)
+
+    def isa(self, name: str | None = None) -> int:
+        """Number of an instruction set by name, or of the best. Raises UnsupportedError where it does not run here."""
+        if name is None:
+            return self.isas[-1]
+        if name not in ISAS or ISAS.index(name) not in self.isas:
+            names = ", ".join(ISAS[isa] for isa in self.isas)
+            raise UnsupportedError(f"instruction set {name!r} does not run here; these do: {names}")
+        return ISAS.index(name)
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function.restype, function.argtypes = result, arguments
+    return cast("Callable[..., Any]", function)
+
+
+@functools.cache
+def load() -> NativeLibrary | str:
+    """The library built with this package, or why there is none: one sentence."""
+    if not LIBRARY.exists():
+        if _WHY_NOT.exists():
+            return _WHY_NOT.read_text(encoding="utf-8").strip()
+        return f"{LIBRARY.name} is not there: rayzero runs from a folder where it was not installed from"
+    try:
+        return NativeLibrary(LIBRARY)
+    except (OSError, AttributeError, UnsupportedError) as exc:
+        return f"the library does not load: {exc}"
+
+
+def why_not() -> str | None:
+    """Why the torch kernel is the better choice here: one sentence; None where the native one is."""
+    library = load()
+    if isinstance(library, str):
+        return library
+    return None if library.has_fma else "this processor has no fused multiply-add: it would be slower"
+
+
+class ThreadTeam:
+    """Threads that make one call together: the caller and helpers that wait for it.
+
+    Knows threads; not the work, which must share itself out. Helpers end with the team."""
+
+    def __init__(self, threads: int) -> None:
+        """``threads``: how many, the caller included."""
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1, "rayzero-kernel") if threads > 1 else None
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call ``work`` in every thread; return when all calls have, raising what one of them raised."""
+        helpers = [self._pool.submit(work) for _ in range(self.threads - 1)] if self._pool else []
+        try:
+            work()
+        finally:
+            for helper in helpers:
+                if not helper.cancel():  # it began: what it reads must stay until it ends
+                    helper.result()
+
+    def close(self) -> None:
+        """End the helpers."""
+        if self._pool:
+            self._pool.shutdown()
+
+
+class _Worker:
+    """What both users of the library need: the library, an instruction set, threads."""
+
+    def __init__(self, *, threads: int | None = None, isa: str | None = None) -> None:
+        """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call.
+        ``isa``: an instruction set by name; None: the best. Raises UnsupportedError where there is no library."""
+        library = load()
+        if isinstance(library, str):
+            raise UnsupportedError(f"the native kernel is not there: {library}")
+        self._library = library
+        self._isa = library.isa(isa)
+        self._threads = threads
+        self._team = ThreadTeam(1)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use. All of them give the same bits."""
+        return ISAS[self._isa]
+
+    def _run(self, work: Callable[[], None], elements: int) -> None:
+        if elements < _ALONE:
+            return work()
+        threads = self._threads or torch.get_num_threads()
+        if threads != self._team.threads:
+            self._team.close()
+            self._team = ThreadTeam(threads)
+        self._team.run(work)
+
+
+class NativeKernel(_Worker):
+    """The kernel in C. Bits do not depend on the instruction set, the threads, or where ranges are cut; they are
+    those of torch's fused kernel on a processor with FMA, so a run may move between machines with and without it."""
+
+    name = "native"
+
+    def update(
+        self,
+        memory: AdamMemory,
+        gradients: Sequence[Tensor],
+        segments: Sequence[Segment],
+        scale: float,
+        on_tile: Callable[[int, int], None],
+    ) -> None:
+        """See ``Kernel.update``; a tile is what one call into the library covers."""
+        if not segments:
+            return
+        ordered = sorted(segments, key=lambda segment: segment.offset)
+        start, stop = ordered[0].offset, ordered[-1].offset + ordered[-1].length
+        table = _segment_table(ordered, gradients, scale)
+        tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
+        cuts = range(start, stop, STRETCH)
+        for done, at in enumerate(cuts, 1):
+            end, claimed = min(at + STRETCH, stop), c_int64(0)
+            args = (self._isa, byref(tensors), table, len(table), at, end, TILE, byref(claimed))
+            self._run(functools.partial(self._library.adam, *args), end - at)
+            on_tile(done, len(cuts))
+
+
+class NativeSquareSum(_Worker):
+    """Sums of squares of rank-summed gradients, in C.
+
+    fp64 from leaves of 65,536 elements of the range: element i of a leaf goes to partial sum i mod 16, partial sums
+    are added by halves, leaves in order. No bit depends on the instruction set or the threads."""
+
+    def part(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> float:
+        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (ascending).
+
+        inf or nan where a summed gradient is."""
+        count = -(-(stop - start) // LEAF)
+        leaves, claimed = (c_double * count)(), c_int64(0)
+        table = _gradient_table(gradients, ranks, stop)
+        args = (self._isa, table, len(table), start, stop, leaves, byref(claimed))
+        self._run(functools.partial(self._library.squares, *args), stop - start)
+        return float(self._library.sum(leaves, count))
+
+    def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:
+        """How many elements of the sum are inf or nan; to be asked where ``part`` is not finite."""
+        table = _gradient_table(gradients, ranks, stop)
+        return int(self._library.nonfinite(table, len(table), start, stop))
+
+
+# ---- Tables -----------------------------------------------------------------------------------------------------
+
+
+def _segment_table(segments: Sequence[Segment], gradients: Sequence[Tensor], scale: float) -> ctypes.Array[_Segment]:
+    end = 0
+    for segment in segments:
+        if segment.offset < end:
+            raise UnsupportedError(f"two segments have element {segment.offset}: the native kernel takes each once")
+        end = segment.offset + segment.length
+    ranks = {segment.ranks for segment in segments}
+    tables = {members: _gradient_table(gradients, members, end) for members in ranks}
+    rows = (_segment_row(segment, tables[segment.ranks], scale) for segment in segments)
+    return (_Segment * len(segments))(*rows)  # holds the gradients' tables
+
+
+def _segment_row(segment: Segment, table: ctypes.Array[_Gradient], scale: float) -> _Segment:
+    options, flags = segment.options, 0
+    if options.weight_decay != 0.0:
+        flags |= _DECAY if options.decoupled else _L2
+    if options.amsgrad:
+        flags |= _AMSGRAD
+    lerp = c_float(1.0 - options.beta1).value
+    if lerp >= 0.5:
+        flags |= _FROM_GRADIENT
+    return _Segment(
+        offset=segment.offset,
+        length=segment.length,
+        gradients=table,
+        num_gradients=len(table),
+        scale=-scale if options.maximize else scale,
+        weight_decay=1.0 - options.lr * options.weight_decay if options.decoupled else options.weight_decay,
+        lerp=lerp - 1.0 if flags & _FROM_GRADIENT else lerp,
+        beta2=options.beta2,
+        one_minus_beta2=1.0 - options.beta2,
+        step_size=options.lr / (1.0 - options.beta1**segment.step),
+        bias2_sqrt=math.sqrt(1.0 - options.beta2**segment.step),
+        eps=options.eps,
+        flags=flags,
+    )
+
+
+def _gradient_table(gradients: Sequence[Tensor], ranks: Sequence[int], end: int) -> ctypes.Array[_Gradient]:
+    rows = [
+        _Gradient(_address(gradients[rank], f"gradient of rank {rank}", end), _DTYPES[gradients[rank].dtype], rank)
+        for rank in ranks
+    ]
+    return (_Gradient * len(rows))(*rows)
+
+
+def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
+    if amsgrad and memory.max_exp_avg_sq is None:
+        raise UnsupportedError("amsgrad needs max_exp_avg_sq, and the shard was allocated without it")
+    largest, params = memory.max_exp_avg_sq, memory.params
+    return _Memory(
+        master=_address(memory.master, "master", end, torch.float32),
+        exp_avg=_address(memory.exp_avg, "exp_avg", end, torch.float32),
+        exp_avg_sq=_address(memory.exp_avg_sq, "exp_avg_sq", end, torch.float32),
+        max_exp_avg_sq=None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
+        params=None if params is None else _address(params, "params", end),
+        params_dtype=0 if params is None else _DTYPES[params.dtype],
+    )
+
+
+def _address(tensor: Tensor, name: str, end: int, dtype: torch.dtype | None = None) -> int:
+    """Where the elements lie. Raises UnsupportedError on what C would misread."""
+    if tensor.dtype not in _DTYPES or (dtype is not None and tensor.dtype is not dtype):
+        raise UnsupportedError(f"{name} is {tensor.dtype}: the native kernel takes {dtype or [*_DTYPES]}")
+    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < end:
+        raise UnsupportedError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}: "
+            f"the native kernel takes contiguous 1D tensors in host memory, here of at least {end:,} elements"
+        )
+    return tensor.data_ptr()

@@ -1,0 +1,544 @@
+/* The native kernel: Adam and AdamW in one pass over memory, and the sums of squares of gradients.
+ *
+ * Plain pointers, no Python, no torch, no threads, no allocation. rayzero/kernels/native.py is the only caller: it
+ * fills the tables below and lets several threads run one call; each claims tiles from a shared counter.
+ *
+ * [Note: one result] Every instruction set gives the same bits, and so does any split into tiles and threads:
+ *   - each element goes through the same IEEE operations in the same order (adam_body.h is the only text of them);
+ *   - +, -, *, /, sqrt and, where it is written, fused multiply-add: each correctly rounded, never an estimate, never
+ *     fused or unfused by the compiler (-ffp-contract=off);
+ *   - those are the operations of torch's fused CPU kernel on processors with FMA, so its bits are these too;
+ *   - a length that is no multiple of the vector is finished in a padded copy by the same vector code;
+ *   - constants are rounded to fp32 once, by the caller; no libm function is called;
+ *   - the thread's rounding mode and flush-to-zero flags are set for the call and put back.
+ * A NaN's payload is the one thing that may differ.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the native kernel needs a little-endian machine"
+#endif
+#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ != 0
+#error "the native kernel needs float arithmetic that rounds to float"
+#endif
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+#ifndef RZ_SOURCE
+#define RZ_SOURCE "unknown"
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+/* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
+
+#define RZ_ABI 1
+
+enum { F32 = 0, BF16 = 1, FP16 = 2, NONE = 3 }; /* dtypes */
+enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8 }; /* flags of a segment */
+enum { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3, NUM_ISAS = 4 };
+
+typedef struct {
+    const void *data; /* the rank's gradients of the shard, from its start; NULL: absent */
+    int32_t dtype;
+    int32_t rank;
+} rz_gradient; /* listed by ascending rank */
+
+typedef struct {
+    int64_t offset, length; /* elements from the shard's start */
+    const rz_gradient *gradients;
+    int64_t num_gradients; /* none present: the segment stays as it is */
+    float scale;           /* 1 / ranks x clip factors, negative to maximize */
+    float weight_decay;    /* with flag L2: of Adam's gradient; with flag DECAY: AdamW's factor 1 - lr x weight_decay */
+    float lerp;            /* 1 - beta1; with flag FROM_GRADIENT, where that is 0.5 or more: -beta1 */
+    float beta2, one_minus_beta2;
+    float step_size;       /* lr / (1 - beta1^step) */
+    float bias2_sqrt;      /* sqrt(1 - beta2^step) */
+    float eps;
+    int32_t flags;
+} rz_segment; /* listed by ascending offset, without overlap */
+
+typedef struct {
+    float *master, *exp_avg, *exp_avg_sq;
+    float *max_exp_avg_sq; /* read and written by segments with flag AMSGRAD */
+    void *params;          /* published parameters; NULL: the master is what is published */
+    int32_t params_dtype;
+} rz_memory;
+
+/* ---- The few things that do not depend on the instruction set ---------------------------------------------------- */
+
+#define GROUP 8     /* consecutive ranks that are summed together first */
+#define BLOCK 1024  /* elements summed over ranks at once: two scratch rows of it stay in L1 */
+#define LANES 16    /* fp64 partial sums of a leaf */
+#define LEAF 65536  /* elements of a leaf */
+#define AHEAD 1024  /* bytes: how far an update asks for memory ahead of use */
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE float float_of_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest > 0x7c00) return float_of(sign | 0x7fc00000 | rest << 13);
+    if (rest == 0x7c00) return float_of(sign | 0x7f800000);
+    if (rest >= 0x0400) return float_of(sign | ((rest << 13) + 0x38000000));
+    return float_of(sign | bits_of((float)rest * 0x1p-24f)); /* subnormal */
+}
+
+INLINE uint16_t half_of_float(float x) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (rest >> 13 & 0x3ff));
+    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000) /* subnormal: halves of 0.5's binade are as far apart as those */
+        return (uint16_t)(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13);
+}
+
+INLINE int64_t size_of(int dtype) { return dtype == F32 ? 4 : 2; }
+
+INLINE const void *from(const void *data, int dtype, int64_t at) { return (const char *)data + at * size_of(dtype); }
+
+/* Ask for what lies `distance` bytes after the `bytes` at p, line by line. (On Zen 3 the processor's own prefetch
+ * leaves a third of one thread's and a fifth of two threads' speed; any distance from 512 to 2,048 is as good.) */
+INLINE void ask_ahead(const void *p, int64_t bytes, int64_t distance) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)p + distance + at);
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* One segment's range of the shard as a kernel sees it. */
+typedef struct {
+    float *master, *exp_avg, *exp_avg_sq, *largest;
+    char *params;
+    int out; /* dtype of params */
+} span;
+
+INLINE span span_at(const rz_memory *memory, int64_t at) {
+    return (span){
+        memory->master + at,
+        memory->exp_avg + at,
+        memory->exp_avg_sq + at,
+        memory->max_exp_avg_sq ? memory->max_exp_avg_sq + at : 0,
+        memory->params ? (char *)memory->params + size_of(memory->params_dtype) * at : 0,
+        memory->params ? memory->params_dtype : NONE,
+    };
+}
+
+/* ---- Portable: vectors of 4 in the compiler's own arithmetic ------------------------------------------------------ */
+
+typedef float portable_f __attribute__((vector_size(16)));
+typedef double portable_d __attribute__((vector_size(16)));
+typedef uint32_t portable_u __attribute__((vector_size(16)));
+typedef uint16_t portable_h __attribute__((vector_size(8)));
+
+INLINE portable_f portable_load(const float *p) { portable_f x; memcpy(&x, p, 16); return x; }
+INLINE void portable_store(float *p, portable_f x) { memcpy(p, &x, 16); }
+INLINE portable_f portable_set(float x) { return (portable_f){x, x, x, x}; }
+INLINE portable_f portable_add(portable_f a, portable_f b) { return a + b; }
+INLINE portable_f portable_sub(portable_f a, portable_f b) { return a - b; }
+INLINE portable_f portable_mul(portable_f a, portable_f b) { return a * b; }
+INLINE portable_f portable_div(portable_f a, portable_f b) { return a / b; }
+#ifdef __FP_FAST_FMAF /* an instruction of the processor the library is built for */
+INLINE float portable_fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+/* One exact product, one sum rounded to odd in double, then to float: no bit differs from a fused multiply-add. */
+INLINE float portable_fma_one(float a, float b, float c) {
+    double product = (double)a * b, addend = c, sum = product + addend;
+    double back = sum - product, error = (product - (sum - back)) + (addend - back);
+    uint64_t bits;
+    memcpy(&bits, &sum, 8);
+    int finite = (bits >> 52 & 0x7ff) != 0x7ff, inexact = error != 0;
+    if (finite && inexact && !(bits & 1)) bits += (error > 0) == (sum > 0) ? 1 : -1;
+    memcpy(&sum, &bits, 8);
+    return (float)sum;
+}
+#endif
+INLINE portable_f portable_fma(portable_f a, portable_f b, portable_f c) { /* a * b + c */
+    for (int i = 0; i < 4; i++) c[i] = portable_fma_one(a[i], b[i], c[i]);
+    return c;
+}
+INLINE portable_f portable_sqrt(portable_f a) {
+    for (int i = 0; i < 4; i++) a[i] = __builtin_sqrtf(a[i]);
+    return a;
+}
+INLINE portable_f portable_max(portable_f a, portable_f b) { /* b where either is NaN */
+    portable_u first = (portable_u)(a > b);
+    return (portable_f)(((portable_u)a & first) | ((portable_u)b & ~first));
+}
+INLINE portable_f portable_load_bf16(const uint16_t *p) {
+    portable_h x;
+    memcpy(&x, p, 8);
+    return (portable_f)(__builtin_convertvector(x, portable_u) << 16);
+}
+INLINE portable_f portable_load_fp16(const uint16_t *p) {
+    return (portable_f){float_of_half(p[0]), float_of_half(p[1]), float_of_half(p[2]), float_of_half(p[3])};
+}
+INLINE portable_h portable_to_bf16(portable_f x) {
+    portable_u bits = (portable_u)x, nan = (portable_u)(x != x);
+    portable_u rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), portable_h);
+}
+INLINE void portable_store_bf16(char *out, portable_f a, portable_f b, int stream) {
+    portable_h low = portable_to_bf16(a), high = portable_to_bf16(b);
+    memcpy(out, &low, 8);
+    memcpy(out + 8, &high, 8);
+}
+INLINE void portable_store_fp16(char *out, portable_f a, portable_f b, int stream) {
+    uint16_t packed[8];
+    for (int i = 0; i < 4; i++) packed[i] = half_of_float(a[i]), packed[i + 4] = half_of_float(b[i]);
+    memcpy(out, packed, 16);
+}
+INLINE portable_d portable_load_d(const double *p) { portable_d x; memcpy(&x, p, 16); return x; }
+INLINE void portable_store_d(double *p, portable_d x) { memcpy(p, &x, 16); }
+INLINE portable_d portable_add_square_low(portable_d sum, portable_f x) {
+    portable_d wide = {x[0], x[1]};
+    return sum + wide * wide;
+}
+INLINE portable_d portable_add_square_high(portable_d sum, portable_f x) {
+    portable_d wide = {x[2], x[3]};
+    return sum + wide * wide;
+}
+#define ISA portable
+#define TARGET
+#define WIDTH 4
+#include "adam_body.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+/* ---- AVX2, FMA, F16C: vectors of 8 ------------------------------------------------------------------------------------------- */
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+typedef __m256 avx2_f;
+typedef __m256d avx2_d;
+
+INLINE TARGET avx2_f avx2_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE TARGET void avx2_store(float *p, avx2_f x) { _mm256_storeu_ps(p, x); }
+INLINE TARGET avx2_f avx2_set(float x) { return _mm256_set1_ps(x); }
+INLINE TARGET avx2_f avx2_add(avx2_f a, avx2_f b) { return _mm256_add_ps(a, b); }
+INLINE TARGET avx2_f avx2_sub(avx2_f a, avx2_f b) { return _mm256_sub_ps(a, b); }
+INLINE TARGET avx2_f avx2_mul(avx2_f a, avx2_f b) { return _mm256_mul_ps(a, b); }
+INLINE TARGET avx2_f avx2_div(avx2_f a, avx2_f b) { return _mm256_div_ps(a, b); }
+INLINE TARGET avx2_f avx2_fma(avx2_f a, avx2_f b, avx2_f c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE TARGET avx2_f avx2_sqrt(avx2_f a) { return _mm256_sqrt_ps(a); }
+INLINE TARGET avx2_f avx2_max(avx2_f a, avx2_f b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
+INLINE TARGET avx2_f avx2_load_bf16(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+INLINE TARGET avx2_f avx2_load_fp16(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+INLINE TARGET __m256i avx2_to_bf16(avx2_f x) { /* in the low halves */
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+}
+INLINE TARGET void avx2_store_16(char *out, __m256i packed, int stream) {
+    if (stream) _mm256_stream_si256((__m256i *)out, packed);
+    else _mm256_storeu_si256((__m256i *)out, packed);
+}
+INLINE TARGET void avx2_store_bf16(char *out, avx2_f a, avx2_f b, int stream) {
+    __m256i packed = _mm256_packus_epi32(avx2_to_bf16(a), avx2_to_bf16(b));
+    avx2_store_16(out, _mm256_permute4x64_epi64(packed, 0xd8), stream);
+}
+INLINE TARGET void avx2_store_fp16(char *out, avx2_f a, avx2_f b, int stream) {
+    __m128i low = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
+    avx2_store_16(out, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1), stream);
+}
+INLINE TARGET avx2_d avx2_load_d(const double *p) { return _mm256_loadu_pd(p); }
+INLINE TARGET void avx2_store_d(double *p, avx2_d x) { _mm256_storeu_pd(p, x); }
+INLINE TARGET avx2_d avx2_add_square_low(avx2_d sum, avx2_f x) {
+    __m256d wide = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    return _mm256_fmadd_pd(wide, wide, sum);
+}
+INLINE TARGET avx2_d avx2_add_square_high(avx2_d sum, avx2_f x) {
+    __m256d wide = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    return _mm256_fmadd_pd(wide, wide, sum);
+}
+#define ISA avx2
+#define WIDTH 8
+#include "adam_body.h"
+
+/* ---- AVX-512 (F alone): vectors of 16 ----------------------------------------------------------------------------- */
+
+#define TARGET __attribute__((target("avx512f")))
+typedef __m512 avx512_f;
+typedef __m512d avx512_d;
+
+INLINE TARGET avx512_f avx512_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE TARGET void avx512_store(float *p, avx512_f x) { _mm512_storeu_ps(p, x); }
+INLINE TARGET avx512_f avx512_set(float x) { return _mm512_set1_ps(x); }
+INLINE TARGET avx512_f avx512_add(avx512_f a, avx512_f b) { return _mm512_add_ps(a, b); }
+INLINE TARGET avx512_f avx512_sub(avx512_f a, avx512_f b) { return _mm512_sub_ps(a, b); }
+INLINE TARGET avx512_f avx512_mul(avx512_f a, avx512_f b) { return _mm512_mul_ps(a, b); }
+INLINE TARGET avx512_f avx512_div(avx512_f a, avx512_f b) { return _mm512_div_ps(a, b); }
+INLINE TARGET avx512_f avx512_fma(avx512_f a, avx512_f b, avx512_f c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE TARGET avx512_f avx512_sqrt(avx512_f a) { return _mm512_sqrt_ps(a); }
+INLINE TARGET avx512_f avx512_max(avx512_f a, avx512_f b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
+INLINE TARGET avx512_f avx512_load_bf16(const uint16_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE TARGET avx512_f avx512_load_fp16(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE TARGET __m256i avx512_to_bf16(avx512_f x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0)));
+}
+INLINE TARGET void avx512_store_16(char *out, __m256i low, __m256i high, int stream) {
+    __m512i packed = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    if (stream) _mm512_stream_si512((__m512i *)out, packed);
+    else _mm512_storeu_si512(out, packed);
+}
+INLINE TARGET void avx512_store_bf16(char *out, avx512_f a, avx512_f b, int stream) {
+    avx512_store_16(out, avx512_to_bf16(a), avx512_to_bf16(b), stream);
+}
+INLINE TARGET void avx512_store_fp16(char *out, avx512_f a, avx512_f b, int stream) {
+    __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
+    avx512_store_16(out, low, high, stream);
+}
+INLINE TARGET avx512_d avx512_load_d(const double *p) { return _mm512_loadu_pd(p); }
+INLINE TARGET void avx512_store_d(double *p, avx512_d x) { _mm512_storeu_pd(p, x); }
+INLINE TARGET avx512_d avx512_add_square_low(avx512_d sum, avx512_f x) {
+    __m512d wide = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    return _mm512_fmadd_pd(wide, wide, sum);
+}
+INLINE TARGET avx512_d avx512_add_square_high(avx512_d sum, avx512_f x) {
+    __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
+    __m512d wide = _mm512_cvtps_pd(_mm256_castpd_ps(high));
+    return _mm512_fmadd_pd(wide, wide, sum);
+}
+#define ISA avx512
+#define WIDTH 16
+#include "adam_body.h"
+
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+static int runs_here(int isa) {
+    __builtin_cpu_init();
+    if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    if (isa == AVX512) return !!__builtin_cpu_supports("avx512f");
+    return isa == PORTABLE;
+}
+
+typedef uint32_t rounding; /* MXCSR */
+static rounding plain_rounding(void) {
+    rounding before = _mm_getcsr();
+    _mm_setcsr((before & ~0xe040u) | 0x1f80u); /* nearest even, subnormals kept, no traps */
+    return before;
+}
+static void restore_rounding(rounding before) { _mm_setcsr(before); }
+static void finish_stores(void) { _mm_sfence(); }
+
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+/* ---- NEON: vectors of 4 ------------------------------------------------------------------------------------------- */
+
+typedef float32x4_t neon_f;
+typedef float64x2_t neon_d;
+
+INLINE neon_f neon_load(const float *p) { return vld1q_f32(p); }
+INLINE void neon_store(float *p, neon_f x) { vst1q_f32(p, x); }
+INLINE neon_f neon_set(float x) { return vdupq_n_f32(x); }
+INLINE neon_f neon_add(neon_f a, neon_f b) { return vaddq_f32(a, b); }
+INLINE neon_f neon_sub(neon_f a, neon_f b) { return vsubq_f32(a, b); }
+INLINE neon_f neon_mul(neon_f a, neon_f b) { return vmulq_f32(a, b); }
+INLINE neon_f neon_div(neon_f a, neon_f b) { return vdivq_f32(a, b); }
+INLINE neon_f neon_fma(neon_f a, neon_f b, neon_f c) { return vfmaq_f32(c, a, b); }
+INLINE neon_f neon_sqrt(neon_f a) { return vsqrtq_f32(a); }
+INLINE neon_f neon_max(neon_f a, neon_f b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* b where either is NaN */
+INLINE neon_f neon_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+INLINE neon_f neon_load_fp16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE uint16x4_t neon_to_bf16(neon_f x) {
+    uint32x4_t bits = vreinterpretq_u32_f32(x);
+    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+    return vmovn_u32(vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(rounded, 16), vdupq_n_u32(0x7fc0)));
+}
+INLINE void neon_store_bf16(char *out, neon_f a, neon_f b, int stream) {
+    vst1q_u16((uint16_t *)out, vcombine_u16(neon_to_bf16(a), neon_to_bf16(b)));
+}
+INLINE void neon_store_fp16(char *out, neon_f a, neon_f b, int stream) {
+    uint16x4_t low = vreinterpret_u16_f16(vcvt_f16_f32(a)), high = vreinterpret_u16_f16(vcvt_f16_f32(b));
+    vst1q_u16((uint16_t *)out, vcombine_u16(low, high));
+}
+INLINE neon_d neon_load_d(const double *p) { return vld1q_f64(p); }
+INLINE void neon_store_d(double *p, neon_d x) { vst1q_f64(p, x); }
+INLINE neon_d neon_add_square_low(neon_d sum, neon_f x) {
+    float64x2_t wide = vcvt_f64_f32(vget_low_f32(x));
+    return vfmaq_f64(sum, wide, wide);
+}
+INLINE neon_d neon_add_square_high(neon_d sum, neon_f x) {
+    float64x2_t wide = vcvt_high_f64_f32(x);
+    return vfmaq_f64(sum, wide, wide);
+}
+#define ISA neon
+#define TARGET
+#define WIDTH 4
+#include "adam_body.h"
+
+static int runs_here(int isa) { return isa == PORTABLE || isa == NEON; }
+
+typedef uint64_t rounding; /* FPCR */
+static rounding plain_rounding(void) {
+    rounding before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
+    return before;
+}
+static void restore_rounding(rounding before) { __asm__ volatile("msr fpcr, %0" : : "r"(before) : "memory"); }
+static void finish_stores(void) {} /* no non-temporal stores: the caller's release is enough */
+
+#else
+
+static int runs_here(int isa) { return isa == PORTABLE; }
+typedef int rounding;
+static rounding plain_rounding(void) { return 0; }
+static void restore_rounding(rounding before) { (void)before; }
+static void finish_stores(void) {}
+
+#endif
+
+/* ---- What the caller sees ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    void (*update)(const rz_memory *, const rz_segment *, int64_t, int64_t);
+    double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t);
+} instructions;
+
+static const instructions TABLE[NUM_ISAS] = {
+    [PORTABLE] = {"portable", portable_update, portable_leaf},
+#if defined(__x86_64__)
+    [AVX2] = {"avx2", avx2_update, avx2_leaf},
+    [AVX512] = {"avx512", avx512_update, avx512_leaf},
+#elif defined(__aarch64__)
+    [NEON] = {"neon", neon_update, neon_leaf},
+#endif
+};
+
+/* Version of the tables and functions of this file. */
+EXPORT int32_t rz_abi(void) { return RZ_ABI; }
+
+/* Digest of the source text that the library was built from. */
+EXPORT const char *rz_source(void) { return RZ_SOURCE; }
+
+/* Name of instruction set `isa`; NULL where this library does not have it or this processor cannot run it. */
+EXPORT const char *rz_isa(int32_t isa) {
+    return isa >= 0 && isa < NUM_ISAS && TABLE[isa].name && runs_here(isa) ? TABLE[isa].name : 0;
+}
+
+/* Whether fused multiply-add is an instruction here; without it, this kernel is slower than torch's. */
+EXPORT int32_t rz_has_fma(void) {
+#ifdef __FP_FAST_FMAF
+    return 1;
+#else
+    return rz_isa(AVX2) || rz_isa(AVX512) || rz_isa(NEON);
+#endif
+}
+
+/* The first segment that ends after `at`. */
+static int64_t first_after(const rz_segment *segments, int64_t count, int64_t at) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (segments[middle].offset + segments[middle].length > at) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+/* Update the segments' elements within [start, stop): tiles of `tile` elements are claimed from *next (0 at first)
+ * until none is left, so threads that make this same call share the work. All stores are done when it returns. */
+EXPORT void rz_adam(int32_t isa, const rz_memory *memory, const rz_segment *segments, int64_t count, int64_t start,
+                    int64_t stop, int64_t tile, int64_t *next) {
+    rounding before = plain_rounding();
+    for (;;) {
+        int64_t from = start + tile * __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), to = least(from + tile, stop);
+        if (from >= stop) break;
+        for (int64_t i = first_after(segments, count, from); i < count && segments[i].offset < to; i++) {
+            const rz_segment *s = &segments[i];
+            TABLE[isa].update(memory, s, most(from, s->offset), least(to, s->offset + s->length));
+        }
+    }
+    finish_stores();
+    restore_rounding(before);
+}
+
+/* Sums of squares of the rank-summed gradients: leaves[k] over elements [start + k * LEAF, + LEAF) of [start, stop).
+ * Leaves are claimed from *next like tiles. A leaf is inf or nan exactly when an element of it is. */
+EXPORT void rz_squares(int32_t isa, const rz_gradient *gradients, int64_t count, int64_t start, int64_t stop,
+                       double *leaves, int64_t *next) {
+    rounding before = plain_rounding();
+    for (;;) {
+        int64_t leaf = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), from = start + leaf * LEAF;
+        if (from >= stop) break;
+        leaves[leaf] = TABLE[isa].leaf(gradients, count, from, least(from + LEAF, stop));
+    }
+    restore_rounding(before);
+}
+
+/* The sum of `count` leaves, in order. */
+EXPORT double rz_sum(const double *leaves, int64_t count) {
+    double total = 0.0;
+    for (int64_t i = 0; i < count; i++) total += leaves[i];
+    return total;
+}
+
+/* How many rank-summed gradients of [start, stop) are inf or nan. */
+EXPORT int64_t rz_nonfinite(const rz_gradient *gradients, int64_t count, int64_t start, int64_t stop) {
+    float sum[BLOCK], group[BLOCK];
+    int64_t bad = 0;
+    rounding before = plain_rounding();
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        int64_t n = least(BLOCK, stop - at);
+        portable_sum(gradients, count, at, n, sum, group);
+        for (int64_t i = 0; i < n; i++) bad += (bits_of(sum[i]) & 0x7f800000) == 0x7f800000;
+    }
+    restore_rounding(before);
+    return bad;
+}
+
+/* What benchmarks measure updates against: read, scale and write three arrays of floats in place, tiles claimed as in
+ * rz_adam. Nothing that keeps three fp32 states per parameter can be faster. */
+EXPORT void rz_rewrite(float *a, float *b, float *c, int64_t count, float factor, int64_t tile, int64_t *next) {
+    for (;;) {
+        int64_t from = tile * __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), to = least(from + tile, count);
+        if (from >= count) break;
+        for (int64_t at = from; at < to; at += 64) {
+            ask_ahead(a + at, 256, AHEAD), ask_ahead(b + at, 256, AHEAD), ask_ahead(c + at, 256, AHEAD);
+            for (int64_t i = at; i < least(at + 64, to); i++) a[i] *= factor, b[i] *= factor, c[i] *= factor;
+        }
+    }
+}
+
+/* Flags in shared memory: what was written before a store_release is seen after the load_acquire that reads it. */
+EXPORT void rz_store_release_32(uint32_t *flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+EXPORT void rz_store_release_64(uint64_t *flag, uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+EXPORT uint32_t rz_load_acquire_32(const uint32_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+EXPORT uint64_t rz_load_acquire_64(const uint64_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }

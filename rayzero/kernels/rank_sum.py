@@ -1,0 +1,52 @@
+"""The one sum across ranks: fp32, in rank order inside fixed groups of 8 consecutive ranks, groups in order.
+
+[Note: groups of 8] Up to 8 ranks it is plain rank order. The groups are fixed by rank number, not by who is
+present, so that a relay on a node of 8 may add its ranks first, later, without changing a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+GROUP = 8  # consecutive ranks
+
+
+class RankSum:
+    """Sums tiles of several ranks' gradients in scratch memory it owns: one instance per thread."""
+
+    def __init__(self, tile: int) -> None:
+        """``tile``: the most elements one call may sum."""
+        self._total = torch.zeros(tile)
+        self._group = torch.zeros(tile)
+        self._wide = torch.zeros(tile)
+
+    def sum(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> Tensor:
+        """fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty).
+
+        The result may be the only rank's own memory: read it, do not write it. It is valid until the next call."""
+        if len(ranks) == 1 and gradients[ranks[0]].dtype is torch.float32:
+            return gradients[ranks[0]][start:stop]
+        total, group = self._total[: stop - start], self._group[: stop - start]
+        for index, (_, members) in enumerate(groupby(ranks, key=lambda rank: rank // GROUP)):
+            parts = [gradients[rank][start:stop] for rank in members]
+            if index == 0:
+                self._sum_group(total, parts)
+            else:
+                self._sum_group(group, parts)
+                total.add_(group)
+        return total
+
+    def owns(self, summed: Tensor) -> bool:
+        """True when ``summed`` lies in scratch memory, and so may be written until the next call."""
+        return summed.data_ptr() == self._total.data_ptr()
+
+    def _sum_group(self, out: Tensor, parts: list[Tensor]) -> None:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            if part.dtype is not torch.float32:
+                part = self._wide[: part.numel()].copy_(part)  # add_ of mixed dtypes would allocate
+            out.add_(part)

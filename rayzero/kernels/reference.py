@@ -1,0 +1,53 @@
+"""Adam in plain float arithmetic, one element after the other: what the fast kernels are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.rank_sum import RankSum
+
+
+class ReferenceKernel:
+    """The formulas as in the papers, in Python's double precision, rounded to fp32 when stored."""
+
+    name = "reference"
+
+    def update(
+        self,
+        memory: AdamMemory,
+        gradients: Sequence[Tensor],
+        segments: Sequence[Segment],
+        scale: float,
+        on_tile: Callable[[int, int], None],
+    ) -> None:
+        """See ``Kernel.update``; a segment is one tile."""
+        for done, segment in enumerate(segments, 1):
+            start, stop = segment.offset, segment.offset + segment.length
+            summed = RankSum(segment.length).sum(gradients, segment.ranks, start, stop).tolist()
+            for i, grad in enumerate(summed, start):
+                _update_element(memory, i, grad * scale, segment.options, segment.step)
+            if memory.params is not None:
+                memory.params[start:stop] = memory.master[start:stop]
+            on_tile(done, len(segments))
+
+
+def _update_element(memory: AdamMemory, i: int, grad: float, options: AdamOptions, step: int) -> None:
+    weight = float(memory.master[i])
+    grad = -grad if options.maximize else grad
+    if options.decoupled:
+        weight -= options.lr * options.weight_decay * weight
+    else:
+        grad += options.weight_decay * weight
+    mean = options.beta1 * float(memory.exp_avg[i]) + (1 - options.beta1) * grad
+    square = options.beta2 * float(memory.exp_avg_sq[i]) + (1 - options.beta2) * grad * grad
+    memory.exp_avg[i], memory.exp_avg_sq[i] = mean, square
+    if options.amsgrad and memory.max_exp_avg_sq is not None:
+        square = max(float(memory.max_exp_avg_sq[i]), square)
+        memory.max_exp_avg_sq[i] = square
+    denominator = math.sqrt(square / (1 - options.beta2**step)) + options.eps
+    step_size = options.lr / (1 - options.beta1**step)
+    memory.master[i] = weight - step_size * mean / denominator if denominator else math.nan

@@ -1,0 +1,222 @@
+"""Where every parameter lives: units, slots and shards, as plain numbers.
+
+A *unit* has one flat vector of one dtype. A *slot* is one parameter's range in it, starting at a multiple of
+``ALIGN`` elements and padded to one, so that no kernel ever sees a tail and bits never depend on how work is
+split. A *shard* is a fixed-size cut of the flat vector; the grid depends on the layout alone, never on how
+many owners there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rayzero.errors import ConfigError
+
+ALIGN = 64  # elements
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The plain name of a dtype, as layouts, manifests and messages write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name` for the dtypes a unit may have; raises ``ConfigError`` on others."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ConfigError(f"dtype {name!r} is not one of {sorted(_DTYPES)}") from None
+
+
+def aligned(numel: int) -> int:
+    """``numel`` rounded up to a multiple of ``ALIGN``."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSlot:
+    """One parameter's range in its unit's flat vector (elements; ``start`` is a multiple of ``ALIGN``)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter; 1 for a 0-dim one, 0 for an empty one."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """End of the parameter itself, padding excluded."""
+        return self.start + self.numel
+
+    @property
+    def padded_stop(self) -> int:
+        """End of the range the slot occupies, padding included."""
+        return self.start + aligned(self.numel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLayout:
+    """Parameters gathered and released together, all of one dtype, all trained or all frozen."""
+
+    index: int
+    name: str
+    dtype: torch.dtype  # of the published parameters and of the gradients
+    trainable: bool  # False: no master, moments or gradients exist for it
+    slots: tuple[ParamSlot, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the flat vector, padding included."""
+        return self.slots[-1].padded_stop if self.slots else 0
+
+    @cached_property
+    def gaps(self) -> tuple[int, ...]:
+        """Per slot, elements of padding after it."""
+        return tuple(slot.padded_stop - slot.stop for slot in self.slots)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of the flat vector in the unit's dtype."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A contiguous range of a unit's flat vector, owned by one optimizer actor."""
+
+    index: int  # over the whole model, in forward order
+    unit: int
+    start: int  # elements of the unit's flat vector, a multiple of ALIGN
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSlice:
+    """The part of one slot that lies in one shard."""
+
+    slot: int  # index in the unit's slots
+    start: int  # elements from the shard's start
+    stop: int  # padding excluded
+    param_start: int  # elements from the parameter's start
+
+    @property
+    def numel(self) -> int:
+        """Real elements, padding excluded."""
+        return self.stop - self.start
+
+
+def cut_shards(unit: UnitLayout, shard_numel: int, first_index: int) -> tuple[Shard, ...]:
+    """Cut a unit's flat vector into shards of ``shard_numel`` elements, the last one shorter."""
+    starts = range(0, unit.numel, shard_numel)
+    return tuple(
+        Shard(index=first_index + i, unit=unit.index, start=start, stop=min(start + shard_numel, unit.numel))
+        for i, start in enumerate(starts)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayout:
+    """All units in forward order and the shard grid over them.
+
+    Knows names, shapes, dtypes and offsets; not who owns a shard or where bytes lie."""
+
+    units: tuple[UnitLayout, ...]
+    shard_numel: int  # elements, a multiple of ALIGN
+
+    def __post_init__(self) -> None:
+        if self.shard_numel <= 0 or self.shard_numel % ALIGN:
+            raise ConfigError(f"shard_numel must be a positive multiple of {ALIGN} elements, got {self.shard_numel}")
+
+    @cached_property
+    def shards_by_unit(self) -> tuple[tuple[Shard, ...], ...]:
+        """Per unit, its shards in order."""
+        grid: list[tuple[Shard, ...]] = []
+        index = 0
+        for unit in self.units:
+            shards = cut_shards(unit, self.shard_numel, index)
+            index += len(shards)
+            grid.append(shards)
+        return tuple(grid)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every shard, in forward order; ``shards[i].index == i``."""
+        return tuple(shard for shards in self.shards_by_unit for shard in shards)
+
+    def slices(self, shard: Shard) -> tuple[SlotSlice, ...]:
+        """The parameters' parts inside ``shard``, in order, padding and empty parameters left out."""
+        parts = []
+        for i, slot in enumerate(self.units[shard.unit].slots):
+            start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
+            if start < stop:
+                parts.append(
+                    SlotSlice(
+                        slot=i, start=start - shard.start, stop=stop - shard.start, param_start=start - slot.start
+                    )
+                )
+        return tuple(parts)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes and the shard grid: two sides with the same digest agree on all."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able description; ``from_json`` is its inverse."""
+        return {
+            "shard_numel": self.shard_numel,
+            "units": [
+                {
+                    "name": unit.name,
+                    "dtype": dtype_name(unit.dtype),
+                    "trainable": unit.trainable,
+                    "params": [[slot.name, list(slot.shape)] for slot in unit.slots],
+                }
+                for unit in self.units
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, described: dict[str, Any]) -> ModelLayout:
+        """Rebuild a layout from ``to_json()``."""
+        units = tuple(
+            lay_out_unit(
+                index,
+                unit["name"],
+                dtype_from_name(unit["dtype"]),
+                unit["trainable"],
+                [(name, tuple(shape)) for name, shape in unit["params"]],
+            )
+            for index, unit in enumerate(described["units"])
+        )
+        return cls(units=units, shard_numel=described["shard_numel"])
+
+
+def lay_out_unit(
+    index: int, name: str, dtype: torch.dtype, trainable: bool, params: list[tuple[str, tuple[int, ...]]]
+) -> UnitLayout:
+    """Place parameters (name, shape) one after the other, each slot aligned and padded to ``ALIGN``."""
+    slots: list[ParamSlot] = []
+    start = 0
+    for param_name, shape in params:
+        slot = ParamSlot(name=param_name, shape=shape, start=start)
+        slots.append(slot)
+        start = slot.padded_stop
+    return UnitLayout(index=index, name=name, dtype=dtype, trainable=trainable, slots=tuple(slots))

@@ -1,0 +1,172 @@
+"""Which owner has which shard: one table, computed alike by ranks, owners and checkpoints.
+
+Three policies over the same items (bytes per item, in order):
+
+- ``round_robin``: item ``i`` to owner ``i mod num_owners``.
+- ``contiguous``: neighbours together; the first ``n mod num_owners`` owners get one item more.
+- ``balanced``: by bytes, least loaded owner first. [Note: balanced]
+
+[Note: balanced] Items are taken in order, in rounds of at most ``num_owners`` items of one group (one unit). A
+round's items go to different owners, the least loaded first; equals in turn, starting after the last item's
+owner. So a unit with ``n`` shards is on ``min(n, num_owners)`` owners and its consecutive shards are on different
+ones, the first unit is spread first, and ``max bytes - min bytes <= largest item``: a round whose items do not
+grow, given to the least loaded, leaves no owner further above another than it was before, or than its own item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+
+import torch
+
+from rayzero.errors import ConfigError
+from rayzero.layout.model_layout import ModelLayout, UnitLayout
+from rayzero.layout.rank_mapping import RankMapping
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """An owner for each item, and what each owner has.
+
+    Knows indices and bytes; not what an item holds or where an owner runs. Make one with ``round_robin``,
+    ``contiguous``, ``balanced`` or :func:`shard_map_for`. An owner may have nothing; a wrong index is a
+    ConfigError."""
+
+    owners: tuple[int, ...]  # per item
+    sizes: tuple[int, ...]  # bytes, per item
+    num_owners: int
+
+    def __post_init__(self) -> None:
+        if self.num_owners < 1:
+            raise ConfigError(f"a shard map needs at least 1 owner, got {self.num_owners}")
+        if len(self.owners) != len(self.sizes):
+            raise ConfigError(f"a shard map has {len(self.owners)} owners for {len(self.sizes)} items")
+        if any(not 0 <= owner < self.num_owners for owner in self.owners):
+            raise ConfigError(f"a shard map's owners must be in 0..{self.num_owners - 1}, got {set(self.owners)}")
+        if any(size < 0 for size in self.sizes):
+            raise ConfigError(f"a shard map's sizes must be >= 0 bytes, got {min(self.sizes)}")
+
+    @classmethod
+    def round_robin(cls, sizes: Sequence[int], num_owners: int) -> ShardMap:
+        """Item ``i`` to owner ``i mod num_owners``."""
+        mapping = RankMapping(0, _at_least_one(num_owners))
+        return cls(tuple(mapping.get_parameter_owner(i) for i in range(len(sizes))), tuple(sizes), num_owners)
+
+    @classmethod
+    def contiguous(cls, sizes: Sequence[int], num_owners: int) -> ShardMap:
+        """Neighbours together; the first ``n mod num_owners`` owners get one item more than the others."""
+        share, rest = divmod(len(sizes), _at_least_one(num_owners))
+        counts = [share + (owner < rest) for owner in range(num_owners)]
+        owners = tuple(owner for owner, count in enumerate(counts) for _ in range(count))
+        return cls(owners, tuple(sizes), num_owners)
+
+    @classmethod
+    def balanced(cls, sizes: Sequence[int], num_owners: int, groups: Sequence[int] | None = None) -> ShardMap:
+        """By bytes: ``max bytes - min bytes <= largest item``. [Note: balanced]
+
+        ``groups``: a label per item; neighbours with the same one (a unit's shards) are spread over different
+        owners, and must not grow in size. None: every item is a group of its own."""
+        loads = [0] * _at_least_one(num_owners)
+        owners: list[int] = []
+        for batch in _rounds(sizes, groups, num_owners):
+            last = owners[-1] if owners else -1
+            turn = [(last + 1 + i) % num_owners for i in range(num_owners)]
+            ranked = sorted(turn, key=loads.__getitem__)[: len(batch)]  # stable: equals stay in turn
+            for size, owner in zip(batch, ranked, strict=True):
+                loads[owner] += size
+            owners.extend(ranked)
+        return cls(tuple(owners), tuple(sizes), num_owners)
+
+    @property
+    def num_shards(self) -> int:
+        """Items in the map."""
+        return len(self.owners)
+
+    def owner(self, shard: int) -> int:
+        """The owner of item ``shard``."""
+        if not 0 <= shard < len(self.owners):
+            raise ConfigError(f"shard {shard} does not exist; this map has {len(self.owners)} shards")
+        return self.owners[shard]
+
+    def owns(self, owner: int, shard: int) -> bool:
+        """True when ``shard`` is ``owner``'s."""
+        return self.owner(shard) == self._known(owner)
+
+    def shards_of(self, owner: int) -> tuple[int, ...]:
+        """The items of ``owner``, ascending."""
+        return self._items[self._known(owner)]
+
+    def num_shards_of(self, owner: int) -> int:
+        """How many items ``owner`` has."""
+        return len(self.shards_of(owner))
+
+    def bytes_of(self, owner: int) -> int:
+        """Bytes of all items of ``owner``."""
+        return sum(self.sizes[shard] for shard in self.shards_of(owner))
+
+    def byte_fraction_of(self, owner: int) -> float:
+        """``owner``'s share of all bytes, 0.0-1.0; 0.0 when there are no bytes at all."""
+        total = sum(self.sizes)
+        return self.bytes_of(owner) / total if total else 0.0
+
+    @cached_property
+    def _items(self) -> tuple[tuple[int, ...], ...]:
+        items: list[list[int]] = [[] for _ in range(self.num_owners)]
+        for shard, owner in enumerate(self.owners):
+            items[owner].append(shard)
+        return tuple(tuple(shards) for shards in items)
+
+    def _known(self, owner: int) -> int:
+        if not 0 <= owner < self.num_owners:
+            raise ConfigError(f"owner must be in 0..{self.num_owners - 1}, got {owner}")
+        return owner
+
+
+def _at_least_one(num_owners: int) -> int:
+    if num_owners < 1:
+        raise ConfigError(f"a shard map needs at least 1 owner, got {num_owners}")
+    return num_owners
+
+
+def _rounds(sizes: Sequence[int], groups: Sequence[int] | None, num_owners: int) -> Iterator[Sequence[int]]:
+    """Cut the items of each group into rounds of at most one item per owner."""
+    labels = range(len(sizes)) if groups is None else groups
+    start = 0
+    for _, run in groupby(labels):
+        stop = start + sum(1 for _ in run)
+        group = sizes[start:stop]
+        if any(later > earlier for earlier, later in pairwise(group)):
+            raise ConfigError(f"items {start}..{stop - 1} are one group but grow in size: {list(group)}")
+        yield from (group[i : i + num_owners] for i in range(0, len(group), num_owners))
+        start = stop
+
+
+POLICIES = ("balanced", "round_robin", "contiguous")
+
+
+def shard_map_for(layout: ModelLayout, num_owners: int, policy: str) -> ShardMap:
+    """The owner of every shard of ``layout``; the same on every rank and every owner.
+
+    A shard's bytes are what its owner keeps for it under Adam (:func:`resident_bytes`). Raises ConfigError on an
+    unknown policy and on fewer than 1 owner."""
+    sizes = [shard.numel * resident_bytes(layout.units[shard.unit]) for shard in layout.shards]
+    if policy == "balanced":
+        return ShardMap.balanced(sizes, num_owners, groups=[shard.unit for shard in layout.shards])
+    if policy == "round_robin":
+        return ShardMap.round_robin(sizes, num_owners)
+    if policy == "contiguous":
+        return ShardMap.contiguous(sizes, num_owners)
+    raise ConfigError(f"shard_map is {policy!r} but must be one of {', '.join(POLICIES)}")
+
+
+def resident_bytes(unit: UnitLayout, num_states: int = 2) -> int:
+    """Bytes an owner keeps per element: parameters, fp32 master (fp32 parameters are it), fp32 optimizer states.
+
+    A frozen unit has its parameters only."""
+    if not unit.trainable:
+        return unit.dtype.itemsize
+    published = 0 if unit.dtype is torch.float32 else unit.dtype.itemsize
+    return published + 4 * (1 + num_states)

@@ -1,0 +1,90 @@
+"""A number of bytes that several takers share by leases."""
+
+from __future__ import annotations
+
+import threading
+
+from rayzero.errors import ConfigError
+
+
+class MemoryBudget:
+    """Bytes shared by leases; a reservation is granted or refused at once, it never waits.
+
+    Knows counts of bytes; not whose they are or where they lie. Invariant: ``used`` is the sum of the live leases.
+    ``used <= limit``, except while one lease that is larger than the limit is alone: nothing could ever hold it
+    otherwise."""
+
+    def __init__(self, limit: int | None) -> None:
+        """``limit``: bytes; None counts without a limit."""
+        if limit is not None and limit <= 0:
+            raise ConfigError(f"a memory budget must be more than 0 bytes, got {limit}")
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._used = 0
+        self._peak = 0
+        self._live = 0
+
+    def reserve(self, size: int) -> Lease | None:
+        """A lease of ``size`` bytes, or None when they are not free now."""
+        if size < 0:
+            raise ConfigError(f"cannot reserve {size} bytes")
+        with self._lock:
+            if self.limit is not None and self._used + size > self.limit and self._used > 0:
+                return None
+            self._used += size
+            self._live += 1
+            self._peak = max(self._peak, self._used)
+        return Lease(self, size)
+
+    @property
+    def used(self) -> int:
+        """Bytes leased now."""
+        with self._lock:
+            return self._used
+
+    @property
+    def peak(self) -> int:
+        """Most bytes leased at any time."""
+        with self._lock:
+            return self._peak
+
+    @property
+    def num_leases(self) -> int:
+        """Leases alive now."""
+        with self._lock:
+            return self._live
+
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self._used -= size
+            self._live -= 1
+
+
+class Lease:
+    """Some bytes of a budget until ``release()``, or the end of its ``with`` block."""
+
+    def __init__(self, budget: MemoryBudget, size: int) -> None:
+        """Made by ``MemoryBudget.reserve`` only."""
+        self.size = size
+        self._budget: MemoryBudget | None = budget
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Give the bytes back; a second release is our own bug and raises RuntimeError."""
+        with self._lock:
+            budget, self._budget = self._budget, None
+        if budget is None:
+            raise RuntimeError(f"a lease of {self.size} bytes was released twice")
+        budget._give_back(self.size)
+
+    @property
+    def live(self) -> bool:
+        """True until released."""
+        return self._budget is not None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.release()

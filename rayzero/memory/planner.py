@@ -1,0 +1,188 @@
+"""What an owner will keep on its host, summed up before anything is allocated, and what the host has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from rayzero.errors import MemoryPlanError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.shard_map import ShardMap
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerPlan:
+    """Bytes one owner allocates for its shards, by purpose."""
+
+    owner: int
+    num_owners: int
+    world_size: int
+    params: int  # published parameters; those of fp32 trained units are their master
+    master: int  # fp32
+    moments: int  # fp32 optimizer states
+    gradients: int  # landing regions of all ranks; fp32 accumulators with gradient accumulation
+    staging: int  # of all ranks: bytes that landed and are not yet added to those before
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.params + self.master + self.moments + self.gradients + self.staging
+
+    def describe(self) -> str:
+        """The sum, term by term, for people."""
+        terms = {
+            "parameters": self.params,
+            "master": self.master,
+            "moments": self.moments,
+            f"gradients of {self.world_size} ranks": self.gradients,
+            "staging": self.staging,
+        }
+        return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
+
+
+def plan_owner(
+    layout: ModelLayout,
+    shard_map: ShardMap,
+    owner: int,
+    world_size: int,
+    accumulation_steps: int,
+    *,
+    num_states: int = 2,
+) -> OwnerPlan:
+    """Sum up what ``owner`` allocates; ``num_states``: fp32 states per element of the optimizer (2 for Adam)."""
+    params = master = gradients = 0
+    for index in shard_map.shards_of(owner):
+        shard = layout.shards[index]
+        unit = layout.units[shard.unit]
+        published, trained = shard.numel * unit.dtype.itemsize, shard.numel * unit.trainable
+        params += 0 if unit.trainable and unit.dtype is torch.float32 else published
+        master += trained * FP32
+        gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
+    return OwnerPlan(
+        owner=owner,
+        num_owners=shard_map.num_owners,
+        world_size=world_size,
+        params=params,
+        master=master,
+        moments=master * num_states,
+        gradients=gradients * world_size,
+        staging=staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
+    )
+
+
+def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumulation_steps: int) -> int:
+    """Bytes in which one rank's pushes wait with ``owner`` until they are added to those before.
+
+    With accumulation: entries for two largest units. Without: two shards, where fp32 memory can add a push that was
+    not planned; none where all units are 16-bit."""
+    trained = [layout.shards[i] for i in shard_map.shards_of(owner) if layout.units[layout.shards[i].unit].trainable]
+    dtypes = {layout.units[shard.unit].dtype for shard in trained}
+    if accumulation_steps == 1 and torch.float32 not in dtypes:
+        return 0
+    largest_unit = max(Counter(shard.unit for shard in trained).values(), default=0)
+    entries = 2 * largest_unit if accumulation_steps > 1 else 2
+    return entries * max((s.numel * layout.units[s.unit].dtype.itemsize for s in trained), default=0)
+
+
+def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, owners_on_host: int = 1) -> None:
+    """Raise MemoryPlanError, with the sum and the setting to change, when the plan does not fit.
+
+    budget: bytes, ``cpu_memory_budget``; None: only the host counts.
+    owners_on_host: owners that share the host; each may take an equal part of what is free."""
+    who = f"optimizer {plan.owner} of {plan.num_owners}"
+    if budget is not None and plan.total > budget:
+        raise MemoryPlanError(
+            f"{who} needs {plan.describe()}, but cpu_memory_budget is {format_bytes(budget)}; "
+            "raise cpu_memory_budget or num_optimizers"
+        )
+    free = limits.available // owners_on_host
+    if plan.total > free:
+        shared = f" (a share of {owners_on_host})" if owners_on_host > 1 else ""
+        raise MemoryPlanError(
+            f"{who} needs {plan.describe()}, but its host has {format_bytes(free)} free{shared}, measured by "
+            f"{limits.source}; raise num_optimizers and spread them over more hosts, or lower num_workers"
+        )
+
+
+def format_bytes(size: int) -> str:
+    """``1536`` -> ``"1.5 KiB"``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+# ---- what the host has ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLimits:
+    """Host memory this process may still take, and what says so."""
+
+    available: int  # bytes
+    total: int  # bytes
+    source: str  # "RAM" or the cgroup file that is tighter
+
+
+def host_limits(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
+) -> HostLimits:
+    """Measure now: the tighter of free RAM and the limits of this process's cgroups (v1 or v2)."""
+    ram = psutil.virtual_memory()
+    found = [HostLimits(available=ram.available, total=ram.total, source="RAM")]
+    found += _cgroup_limits(cgroup_root, proc_cgroup)
+    return min(found, key=lambda limits: limits.available)
+
+
+def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[HostLimits]:
+    """The memory limit of this process's cgroup and of each one above it; none where there is no limit."""
+    try:
+        lines = proc_cgroup.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    found = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            found += _limits_up(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _limits_up(root / "memory", path, *names)
+    return found
+
+
+def _limits_up(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[HostLimits]:
+    relative = Path(path.lstrip("/"))
+    found = []
+    for folder in (relative, *relative.parents):
+        limit, usage = _read_int(mount / folder / limit_name), _read_int(mount / folder / usage_name)
+        if limit is None or usage is None or limit >= 1 << 60:  # "max", or v1's way to say no limit
+            continue
+        free = limit - usage + _reclaimable(mount / folder / "memory.stat", cache_name)
+        found.append(HostLimits(available=max(0, free), total=limit, source=str(mount / folder / limit_name)))
+    return found
+
+
+def _reclaimable(stat: Path, name: str) -> int:
+    """Bytes of page cache the kernel gives back first: they count as used but are free for the asking."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get(name, 0))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

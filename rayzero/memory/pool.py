@@ -1,0 +1,170 @@
+"""Flat byte buffers that are reused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import ConfigError
+from rayzero.memory.budget import Lease, MemoryBudget
+
+_GRAIN = 512  # bytes: buffers are whole multiples, as device allocators round anyway
+
+
+def buffer_bytes(nbytes: int) -> int:
+    """Bytes of a new buffer for ``nbytes``: the next multiple of 512, at least one."""
+    return max(1, -(-nbytes // _GRAIN)) * _GRAIN
+
+
+class Buffer:
+    """One leased byte buffer: ``tensor`` (1D uint8, exactly the bytes asked for) until ``release()``."""
+
+    def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
+        """Made by ``BufferPool.acquire`` only."""
+        self.tensor = tensor
+        self._release: Callable[[], None] | None = release
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes asked for."""
+        return self.tensor.numel()
+
+    @property
+    def live(self) -> bool:
+        """True until released."""
+        return self._release is not None
+
+    def release(self) -> None:
+        """Hand the memory back: ``tensor`` may not be used any more. A second release raises RuntimeError."""
+        with self._lock:
+            release, self._release = self._release, None
+        if release is None:
+            raise RuntimeError(f"a buffer of {self.size_bytes} bytes was released twice")
+        release()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """What a pool has now and had at most: bytes of whole buffers, and counts."""
+
+    leased: int  # in use
+    free: int  # kept for reuse
+    peak_leased: int
+    allocated: int  # ever asked of the device's allocator
+    num_leased: int
+    num_reused: int  # acquisitions that a kept buffer served
+
+
+class BufferPool:
+    """Reusable flat byte buffers on one device, bounded by a budget.
+
+    Knows sizes and who has a buffer; not what is in it or when a device is done with it: release a buffer only
+    after the work that uses it. A kept buffer serves a request it fits with at most 1/8 to spare, the tightest
+    first. Leased buffers are leases of the budget; kept ones are dropped, the longest unused first, so that leased
+    and kept together stay within the budget's limit. Contents are not cleared; with ``poison`` a released buffer
+    is filled with 0xFF (NaN in every float type), so that a late reader shows."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        pinned: bool = False,
+        budget: MemoryBudget | None = None,
+        poison: bool = False,
+    ) -> None:
+        """``pinned``: page-locked host memory (needs CUDA). Without a budget nothing is bounded, only counted."""
+        self.device = torch.device(device)
+        if pinned and (self.device.type != "cpu" or not torch.cuda.is_available()):
+            raise ConfigError(f"pinned buffers need host memory and CUDA, got device {self.device}")
+        self.pinned = pinned
+        self.budget = budget or MemoryBudget(None)
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._free: list[Tensor] = []  # the longest unused first
+        self._leased = self._peak = self._allocated = self._num_leased = self._num_reused = 0
+
+    def acquire(self, nbytes: int) -> Buffer | None:
+        """A buffer of ``nbytes`` bytes, contents undefined, or None when the budget has no room for it now."""
+        with self._lock:
+            kept = self._best_fit(nbytes)
+            size = kept.numel() if kept is not None else buffer_bytes(nbytes)
+            lease = self.budget.reserve(size)
+            if lease is None:
+                return None
+            try:
+                whole = self._reuse(kept) if kept is not None else self._allocate(size)
+            except BaseException:
+                lease.release()
+                raise
+            self._count(whole, +1)
+        return Buffer(whole[:nbytes], lambda: self._give_back(whole, lease))
+
+    def trim(self, keep: int = 0) -> int:
+        """Drop kept buffers, the longest unused first, until at most ``keep`` bytes are kept; returns bytes dropped."""
+        with self._lock:
+            return self._trim(keep)
+
+    @property
+    def stats(self) -> PoolStats:
+        """What the pool has now and had at most."""
+        with self._lock:
+            return PoolStats(
+                leased=self._leased,
+                free=self._free_bytes(),
+                peak_leased=self._peak,
+                allocated=self._allocated,
+                num_leased=self._num_leased,
+                num_reused=self._num_reused,
+            )
+
+    def _give_back(self, whole: Tensor, lease: Lease) -> None:
+        if self._poison:
+            whole.fill_(0xFF)
+        with self._lock:
+            self._free.append(whole)  # freed by: acquire (reuse), or trim
+            self._count(whole, -1)
+        lease.release()
+
+    # The rest runs under the lock.
+
+    def _best_fit(self, nbytes: int) -> Tensor | None:
+        size = buffer_bytes(nbytes)
+        fitting = (kept for kept in reversed(self._free) if size <= kept.numel() <= size + size // 8)
+        return min(fitting, key=Tensor.numel, default=None)
+
+    def _reuse(self, kept: Tensor) -> Tensor:
+        self._free = [other for other in self._free if other is not kept]
+        self._num_reused += 1
+        return kept
+
+    def _allocate(self, size: int) -> Tensor:
+        if self.budget.limit is not None:
+            self._trim(max(0, self.budget.limit - self._leased - size))
+        self._allocated += size
+        return torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+
+    def _count(self, whole: Tensor, sign: int) -> None:
+        self._leased += sign * whole.numel()
+        self._num_leased += sign
+        self._peak = max(self._peak, self._leased)
+
+    def _trim(self, keep: int) -> int:
+        before = self._free_bytes()
+        while self._free and self._free_bytes() > keep:
+            self._free.pop(0)
+        return before - self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        return sum(kept.numel() for kept in self._free)

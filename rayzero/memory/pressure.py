@@ -1,0 +1,46 @@
+"""How full memory is, measured, and what that does to the prefetch depth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from rayzero.config import MIB, AutoMemoryStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """What this process uses, in bytes."""
+
+    cpu_used: int  # resident set of the process
+    gpu_used: int  # torch's allocated bytes on the rank's device; 0 on a CPU rank
+
+    def pressure(self, *, max_cpu_memory_mb: int, max_gpu_memory_mb: int) -> float:
+        """The fuller of the two, as a share of its limit (MiB), at most 1.0."""
+        cpu = self.cpu_used / (max_cpu_memory_mb * MIB)
+        gpu = self.gpu_used / (max_gpu_memory_mb * MIB)
+        return min(1.0, max(cpu, gpu))
+
+
+def read_memory(device: torch.device | str = "cpu") -> MemoryReading:
+    """Measure now: the process's resident set, and torch's allocated bytes on ``device`` when it is CUDA."""
+    on_gpu = torch.device(device).type == "cuda"
+    return MemoryReading(
+        cpu_used=psutil.Process().memory_info().rss,
+        gpu_used=torch.cuda.memory_allocated(device) if on_gpu else 0,
+    )
+
+
+def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> int:
+    """The prefetch depth to use: ``depth`` up to the strategy's threshold, then down in proportion to pressure.
+
+    At full pressure the strategy's ``aggressiveness`` of it is given up, rounded in favour of prefetching, so only
+    ``extreme`` ever reaches 0."""
+    above = min(1.0, pressure) - strategy.pressure_threshold
+    if above <= 0:
+        return depth
+    given_up = strategy.aggressiveness * above / (1 - strategy.pressure_threshold)
+    return math.ceil(round(depth * (1 - given_up), 9))  # 8.000000001 is 8

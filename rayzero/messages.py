@@ -1,0 +1,172 @@
+"""What ranks and owners say to each other: frozen values, no behaviour.
+
+The store's protocol (``store/protocol.py``), the owner side (``optimizer/``) and the wire (``store/``) all
+speak these. Steps count from 0; *version* ``v`` is the content after ``v`` decided steps, so step ``n`` reads
+version ``n`` and publishes version ``n + 1``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rayzero.layout.model_layout import ModelLayout
+
+PROTOCOL_VERSION = 1
+
+COMPUTE = "compute"  # fetch kinds: the published parameters in the unit's dtype ...
+MASTER = "master"  # ... the fp32 master, or the name of an optimizer state such as "exp_avg"
+
+Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no blanks: equal values give equal text (floats print exactly)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """All that an owner must know of a training; every rank of a run sends the same one at attach."""
+
+    run: str
+    layout: ModelLayout
+    world_size: int
+    optimizer: str  # import path of the torch optimizer class, "torch.optim.adamw:AdamW"
+    hyper: tuple[Hyper, ...]  # per parameter group, as of prepare()
+    group_of: tuple[tuple[int, ...], ...]  # [unit][slot] -> parameter group
+    accumulation_steps: int = 1  # backwards planned per step
+    nonfinite: str = "skip"  # "skip" | "raise"
+    shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
+    kernel: str = "auto"  # kernels/: who computes the update
+    restore_from: str | None = None  # checkpoint directory the owners start from
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able description; ``from_json`` is its inverse."""
+        described = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "layout"}
+        return described | {"layout": self.layout.to_json()}
+
+    @classmethod
+    def from_json(cls, described: dict[str, Any]) -> ModelSpec:
+        """Rebuild a spec from ``to_json()``."""
+        return cls(
+            **described
+            | {
+                "layout": ModelLayout.from_json(described["layout"]),
+                "hyper": tuple(described["hyper"]),
+                "group_of": tuple(tuple(groups) for groups in described["group_of"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """An owner's answer to attach."""
+
+    version: int  # what it has published, or will publish once rank 0 has loaded every unit
+    needs_load: bool  # True: rank 0 must load the initial weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """The header of one push of one rank for one unit; the gradient bytes travel beside it."""
+
+    step: int
+    attempt: int  # this rank's discards within the step so far
+    rank: int
+    unit: int
+    seq: int  # this rank's push counter for this unit in this attempt, from 0
+    presence: bytes  # bit i (least significant first) set: slot i of the unit has a gradient
+
+
+def pack_presence(present: list[bool]) -> bytes:
+    """Bits, least significant first, as ``Contribution.presence`` holds them."""
+    bits = sum(1 << i for i, p in enumerate(present) if p)
+    return bits.to_bytes((len(present) + 7) // 8, "little")
+
+
+def unpack_presence(presence: bytes, num_slots: int) -> list[bool]:
+    """The inverse of :func:`pack_presence`."""
+    bits = int.from_bytes(presence, "little")
+    return [bool(bits >> i & 1) for i in range(num_slots)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReport:
+    """What one rank pushed in a step: an owner is ready when it has every counted push."""
+
+    step: int
+    attempt: int
+    rank: int
+    counts: tuple[int, ...]  # pushes per unit, in unit order
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a step is decided with; every rank must send the same (compared by ``digest``)."""
+
+    max_norms: tuple[float, ...]  # one per clip call, in order: factors multiply
+    hyper: tuple[Hyper, ...]  # per parameter group, read at step()
+
+    @property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when their inputs are equal."""
+        return hashlib.sha256(canonical_json([self.max_norms, self.hyper]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """The exact global L2 norm of a step's averaged gradients, before any clipping."""
+
+    step: int
+    total: float
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormParts:
+    """One owner's sums of squares of the rank-summed gradients (fp64), per shard and slot."""
+
+    step: int
+    parts: tuple[tuple[int, int, float], ...]  # (shard index, slot, sum of squares), in shard and slot order
+
+
+class Action(StrEnum):
+    """What a decision does."""
+
+    APPLY = "apply"
+    SKIP = "skip"  # publish the next version with unchanged content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one step does, the same for all shards. Its record in the lead owner is the commit point."""
+
+    step: int
+    attempts: tuple[int, ...]  # per rank: the attempt whose contributions count
+    action: Action
+    scale: float  # multiplies the rank-summed gradient: 1 / world_size x clip factors
+    norm: float  # of the averaged gradients, before clipping
+    hyper: tuple[Hyper, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file that belongs to a checkpoint: written and fsynced, not yet named by a manifest."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    content: dict[str, Any] = field(default_factory=dict)  # tensor name -> what it holds (checkpoint/manifest.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A complete checkpoint: its directory, the step count it holds, and the digest of its content."""
+
+    path: str
+    step: int
+    digest: str

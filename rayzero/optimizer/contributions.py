@@ -1,0 +1,198 @@
+"""What the ranks have contributed to the open step, and when that is everything they counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rayzero.errors import StepMismatchError, StoreError
+from rayzero.messages import Contribution, FinishReport, NormParts
+from rayzero.optimizer.landing import Admission, Landing, RankGradients, check_push
+from rayzero.optimizer.state import OwnedShard
+
+Contributors = tuple[tuple[int, ...], ...]  # per slice: ranks with a gradient for it, ascending
+PartKey = tuple[tuple[int, int], ...]  # (rank, generation of its landing): what a norm part was computed from
+Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
+
+
+@dataclass(eq=False)
+class Collection:
+    """A collect that waits: for counted pushes, then for norm parts."""
+
+    step: int
+    reports: Mapping[int, FinishReport]
+    future: Future[NormParts] = field(default_factory=Future)
+    missing: dict[int, set[int]] = field(default_factory=dict)  # shard -> ranks with a counted push not there yet
+    unsummed: set[int] = field(default_factory=set)  # shards without a valid norm part
+
+    @property
+    def attempts(self) -> tuple[int, ...]:
+        """Per rank, the attempt that counts."""
+        return tuple(self.reports[rank].attempt for rank in sorted(self.reports))
+
+
+class Contributions:
+    """All ranks' gradient memory and what is in it.
+
+    Knows ranks, shards and counts; not who adds them up, or decisions. Called under the service's lock."""
+
+    def __init__(self, shards: Mapping[int, OwnedShard], world_size: int, accumulation_steps: int) -> None:
+        owned = list(shards.values())
+        self.ranks = [RankGradients(r, owned, accumulate=accumulation_steps > 1) for r in range(world_size)]
+        self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
+        self._waiting: list[Reservation] = []
+        self._parts: dict[int, tuple[PartKey, tuple[float, ...]]] = {}
+        units = max((shard.unit.index for shard in owned), default=-1) + 1
+        self._expected = {rank: (accumulation_steps,) * units for rank in range(world_size)}  # a hint, never a rule
+
+    # ---- memory for pushes
+
+    def reserve(self, push: Contribution, owned: OwnedShard, open_step: int) -> tuple[bool, Tensor | None]:
+        """(answered, memory): not answered means that the push has to wait for its own rank's memory."""
+        check_push(push, owned)
+        if push.step < open_step:
+            return True, None
+        if push.step > open_step or owned.pending_reads:
+            return False, None
+        rank = self.ranks[push.rank]
+        landing = rank.landings[owned.shard.index]
+        admission = landing.admit(push)
+        if admission in (Admission.DROP, Admission.WAIT):
+            return admission is Admission.DROP, None
+        return self._open(push, owned, rank, landing, admission)
+
+    def _open(
+        self, push: Contribution, owned: OwnedShard, rank: RankGradients, landing: Landing, admission: Admission
+    ) -> tuple[bool, Tensor | None]:
+        if admission is Admission.LAND:
+            rank.release(landing.staged)
+            landing.staged, memory = None, landing.buffer
+        else:
+            landing.staged = landing.staged if landing.staged is not None else rank.lease(owned)
+            if landing.staged is None:
+                return False, None
+            memory = landing.staged
+        landing.open(push)
+        return True, memory
+
+    def wait(self, reservation: Reservation) -> None:
+        """Keep a reservation that could not be answered."""
+        self._waiting.append(reservation)
+
+    def take_waiting(self) -> list[Reservation]:
+        """Take out all reservations that wait, to try them again."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def landing(self, push: Contribution) -> dict[int, Landing]:
+        """The landings of the pushing rank, by shard."""
+        return self.ranks[push.rank].landings
+
+    # ---- counts
+
+    def collect(self, collection: Collection) -> None:
+        """Note what is still missing. Raises StepMismatchError where more arrived than was counted."""
+        for index, owned in self._shards.items():
+            missing = {rank for rank in collection.reports if not self._is_there(collection, owned, rank)}
+            if missing:
+                collection.missing[index] = missing
+        collection.unsummed = set(self._shards)
+
+    def arrived(self, collection: Collection, owned: OwnedShard, rank: int) -> bool:
+        """A push landed: True when it was the last that ``owned`` missed."""
+        missing = collection.missing.get(owned.shard.index)
+        if missing is None or rank not in missing or not self._is_there(collection, owned, rank):
+            return False
+        missing.discard(rank)
+        if missing:
+            return False
+        del collection.missing[owned.shard.index]
+        return True
+
+    def _is_there(self, collection: Collection, owned: OwnedShard, rank: int) -> bool:
+        report = collection.reports[rank]
+        counted = report.counts[owned.unit.index]
+        landed = self.ranks[rank].landings[owned.shard.index].count(report.step, report.attempt)
+        if landed > counted:
+            raise StepMismatchError(
+                f"rank {rank} finished step {report.step} with {counted} pushes of {owned.unit.name!r}, "
+                f"but {landed} arrived; every push must be issued before finish"
+            )
+        return landed == counted
+
+    def looks_complete(self, owned: OwnedShard, step: int) -> bool:
+        """True when every rank has pushed as often as in the last step: its norm part may be computed early."""
+        for rank in self.ranks:
+            landing = rank.landings[owned.shard.index]
+            if landing.count(step, landing.attempt) != self._expected[rank.rank][owned.unit.index]:
+                return False
+        return True
+
+    def remember(self, reports: Mapping[int, FinishReport]) -> None:
+        """Expect the next step's counts to be like these."""
+        self._expected = {rank: report.counts for rank, report in reports.items()}
+
+    # ---- norm parts
+
+    def counted_ranks(self, owned: OwnedShard, collection: Collection) -> list[int]:
+        """The ranks whose pushes of this shard count."""
+        unit = owned.unit.index
+        return [rank for rank in sorted(collection.reports) if collection.reports[rank].counts[unit]]
+
+    def landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
+        """The ranks that have something of this shard now, whatever will be counted."""
+        landings = [rank.landings[owned.shard.index] for rank in self.ranks]
+        return [rank for rank, landing in enumerate(landings) if landing.count(step, landing.attempt)]
+
+    def key(self, owned: OwnedShard, ranks: Sequence[int]) -> PartKey:
+        """What a norm part over ``ranks`` would be computed from now."""
+        return tuple((rank, self.ranks[rank].landings[owned.shard.index].generation) for rank in ranks)
+
+    def contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
+        """Per slice, those of ``ranks`` with a gradient for it."""
+        landings = [(rank, self.ranks[rank].landings[owned.shard.index]) for rank in ranks]
+        return tuple(
+            tuple(rank for rank, landing in landings if landing.present(index)) for index in range(len(owned.slices))
+        )
+
+    def gradients(self, owned: OwnedShard) -> list[Tensor]:
+        """Per rank, its buffer for this shard."""
+        return [rank.landings[owned.shard.index].buffer for rank in self.ranks]
+
+    def keep_part(self, owned: OwnedShard, key: PartKey, squares: tuple[float, ...]) -> bool:
+        """Keep a norm part unless what it was computed from has changed since."""
+        if key != self.key(owned, [rank for rank, _ in key]):
+            return False
+        self._parts[owned.shard.index] = (key, squares)
+        return True
+
+    def has_part(self, owned: OwnedShard, collection: Collection) -> bool:
+        """True when the kept part is the one the collection asks for."""
+        kept = self._parts.get(owned.shard.index)
+        return kept is not None and kept[0] == self.key(owned, self.counted_ranks(owned, collection))
+
+    def norm_parts(self, collection: Collection) -> NormParts:
+        """All parts of this owner, once ``collection.unsummed`` is empty."""
+        found = []
+        for index in sorted(self._shards):
+            owned = self._shards[index]
+            contributors = self.contributors(owned, self.counted_ranks(owned, collection))
+            squares = self._parts[index][1]
+            found += [(index, part.slot, squares[i]) for i, part in enumerate(owned.slices) if contributors[i]]
+        return NormParts(step=collection.step, parts=tuple(found))
+
+
+def check_reports(step: int, reports: Sequence[FinishReport], world_size: int, num_units: int) -> None:
+    """Raise unless there is one report of each rank, of this step, with a count for every unit."""
+    ranks = sorted(report.rank for report in reports)
+    if ranks != list(range(world_size)) or any(report.step != step for report in reports):
+        raise StepMismatchError(
+            f"step {step} needs a report of each of {world_size} ranks, got "
+            f"{[(report.rank, report.step) for report in reports]} as (rank, step)"
+        )
+    for report in reports:
+        if len(report.counts) != num_units:
+            raise StoreError(f"rank {report.rank} counted {len(report.counts)} units, the layout has {num_units}")

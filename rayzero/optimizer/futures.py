@@ -1,0 +1,90 @@
+"""Settling futures that their holder may have cancelled meanwhile, and waiting for several without a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def settle(future: Future[T], value: T) -> None:
+    """Give ``future`` its result, unless it is done or cancelled."""
+    with suppress(InvalidStateError):
+        future.set_result(value)
+
+
+def fail(future: Future[T], error: BaseException) -> None:
+    """Give ``future`` its error, unless it is done or cancelled."""
+    with suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def settled(value: T) -> Future[T]:
+    """A future that is done."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def failed(error: BaseException) -> Future[T]:
+    """A future that has failed."""
+    future: Future[T] = Future()
+    future.set_exception(error)
+    return future
+
+
+def when_all(
+    futures: Sequence[Future[Any]], then: Callable[[list[Any]], None], otherwise: Callable[[BaseException], None]
+) -> None:
+    """Call ``then`` with all results once all are there, or ``otherwise`` with the first error, once."""
+    left = _Countdown(len(futures))
+
+    def one_done(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            if left.cancel():
+                otherwise(error)
+        elif left.step():
+            then([each.result() for each in futures])
+
+    if not futures:
+        then([])
+    for future in futures:
+        future.add_done_callback(one_done)
+
+
+class _Countdown:
+    """Counts down to one event, which may be called off, from any thread."""
+
+    def __init__(self, count: int) -> None:
+        self._lock, self._left = threading.Lock(), count
+
+    def step(self) -> bool:
+        """True for the last one."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def cancel(self) -> bool:
+        """True for the first call before the end."""
+        with self._lock:
+            first = self._left > 0
+            self._left = -1
+            return first
+
+
+def chain(source: Future[T], target: Future[T]) -> None:
+    """Give ``target`` what ``source`` gets."""
+
+    def pass_on(done: Future[T]) -> None:
+        error = done.exception()
+        if error is None:
+            settle(target, done.result())
+        else:
+            fail(target, error)
+
+    source.add_done_callback(pass_on)

@@ -1,0 +1,123 @@
+"""The norm parts of the open step: computed as contributions arrive, handed out when every counted push is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from rayzero.errors import StepMismatchError, StoreError
+from rayzero.messages import Contribution, FinishReport, NormParts
+from rayzero.optimizer.contributions import Collection, check_reports
+from rayzero.optimizer.futures import fail, settle
+from rayzero.optimizer.model import OwnedModel
+from rayzero.optimizer.state import OwnedShard
+from rayzero.optimizer.updater import Task
+
+
+class NormPass:
+    """Sums squares shard by shard, early where it can, and never hands out a part that is out of date.
+
+    Knows contributions and the collect that waits for them; not decisions, versions or who asks. Methods with
+    ``# locked`` are called under the service's lock, the others outside it; futures are settled outside."""
+
+    def __init__(self, model: OwnedModel, lock: threading.RLock, submit: Callable[[Task], None]) -> None:
+        """``submit``: hands a task to the updater thread, where all computing is done."""
+        self._model = model
+        self._lock = lock
+        self._submit = submit
+        self.collection: Collection | None = None  # of the open step, once its reports are here
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """Ask for the parts of ``step``, which is open; other reports than before replace what was asked for.
+
+        Raises StepMismatchError or StoreError where reports do not fit each other or what has arrived."""
+        spec, contributions = self._model.spec, self._model.contributions
+        check_reports(step, reports, spec.world_size, len(spec.layout.units))
+        new = Collection(step, {report.rank: report for report in reports})
+        with self._lock:
+            old = self.collection
+            if old is not None and old.step == step and old.reports == new.reports:
+                return old.future
+            contributions.collect(new)
+            contributions.remember(new.reports)
+            self.collection = new
+        if old is not None:
+            fail(old.future, StepMismatchError(f"step {old.step} was reopened"))
+        self._submit(lambda: self._sum_missing(new))
+        return new.future
+
+    def arrived(self, owned: OwnedShard, push: Contribution, open_step: int) -> None:  # locked
+        """A push landed: compute the shard's part if it was the last one that is counted, or expected."""
+        contributions, collection = self._model.contributions, self.collection
+        if collection is None:
+            complete = contributions.looks_complete(owned, open_step)
+        else:
+            complete = contributions.arrived(collection, owned, push.rank)
+        if complete:
+            self._submit(lambda: self._sum(owned, open_step))
+
+    def decided(self) -> None:  # locked
+        """The step is over."""
+        self.collection = None
+
+    def fail(self, error: StoreError) -> None:
+        """The step will never be decided."""
+        with self._lock:
+            collection = self.collection
+        if collection is not None:
+            fail(collection.future, error)
+
+    def missing_ranks(self) -> list[int]:  # locked
+        """Ranks with counted pushes that are not there."""
+        missing = self.collection.missing.values() if self.collection is not None else ()
+        return sorted({rank for ranks in missing for rank in ranks})
+
+    # ---- in the updater thread
+
+    def _sum_missing(self, collection: Collection) -> None:
+        """Compute the parts that nobody computed early; completes a collection that has no shards at all."""
+        for owned in self._model.shards.values():
+            with self._lock:
+                wanted = owned.trainable and owned.shard.index not in collection.missing
+            if wanted:
+                self._sum(owned, collection.step)
+        self._hand_out()
+
+    def _sum(self, owned: OwnedShard, step: int) -> None:
+        """Compute a shard's part, unless the one that is kept will do."""
+        contributions = self._model.contributions
+        with self._lock:
+            collection = self.collection
+            known = collection is not None and contributions.has_part(owned, collection)
+            if collection is None:
+                ranks = contributions.landed_ranks(owned, step)
+            else:
+                ranks = contributions.counted_ranks(owned, collection)
+            key, contributors = contributions.key(owned, ranks), contributions.contributors(owned, ranks)
+            gradients = contributions.gradients(owned)
+        if not known:
+            squares = tuple(
+                self._model.square_sum.part(gradients, members, part.start, part.stop) if members else 0.0
+                for part, members in zip(owned.slices, contributors, strict=True)
+            )
+            with self._lock:
+                contributions.keep_part(owned, key, squares)
+        self._check_off(owned)
+
+    def _check_off(self, owned: OwnedShard) -> None:
+        with self._lock:
+            collection = self.collection
+            if collection is None or owned.shard.index in collection.missing:
+                return
+            if self._model.contributions.has_part(owned, collection):
+                collection.unsummed.discard(owned.shard.index)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            collection = self.collection
+            if collection is None or collection.unsummed:
+                return
+            parts = self._model.contributions.norm_parts(collection)
+        settle(collection.future, parts)

@@ -1,0 +1,167 @@
+"""How a shard is updated: Adam by a tile kernel, or any other element-wise torch optimizer as it is."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import ConfigError, StepMismatchError, UnsupportedError
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
+from rayzero.layout.model_layout import aligned
+from rayzero.messages import Hyper, ModelSpec
+from rayzero.optimizer.state import OwnedShard
+
+OnTile = Callable[[int, int], None]
+
+_ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork:
+    """What one decision does to one shard."""
+
+    gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
+    contributors: tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
+    scale: float
+    hyper: tuple[Hyper, ...]  # per parameter group
+
+
+class UpdateRule(Protocol):
+    """The optimizer of a run, as an owner applies it to one shard at a time. Used by the updater thread alone."""
+
+    kernel: str  # who computes, for handshakes and reports
+    state_kinds: tuple[str, ...]  # fp32 states that live in the owner's planned memory
+
+    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+        """Update master, states and published parameters; slices without contributors stay as they are."""
+        ...
+
+    def states(self, owned: OwnedShard) -> dict[str, Tensor]:
+        """Kind -> 1D fp32 over the shard's elements, for kinds outside planned memory; a copy."""
+        ...
+
+    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
+        """Kind -> 1D fp32 state of slice ``index``, for a checkpoint."""
+        ...
+
+    def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
+        """The inverse of ``slice_states``; ``owned.steps`` is restored already."""
+        ...
+
+
+class AdamRule:
+    """Adam or AdamW by a tile kernel."""
+
+    def __init__(self, spec: ModelSpec, *, decoupled: bool) -> None:
+        """``decoupled``: AdamW's weight decay."""
+        self._kernel = choose_kernel(spec.kernel)
+        self._decoupled = decoupled
+        self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
+        self.kernel = self._kernel.name
+        amsgrad = any(options.amsgrad for options in self._options(spec.hyper))
+        self.state_kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+
+    def _options(self, hyper: tuple[Hyper, ...]) -> list[AdamOptions]:
+        if self._parsed[0] is not hyper:
+            for group, options in enumerate(hyper):
+                _require_numbers(group, options, _ADAM_NUMBERS)
+            self._parsed = hyper, [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in hyper]
+        return self._parsed[1]
+
+    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+        """See ``UpdateRule.update``: one kernel call a shard."""
+        assert owned.master is not None
+        memory = AdamMemory(
+            master=owned.master,
+            exp_avg=owned.states["exp_avg"],
+            exp_avg_sq=owned.states["exp_avg_sq"],
+            max_exp_avg_sq=owned.states.get("max_exp_avg_sq"),
+            params=None if owned.params is owned.master else owned.params,
+        )
+        segments = merge(self._segments(owned, work))
+        self._kernel.update(memory, work.gradients, segments, work.scale, on_tile)
+
+    def _segments(self, owned: OwnedShard, work: ShardWork) -> Iterator[Segment]:
+        options = self._options(work.hyper)
+        for index, part in enumerate(owned.slices):
+            if work.contributors[index]:
+                yield Segment(
+                    offset=part.start,
+                    length=aligned(part.numel),
+                    ranks=work.contributors[index],
+                    options=options[owned.groups[index]],
+                    step=owned.steps[index] + 1,
+                )
+
+    def states(self, owned: OwnedShard) -> dict[str, Tensor]:
+        """None: all of Adam's states are planned."""
+        return {}
+
+    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
+        """Views of the moments."""
+        part = owned.slices[index]
+        return {kind: state[part.start : part.stop] for kind, state in owned.states.items()}
+
+    def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
+        """Moments back in place."""
+        for kind, view in self.slice_states(owned, index).items():
+            view.copy_(values[kind])
+
+
+def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
+    """Raise where a step's hyper-parameters cannot be applied to what was attached: groups came or went,
+    ``amsgrad`` was switched, a number became something else, or an option is out of range."""
+    if len(hyper) != len(spec.hyper):
+        raise StepMismatchError(
+            f"step inputs have {len(hyper)} parameter groups, the run was attached with {len(spec.hyper)}; "
+            "add parameter groups before prepare()"
+        )
+    for group, (now, then) in enumerate(zip(hyper, spec.hyper, strict=True)):
+        _require_numbers(group, now, then)
+    if resolve_optimizer(spec.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    for group, (now, then) in enumerate(zip(hyper, spec.hyper, strict=True)):
+        options = AdamOptions.from_hyper(now, decoupled=True)
+        if options.amsgrad and not then.get("amsgrad"):
+            raise UnsupportedError(f"amsgrad of parameter group {group} was switched on after prepare()")
+
+
+def _require_numbers(group: int, options: Hyper, like: Hyper) -> None:
+    """Raise ConfigError naming the first option that is not a number, or as many numbers, where ``like`` has that."""
+    for name, example in like.items():
+        value = options.get(name)
+        if _is_number(example) and not _is_number(value):
+            raise ConfigError(f"{name} of parameter group {group} must be a number, got {value!r}")
+        if _are_numbers(example) and not (_are_numbers(value) and len(value or ()) == len(example)):
+            raise ConfigError(f"{name} of parameter group {group} must be {len(example)} numbers, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_number, value))
+
+
+def resolve_optimizer(path: str) -> type[torch.optim.Optimizer]:
+    """The class behind ``"module:qualname"``. Raises UnsupportedError naming it when it cannot be imported."""
+    module, _, qualname = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in qualname.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise UnsupportedError(
+            f"optimizer {path!r} cannot be imported where the optimizer actors run ({exc}); "
+            "define the class at the top level of a module they can import"
+        ) from exc
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer {path!r} is not a torch.optim.Optimizer class")
+    return found

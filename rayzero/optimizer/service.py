@@ -1,0 +1,488 @@
+"""The owner side of the store as one plain object: no Ray, no gRPC, no clock of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from torch import Tensor
+
+from rayzero.errors import HandshakeError, RayZeroError, StepMismatchError, StoreClosedError, StoreError
+from rayzero.messages import (
+    COMPUTE,
+    MASTER,
+    Action,
+    Attached,
+    Contribution,
+    Decision,
+    FileEntry,
+    FinishReport,
+    ModelSpec,
+    NormParts,
+)
+from rayzero.optimizer.contributions import Collection, Contributors, Reservation
+from rayzero.optimizer.futures import fail, failed, settle
+from rayzero.optimizer.model import OwnedModel, build_model, check_same
+from rayzero.optimizer.norm_pass import NormPass
+from rayzero.optimizer.publications import Listener, Publications, Published, answer
+from rayzero.optimizer.rules import ShardWork
+from rayzero.optimizer.snapshot import write_snapshot
+from rayzero.optimizer.state import OwnedShard, ShardState
+from rayzero.optimizer.updater import Updater
+from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS, OPTIMIZER_UPDATE_SECONDS
+from rayzero.telemetry.recorder import NullRecorder, Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What the updater works on, for people."""
+
+    owned: OwnedShard
+    tile: int
+    tiles: int
+
+
+class ShardService:
+    """One owner: the only writer of its shards.
+
+    Knows its shards, what ranks contributed to them, and decisions once they are made; never makes one, and knows
+    neither who carries bytes nor who asks. Thread-safe. Everything that computes on shards runs in one updater
+    thread, in order; the lock guards fields, never a computation.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        num_owners: int,
+        *,
+        threads: int = 1,
+        memory_budget: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: what
+        the host has free."""
+        self.owner = owner
+        self.num_owners = num_owners
+        self._memory_budget = memory_budget
+        self._recorder = recorder or NullRecorder()
+        self._attaching = threading.Lock()
+        self._lock = threading.RLock()
+        self._model: OwnedModel | None = None
+        self._norms: NormPass | None = None
+        self._open_step = 0  # the step whose contributions are taken; also the number of decisions taken in
+        self._publications = Publications()
+        self._listeners: list[Listener] = []
+        self._saves: dict[int, list[tuple[Path, Future[FileEntry]]]] = {}  # version -> asked for before its decision
+        self._loading: set[int] = set()
+        self._failure: RayZeroError | None = None
+        self._last_version = -1  # after a failure: the last version that still comes
+        self._progress: _Progress | None = None
+        self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
+
+    # ---- attach and initial values
+
+    def attach(self, rank: int, spec: ModelSpec) -> Attached:
+        """Shake hands with a rank. The first call allocates, and restores from ``spec.restore_from``: it may take
+        long, so call it off an event loop.
+
+        Raises HandshakeError naming what differs between two ranks, MemoryPlanError, UnsupportedError,
+        CheckpointError."""
+        if not 0 <= rank < spec.world_size:
+            raise HandshakeError(f"optimizer {self.owner}: rank {rank} is not in 0..{spec.world_size - 1}")
+        with self._attaching:
+            if self._model is None:
+                model = build_model(spec, rank, self.owner, self.num_owners, self._memory_budget)
+                self._start(model)
+            else:
+                model = self._model
+                check_same(model, spec, rank, self.owner)
+        return Attached(version=model.version, needs_load=model.needs_load)
+
+    @property
+    def kernel(self) -> str:
+        """Who computes updates here, after the first attach."""
+        return self._attached().rule.kernel
+
+    def _start(self, model: OwnedModel) -> None:
+        with self._lock:
+            self._model, self._norms = model, NormPass(model, self._lock, self._updater.submit)
+            self._open_step = model.version
+            restored = [] if model.needs_load else list(model.shards.values())
+            for owned in restored:
+                owned.published = model.version
+                owned.move(ShardState.PUBLISHED)
+        self._updater.submit(lambda: self._announce(restored))
+
+    def load(self, shard: int, values: Tensor) -> None:
+        """Initial values of a shard (1D, its elements, fp32 or the unit's dtype): copied before this returns, then
+        version 0 is published. A repeat changes nothing."""
+        owned = self._shard(shard)
+        if values.shape != owned.params.shape:
+            raise StoreError(
+                f"shard {shard} of {owned.unit.name!r} has {owned.shard.numel} elements, got {tuple(values.shape)}"
+            )
+        with self._lock:
+            if owned.state is not ShardState.EMPTY or shard in self._loading:
+                return
+            self._loading.add(shard)
+        owned.fill(values)
+        with self._lock:
+            owned.published = 0
+            owned.move(ShardState.PUBLISHED)
+        self._updater.submit(lambda: self._announce([owned]))
+
+    # ---- reads
+
+    def read(self, shard: int, version: int, kind: str) -> Future[Tensor]:
+        """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding
+        included. Waits for the version; stable until the reading rank's finish. States that a generic optimizer
+        keeps for itself come as a copy."""
+        future: Future[Tensor] = Future()
+        try:
+            owned = self._shard(shard)
+            with self._lock:
+                self._check_readable(owned, version)
+                ready = self._publications.read(owned, version, kind, future)
+        except StoreError as exc:
+            return failed(exc)
+        if ready:
+            self._answer(owned, [(version, kind, future)])
+        return future
+
+    def _check_readable(self, owned: OwnedShard, version: int) -> None:
+        if self._failure is not None and version > max(self._last_version, owned.published):
+            raise self._failure
+
+    def _answer(self, owned: OwnedShard, reads: list[tuple[int, str, Future[Tensor]]]) -> None:
+        planned = {COMPUTE, MASTER, *owned.states}
+        answer([read for read in reads if read[1] in planned], owned, OwnedShard.read)
+        others = [read for read in reads if read[1] not in planned]
+        if others:  # a generic optimizer's own states: only the updater thread may look at them
+            self._updater.submit(lambda: answer(others, owned, self._read_state))
+
+    def _read_state(self, owned: OwnedShard, kind: str) -> Tensor:
+        states = self._attached().rule.states(owned) if owned.trainable else {}
+        return states[kind] if kind in states else owned.read(kind)
+
+    def on_publish(self, listener: Listener) -> None:
+        """Tell ``listener`` of published (shard, version) lists, from the updater thread; what is published
+        already comes first."""
+
+        def subscribe() -> None:
+            present = [(o.shard.index, o.published) for o in self._shards() if o.published >= 0]
+            if present:
+                listener(present)
+            self._listeners.append(listener)
+
+        self._updater.submit(subscribe)
+
+    # ---- contributions
+
+    def reserve(self, contribution: Contribution, shard: int) -> Tensor | None:
+        """Memory of the pushing rank for its part of the shard: 1D, the unit's dtype, to be filled and then
+        ``landed``. None: a repeat or stale, drop it.
+
+        Waits for that rank's own earlier pushes and for nothing of other ranks; see ``reserve_when_free``. A
+        transport retries a push only after its earlier try has ended."""
+        return self.reserve_when_free(contribution, shard).result()
+
+    def reserve_when_free(self, contribution: Contribution, shard: int) -> Future[Tensor | None]:
+        """``reserve`` that waits nowhere, for event loops. Fails with AccumulationError for an unplanned second
+        push of a 16-bit unit."""
+        future: Future[Tensor | None] = Future()
+        try:
+            self._try_reserve((contribution, self._shard(shard), future))
+        except StoreError as exc:
+            return failed(exc)
+        return future
+
+    def _try_reserve(self, reservation: Reservation) -> None:
+        """Answer a reservation, or let it wait."""
+        contribution, owned, future = reservation
+        contributions = self._attached().contributions
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            answered, memory = contributions.reserve(contribution, owned, self._open_step)
+            if not answered:
+                contributions.wait(reservation)
+        if answered:
+            settle(future, memory)
+
+    def _retry_reservations(self) -> None:
+        """Something became free: answer what can be answered now."""
+        with self._lock:
+            waiting = self._model.contributions.take_waiting() if self._model is not None else []
+        for reservation in waiting:
+            try:
+                self._try_reserve(reservation)
+            except StoreError as exc:
+                fail(reservation[2], exc)
+
+    def landed(self, contribution: Contribution, shard: int) -> None:
+        """The bytes of a reservation are all there. Adds them to the rank's accumulator where there is one: call it
+        off an event loop, in a thread with its torch thread count set."""
+        owned = self._shard(shard)
+        contributions = self._attached().contributions
+        landing = contributions.landing(contribution)[shard]
+        with self._lock:
+            wanted = contribution.step == self._open_step and landing.begin(contribution)
+        if not wanted:
+            return
+        landing.absorb(contribution)
+        with self._lock:
+            contributions.ranks[contribution.rank].release(landing.complete(contribution))
+            excess = self._note_arrival(owned, contribution)
+        if excess is not None:
+            self.abort(excess)
+        self._retry_reservations()
+
+    def _note_arrival(self, owned: OwnedShard, contribution: Contribution) -> StoreError | None:
+        try:
+            self._norm_pass().arrived(owned, contribution, self._open_step)
+        except StepMismatchError as exc:  # more pushes than were counted
+            return exc
+        return None
+
+    # ---- norm parts
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """The norm parts of a step, once every push that ``reports`` count is there. Idempotent; other attempts
+        replace what was collected before."""
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if step != self._open_step:
+                    raise StepMismatchError(
+                        f"optimizer {self.owner} is in step {self._open_step}, asked to collect {step}"
+                    )
+            return self._norm_pass().collect(step, reports)
+        except StoreError as exc:
+            return failed(exc)
+
+    # ---- decisions
+
+    def apply(self, decision: Decision) -> None:
+        """Act on a decision: queue the update, in forward order. Idempotent by step.
+
+        Raises StepMismatchError for a step after the next, or attempts other than the collected ones."""
+        with self._lock:
+            if decision.step < self._open_step:
+                return
+            collection = self._decidable(decision)
+            work = {owned.shard.index: self._work(owned, decision, collection) for owned in self._shards()}
+            self._open_step = decision.step + 1
+            self._norm_pass().decided()
+            for owned in self._shards():
+                owned.pending += 1
+                owned.pending_reads += work[owned.shard.index] is not None
+                if owned.state is ShardState.PUBLISHED:
+                    owned.move(ShardState.DECIDED)
+            self._updater.submit(lambda: self._run_decision(decision.step + 1, work))
+            for directory, future in self._saves.pop(decision.step + 1, []):
+                self._updater.submit(partial(self._write, decision.step + 1, directory, future))
+        self._retry_reservations()
+
+    def _decidable(self, decision: Decision) -> Collection:
+        collection = self._norm_pass().collection
+        if decision.step > self._open_step or collection is None:
+            raise StepMismatchError(
+                f"optimizer {self.owner} is in step {self._open_step} "
+                f"({'collected' if collection else 'not collected'}), got the decision of step {decision.step}"
+            )
+        if decision.attempts != collection.attempts:
+            raise StepMismatchError(
+                f"the decision of step {decision.step} counts attempts {decision.attempts}, "
+                f"optimizer {self.owner} collected {collection.attempts}"
+            )
+        if any(owned.state is ShardState.EMPTY for owned in self._shards()):
+            raise StepMismatchError(f"step {decision.step} was decided before optimizer {self.owner} was loaded")
+        return collection
+
+    def _work(self, owned: OwnedShard, decision: Decision, collection: Collection) -> ShardWork | None:
+        """What the decision does to a shard; None: its content does not change."""
+        if decision.action is Action.SKIP or not owned.trainable:
+            return None
+        contributions = self._attached().contributions
+        contributors: Contributors = contributions.contributors(owned, contributions.counted_ranks(owned, collection))
+        if not any(contributors):
+            return None
+        return ShardWork(
+            gradients=contributions.gradients(owned),
+            contributors=contributors,
+            scale=decision.scale,
+            hyper=decision.hyper,
+        )
+
+    def _run_decision(self, version: int, work: dict[int, ShardWork | None]) -> None:
+        """In the updater thread: update and publish in forward order; neighbours that do not change go together."""
+        started = time.perf_counter()
+        for changes, group in groupby(self._shards(), key=lambda owned: work[owned.shard.index] is not None):
+            alike = list(group)
+            if not changes:
+                self._publish(alike, version)
+            for owned in alike if changes else ():
+                self._update(owned, work[owned.shard.index])
+                self._publish([owned], version)
+        self._recorder.observe(OPTIMIZER_UPDATE_SECONDS, time.perf_counter() - started, actor=str(self.owner))
+
+    def _update(self, owned: OwnedShard, work: ShardWork | None) -> None:
+        assert work is not None
+        with self._lock:
+            owned.move(ShardState.UPDATING)
+
+        def on_tile(done: int, tiles: int) -> None:
+            self._progress = _Progress(owned, done, tiles)
+
+        on_tile(0, 1)
+        self._attached().rule.update(owned, work, on_tile)
+        self._progress = None
+        updated = [index for index, ranks in enumerate(work.contributors) if ranks]
+        for index in updated:
+            owned.steps[index] += 1
+        elements = sum(owned.slices[index].numel for index in updated)
+        self._recorder.add(OPTIMIZER_PARAMS, elements, actor=str(self.owner))
+
+    def _publish(self, shards: list[OwnedShard], version: int) -> None:
+        if not shards:
+            return
+        with self._lock:
+            for owned in shards:
+                owned.pending_reads -= owned.state is ShardState.UPDATING
+                owned.pending -= 1
+                owned.published = version
+                owned.move(ShardState.PUBLISHED)
+                if owned.pending:
+                    owned.move(ShardState.DECIDED)
+        self._announce(shards)
+        self._retry_reservations()
+
+    def _announce(self, shards: list[OwnedShard]) -> None:
+        """Answer waiting reads and tell listeners. In the updater thread."""
+        for owned in shards:
+            with self._lock:
+                reads = self._publications.ready(owned)
+            self._answer(owned, reads)
+        published: Published = [(owned.shard.index, owned.published) for owned in shards]
+        for listener in self._listeners if published else ():
+            listener(published)
+
+    # ---- checkpoints
+
+    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+        """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published, and before
+        any later update. The time that updates wait for it is recorded."""
+        future: Future[FileEntry] = Future()
+        with self._lock:
+            if self._failure is not None:
+                return failed(self._failure)
+            if step < self._open_step:
+                return failed(
+                    StoreError(
+                        f"v{step} cannot be saved: optimizer {self.owner} has decided step {self._open_step - 1}"
+                    )
+                )
+            if step > self._open_step:
+                self._saves.setdefault(step, []).append((directory, future))
+            else:
+                self._updater.submit(lambda: self._write(step, directory, future))
+        return future
+
+    def _write(self, version: int, directory: Path, future: Future[FileEntry]) -> None:
+        started = time.perf_counter()
+        try:
+            settle(future, self._write_file(version, directory))
+        except (OSError, RayZeroError) as exc:
+            fail(future, exc)
+        self._recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started, actor=str(self.owner))
+
+    def _write_file(self, version: int, directory: Path) -> FileEntry:
+        stale = [owned for owned in self._shards() if owned.published != version]
+        if stale:
+            raise StoreError(f"{stale[0].unit.name!r} is at v{stale[0].published}, v{version} cannot be saved")
+        return write_snapshot(self._shards(), self._attached().rule, self.owner, directory)
+
+    # ---- failures and the end
+
+    def abort(self, error: StoreError) -> None:
+        """The open step will never be decided: everything that waits for it, now or later, fails with ``error``.
+
+        What is decided goes on: its updates finish and its versions stay readable."""
+        self._fail(error, self._open_step)
+
+    def _fail(self, error: StoreError, last_version: int) -> None:
+        with self._lock:
+            last_version = last_version if self._failure is None else min(last_version, self._last_version)
+            self._failure = self._failure or error
+            self._last_version = last_version
+            reads = self._publications.beyond(last_version)
+            saves = [future for pending in self._saves.values() for _, future in pending]
+            self._saves.clear()
+        for read in reads:
+            fail(read, error)
+        for save in saves:
+            fail(save, error)
+        if self._norms is not None:
+            self._norms.fail(error)
+        self._retry_reservations()
+
+    def _on_task_error(self, exc: BaseException) -> None:
+        error = StoreError(f"optimizer {self.owner} failed: {exc!r}")
+        error.__cause__ = exc
+        self._fail(error, -1)  # what is queued behind the failed task may never be published
+
+    def describe(self, shard: int) -> str:
+        """What this owner is doing for a shard, for messages about waits."""
+        owned = self._shard(shard)
+        with self._lock:
+            return _describe(owned, self._progress, self._norm_pass().missing_ranks())
+
+    def close(self) -> None:
+        """Finish what is decided, then stop. Everything still waiting fails with StoreClosedError. Idempotent."""
+        error = StoreClosedError(f"optimizer {self.owner} was closed")
+        self.abort(error)
+        self._updater.close()
+        self._fail(error, -1)
+
+    # ---- lookups
+
+    def _attached(self) -> OwnedModel:
+        if self._model is None:
+            raise StoreError(f"optimizer {self.owner} has not been attached yet")
+        return self._model
+
+    def _norm_pass(self) -> NormPass:
+        self._attached()
+        assert self._norms is not None
+        return self._norms
+
+    def _shards(self) -> Iterable[OwnedShard]:
+        """Every shard here, in forward order."""
+        return self._attached().shards.values() if self._model is not None else ()
+
+    def _shard(self, shard: int) -> OwnedShard:
+        found = self._attached().shards.get(shard)
+        if found is None:
+            raise StoreError(f"optimizer {self.owner} of {self.num_owners} does not have shard {shard}")
+        return found
+
+
+def _describe(owned: OwnedShard, progress: _Progress | None, missing: list[int]) -> str:
+    if owned.state is ShardState.EMPTY:
+        return "waiting for rank 0 to load it"
+    if progress is not None and owned.pending:
+        where = "" if progress.owned is owned else f" of {progress.owned.unit.name} first"
+        return f"updating tile {progress.tile}/{progress.tiles}{where}"
+    published = f"v{owned.published} is published"
+    if owned.pending:
+        return f"{published}, the next update is queued"
+    if missing:
+        return f"{published}, waiting for counted pushes of ranks {missing}"
+    return f"{published}, step {owned.published} is not decided"

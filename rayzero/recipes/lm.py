@@ -1,0 +1,267 @@
+"""The recipe's training loop, run on every rank: a plain PyTorch loop around ``rayzero.prepare``.
+
+Batches are a function of (seed, step, rank, micro-batch) and the learning rate one of the step, so a resumed run
+needs nothing but the checkpoint. Each rank reports one ``StepReport`` a step and validates its share of the text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rayzero.checkpoint import checkpoint_name
+from rayzero.engine import get_context, prepare, report, save_checkpoint
+from rayzero.engine.context import RankContext
+from rayzero.messages import CheckpointInfo, Decision
+from rayzero.recipes.model import build_model, logits_of
+from rayzero.recipes.recipe import RecipeConfig
+from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
+from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
+from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
+from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one rank says of one step; all of it measured."""
+
+    step: int  # steps done, this one included
+    loss: float  # mean over this rank's tokens, nats
+    grad_norm: float  # of the averaged gradients, before clipping
+    lr: float
+    tokens: int  # this rank trained on in this step
+    step_seconds: float  # from the end of the last step to the end of this one, validation and checkpoint excluded
+    fetch_wait_seconds: float  # stood still for parameters; with overlap="forward" their update is waited for here
+    optimizer_exposed_seconds: float  # stood still inside step(): for the norm, the decision or the update
+    memory_bytes: int  # of this rank's process: RSS, or the peak of device memory on a GPU
+    validation_loss: float | None = None  # mean over this rank's share of the validation batches, at validated steps
+    validation_batches: int = 0  # in that share
+
+
+def recipe_text(recipe: RecipeConfig) -> Text:
+    """The recipe's tokens; raises DataError or ConfigError where they cannot be had."""
+    text = load_text(
+        recipe.data,
+        make_tokenizer(recipe.tokenizer),
+        validation_fraction=recipe.validation_fraction,
+        split=recipe.split,
+        max_bytes=recipe.max_data_bytes,
+    )
+    require_enough(text, recipe.seq_len)
+    return text
+
+
+def lr_factor(recipe: RecipeConfig, step: int) -> float:
+    """Share of ``recipe.lr`` in step ``step`` (from 0): a linear rise, then a cosine down to ``min_lr_ratio``."""
+    rise = round(recipe.warmup * recipe.steps)
+    if step < rise:
+        return (step + 1) / rise
+    done = min(1.0, (step - rise) / max(1, recipe.steps - 1 - rise))
+    return recipe.min_lr_ratio + (1 - recipe.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def param_groups(recipe: RecipeConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, vectors and scalars do not."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    matrices = [param for param in params if param.dim() >= 2]
+    vectors = [param for param in params if param.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def schedule(recipe: RecipeConfig, optimizer: torch.optim.Optimizer, done: int) -> LambdaLR:
+    """The learning rate's schedule, as it stands after ``done`` steps."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = recipe.lr
+    return LambdaLR(optimizer, lambda step: lr_factor(recipe, step), last_epoch=done - 1)
+
+
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, computed in fp32."""
+    logits = logits_of(model(inputs))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class Clock:
+    """What a step cost: wall time, and the waits the engine's recorder counted in it."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        assert isinstance(recorder, MemoryRecorder), "a rank's recorder keeps what it is told"
+        self._recorder = recorder
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._start = time.perf_counter()
+        self._waited = {cause: self._total(cause) for cause in ("fetch", "optimizer", "norm")}
+
+    def _total(self, cause: str) -> float:
+        return self._recorder.total(EXPOSED_WAIT_SECONDS, cause=cause)
+
+    def measured(self) -> dict[str, float | int]:
+        """What ``StepReport`` tells of the time since the last restart, and of memory now."""
+        return {
+            "step_seconds": time.perf_counter() - self._start,
+            "fetch_wait_seconds": self._waited_for("fetch"),
+            "optimizer_exposed_seconds": self._waited_for("optimizer", "norm"),
+            "memory_bytes": memory_in_use(self._device),
+        }
+
+    def _waited_for(self, *causes: str) -> float:
+        return sum(self._total(cause) - self._waited[cause] for cause in causes)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: the peak of this process's memory on ``device`` where that is a GPU, else its RSS."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+@dataclass(slots=True)
+class Unreported:
+    """A step that this rank has done, on its way to being reported.
+
+    Sent one step later: the norm is part of the decision, and waiting for that would expose the optimizer."""
+
+    step: int  # steps done
+    loss: float
+    lr: float
+    tokens: int
+    decision: Future[Decision]
+    measured: dict[str, float | int]  # Clock.measured()
+    validation: tuple[float | None, int] = (None, 0)  # loss, batches
+    checkpoint: CheckpointInfo | None = None
+
+    def send(self) -> None:
+        """Report the step; waits for its decision."""
+        made = StepReport(
+            step=self.step,
+            loss=self.loss,
+            grad_norm=self.decision.result().norm,
+            lr=self.lr,
+            tokens=self.tokens,
+            validation_loss=self.validation[0],
+            validation_batches=self.validation[1],
+            **self.measured,  # type: ignore[arg-type]  # names and types are Clock.measured's
+        )
+        report(asdict(made), checkpoint=self.checkpoint)
+
+
+class LanguageModelRun:
+    """One rank's training: model, optimizer, schedule and text, and the loop over them.
+
+    Knows one rank; not how many processes there are, who draws the progress or who writes metrics.jsonl."""
+
+    def __init__(self, recipe: RecipeConfig, context: RankContext) -> None:
+        self.recipe = recipe
+        self.context = context
+        self.text = recipe_text(recipe)
+        model = build_model(recipe, self.text.vocab_size).to(context.device)
+        adamw = torch.optim.AdamW(param_groups(recipe, model), lr=recipe.lr, betas=recipe.betas)
+        torch.manual_seed(
+            batch_seed(recipe.seed, 0, context.rank, 0)
+        )  # dropout; prepare() puts back a checkpoint's state
+        self.model, self.optimizer = prepare(model, adamw, recipe.zero_config)
+        self.done = 0 if context.loop_state is None else int(context.loop_state["step"])
+        self.scheduler = schedule(recipe, self.optimizer, self.done)
+
+    def train(self) -> None:
+        """Run to the recipe's last step: train, then validate and save where the recipe says so, and report."""
+        clock, late = Clock(self.context.recorder, self.context.device), None
+        for step in range(self.done, self.recipe.steps):
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            loss = self._train_step(step)
+            done = Unreported(step + 1, loss, lr, self._tokens, self.optimizer.last_decision(), clock.measured())
+            self._after_step(done)
+            if late is not None:
+                late.send()
+            late = done
+            clock.restart()
+        if late is not None:
+            late.send()
+
+    def _train_step(self, step: int) -> float:
+        """One optimizer step; mean loss of this rank's micro-batches."""
+        micro_batches = self.recipe.zero.gradient_accumulation_steps
+        total = torch.zeros((), device=self.context.device)
+        for micro_batch in range(micro_batches):
+            loss = next_token_loss(self.model, *self._batch(step, micro_batch)) / micro_batches
+            torch.autograd.backward(loss)
+            total += loss.detach()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return float(total)
+
+    def _after_step(self, done: Unreported) -> None:
+        """Validation and checkpoint, where they are due."""
+        last, every = done.step == self.recipe.steps, self.recipe.run.checkpoint_every
+        if last or done.step % self.recipe.eval_every == 0:
+            done.validation = self.validate()
+        if last or (every is not None and done.step % every == 0):
+            saved = self._save(done.step)
+            done.checkpoint = saved if self.context.rank == 0 else None
+
+    def _batch(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        seed = batch_seed(self.recipe.seed, step, self.context.rank, micro_batch)
+        batch = train_batch(self.text.train, size=self.recipe.batch_size, seq_len=self.recipe.seq_len, seed=seed)
+        return self._to_device(batch)
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        return inputs.to(self.context.device), targets.to(self.context.device)
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens this rank trains on in one step."""
+        recipe = self.recipe
+        return recipe.seq_len * recipe.batch_size * recipe.zero.gradient_accumulation_steps
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float | None, int]:
+        """Mean loss over this rank's share of the validation batches (None: it has none), in nats, and their number.
+
+        Ranks share the batches out by index: nobody waits for anybody, and the driver joins the means."""
+        share = range(self.context.rank, self.recipe.eval_batches, self.context.world_size)
+        self.model.eval()
+        batches = (self._to_device(validation_batch(self.recipe, self.text, index)) for index in share)
+        total = sum(float(next_token_loss(self.model, *batch)) for batch in batches)
+        self.model.train()
+        return (total / len(share) if share else None), len(share)
+
+    def _save(self, done: int) -> CheckpointInfo | None:
+        """Take part in a checkpoint; every rank does. None where the run has no directory."""
+        if self.context.run_dir is None:
+            return None
+        directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
+        return save_checkpoint(self.optimizer, directory, {"step": done, "seed": self.recipe.seed})
+
+
+def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:
+    """The same every time: together the batches lie at even distances over the whole validation text."""
+    return eval_batch(
+        text.validation, index=index, num_batches=recipe.eval_batches, size=recipe.batch_size, seq_len=recipe.seq_len
+    )
+
+
+def unigram_baseline(recipe: RecipeConfig, text: Text) -> float:
+    """Loss of a model that only counts the training tokens, on the very tokens that validation predicts; nats."""
+    log_probs = unigram_log_probs(text.train, text.vocab_size)
+    batches = (validation_batch(recipe, text, index) for index in range(recipe.eval_batches))
+    return unigram_loss(log_probs, (targets for _, targets in batches))
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """What every rank runs. ``config``: a recipe as plain values."""
+    LanguageModelRun(RecipeConfig.from_mapping(config), get_context()).train()

@@ -1,0 +1,60 @@
+"""The model a recipe names: our GPT, or one of transformers' from a config file; weights from the recipe's seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.errors import ConfigError
+from rayzero.recipes.gpt import GPT
+from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
+
+
+def build_model(recipe: RecipeConfig, vocab_size: int) -> nn.Module:
+    """A model with the same weights on every rank: they come from ``recipe.seed`` alone.
+
+    Raises ConfigError when a transformers config is missing, unknown, or too small for the text."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        if recipe.model.startswith(HF_PREFIX):
+            return _build_hf(Path(recipe.model.removeprefix(HF_PREFIX)), recipe.seq_len, vocab_size)
+        return GPT(recipe.gpt(vocab_size))
+
+
+def logits_of(output: Any) -> Tensor:
+    """Logits (batch, seq, vocabulary) from a model's output, plain or with a ``logits`` field."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    if not isinstance(logits, Tensor):
+        raise ConfigError(f"the model returned {type(output).__name__} without a tensor of logits")
+    return logits
+
+
+def _build_hf(path: Path, seq_len: int, vocab_size: int) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as exc:
+        raise ConfigError(f"model='hf:{path}' needs the hf extra: pip install 'rayzero[hf]'") from exc
+    if not path.is_file():
+        raise ConfigError(f"model: no such file {path}; give hf:<path of a transformers config.json>")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _check_hf_sizes(config, path, seq_len, vocab_size)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(f"model: {path} is not the config of a causal language model: {_first_line(exc)}") from exc
+    return model
+
+
+def _check_hf_sizes(config: Any, path: Path, seq_len: int, vocab_size: int) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < seq_len:
+        raise ConfigError(f"model: {path} has {positions} positions, seq_len is {seq_len}; lower seq_len")
+    if config.vocab_size < vocab_size:
+        raise ConfigError(f"model: {path} has vocab_size {config.vocab_size}, the tokenizer has {vocab_size} tokens")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,53 @@
+"""What the user watches: one line with step, loss, speed, memory and time left. Drawn by the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rayzero.recipes.run_log import StepRow
+
+GIB = 1 << 30
+
+
+def describe_row(row: StepRow) -> str:
+    """``loss 2.31  val 2.40  12.3k tok/s  0.61 GiB``."""
+    validation = "" if row.validation_loss is None else f"  val {row.validation_loss:.3f}"
+    return f"loss {row.loss:.3f}{validation}  {row.tokens_per_second:,.0f} tok/s  {row.memory_bytes / GIB:.2f} GiB/rank"
+
+
+class ProgressLine:
+    """Shows rows as they come: a live bar on a terminal, one line for each validated step elsewhere.
+
+    Knows rows; not ranks, files or Ray."""
+
+    def __init__(self, progress: Progress, console: Console, total: int, done: int) -> None:
+        self._progress = progress
+        self._console = console
+        self._total = total
+        self._task = progress.add_task("starting", total=total, completed=done)
+
+    def show(self, row: StepRow) -> None:
+        """Draw one more step."""
+        self._progress.update(self._task, completed=row.step, description=describe_row(row))
+        if row.validation_loss is not None:
+            self._console.print(f"step {row.step}/{self._total}  {describe_row(row)}", highlight=False)
+
+
+@contextmanager
+def progress_line(console: Console, total: int, done: int) -> Iterator[ProgressLine]:
+    """A progress line from step ``done`` to ``total``, cleared away at the end."""
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with progress:
+        yield ProgressLine(progress, console, total, done)

@@ -1,0 +1,190 @@
+"""The recipe: everything ``rayzero train`` may be told, checked where it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict, field_validator, model_validator
+
+from rayzero.config import ConfigModel, RunConfig, ScalingConfig, ZeroConfig, apply_overrides, read_yaml
+from rayzero.recipes.gpt import GPTConfig
+
+GPT = "gpt"
+HF_PREFIX = "hf:"
+
+_Count = Annotated[int, Strict(), Field(gt=0)]
+_Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+_Share = Annotated[float, Strict(), Field(ge=0, le=1)]
+
+_Factor = Annotated[float, Strict(), Field(ge=0, lt=1)]
+
+_GROUPS = ("zero", "scaling", "run")
+
+# Settings that may also be written without their group's name.
+_SHORT_FORMS = {"precision": "zero", "gradient_accumulation_steps": "zero"}
+
+
+class RecipeConfig(ConfigModel):
+    """A causal language model, its text, its schedule, and the run that trains it."""
+
+    model: str = GPT
+    """"gpt": our own, shaped by the next four settings; "hf:<config.json>": a transformers model, random weights."""
+
+    num_layers: _Count = 4
+    """Blocks of the "gpt" model."""
+
+    num_heads: _Count = 4
+    """Attention heads of the "gpt" model."""
+
+    dim: _Count = 256
+    """Width of the "gpt" model."""
+
+    tie_embeddings: Annotated[bool, Strict()] = False
+    """True: the "gpt" model's head shares the embedding's weight."""
+
+    seq_len: _Count = 128
+    """Tokens in a sequence."""
+
+    batch_size: _Count = 8
+    """Sequences of one rank in one micro-batch."""
+
+    steps: _Count = 200
+    """Optimizer steps of the whole run; the learning rate's schedule ends there."""
+
+    lr: _Rate = 1e-3
+    """Highest learning rate of AdamW."""
+
+    warmup: _Share = 0.2
+    """Share of the steps over which the learning rate rises."""
+
+    min_lr_ratio: _Share = 0.1
+    """Learning rate at the end of the cosine, as a share of ``lr``."""
+
+    weight_decay: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.1
+    """Decay of matrices; vectors (norms, biases) are not decayed."""
+
+    betas: tuple[_Factor, _Factor] = (0.9, 0.95)
+    """AdamW's averaging factors."""
+
+    clip: _Rate | None = 1.0
+    """Clip the global gradient norm to this, as ``zero.max_grad_norm`` does; null: what that says."""
+
+    eval_every: _Count = 20
+    """Steps between validations; the last step is always validated."""
+
+    eval_batches: _Count = 8
+    """Batches of ``batch_size`` sequences in a validation, spread evenly over the validation text."""
+
+    data: tuple[str, ...] = ("stdlib",)
+    """Text: files, folders, globs, or "stdlib" for the Python standard library's sources."""
+
+    max_data_bytes: _Count | None = None
+    """Read no more text than this; null: all of it."""
+
+    validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = 0.1
+    """Share of the text that is kept for validation."""
+
+    split: Literal["auto", "files", "tail"] = "auto"
+    """How: whole files by the hash of their content, or the text's tail; "auto": files from 20 files on."""
+
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a tokenizer.json (extra hf)."""
+
+    seed: Annotated[int, Strict(), Field(ge=0)] = 0
+    """Seed of the initial weights and of the batches."""
+
+    zero: ZeroConfig = ZeroConfig()
+    """How states are split and moved; ``precision`` and ``gradient_accumulation_steps`` need no ``zero.`` before."""
+
+    scaling: ScalingConfig = ScalingConfig()
+    """How many processes."""
+
+    run: RunConfig = RunConfig()
+    """Where files go, checkpoints, resume."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping):
+            return settings
+        settings = dict(settings)
+        for group in _GROUPS:
+            value = settings.get(group, {})
+            if not isinstance(value, Mapping | ConfigModel):
+                raise ValueError(f"{group} must be a group of settings ({group}.name=value), got {value!r}")
+        for name, group in _SHORT_FORMS.items():
+            if name in settings:
+                inner = settings.get(group, {})
+                inner = inner.model_dump() if isinstance(inner, ConfigModel) else dict(inner)
+                settings[group] = inner | {name: settings.pop(name)}
+        return settings
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _sources(cls, value: object) -> object:
+        sources = (value,) if isinstance(value, str | Path) else value
+        if not isinstance(sources, list | tuple) or not sources or not all(str(source) for source in sources):
+            raise ValueError("must be a file, folder, glob or 'stdlib', or a list of them")
+        return tuple(str(source) for source in sources)
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, value: str) -> str:
+        if value != GPT and not value.startswith(HF_PREFIX):
+            raise ValueError("must be 'gpt' or 'hf:<config.json>'")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> RecipeConfig:
+        if self.model == GPT:
+            self.gpt(vocab_size=1)
+        clips = {self.clip, self.zero.max_grad_norm} - {None}
+        if len(clips) > 1:
+            raise ValueError(
+                f"clip is {self.clip} and zero.max_grad_norm is {self.zero.max_grad_norm}; set one of them"
+            )
+        return self
+
+    @property
+    def zero_config(self) -> ZeroConfig:
+        """``zero``, with ``clip``."""
+        return self.zero if self.clip is None else self.zero.replace(max_grad_norm=self.clip)
+
+    def gpt(self, vocab_size: int) -> GPTConfig:
+        """The shape of the "gpt" model."""
+        return GPTConfig(
+            vocab_size=vocab_size,
+            seq_len=self.seq_len,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            dim=self.dim,
+            tie_embeddings=self.tie_embeddings,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens all ranks together train on in one step."""
+        return self.seq_len * self.batch_size * self.zero.gradient_accumulation_steps * self.scaling.num_workers
+
+    def at(self, directory: Path) -> RecipeConfig:
+        """The same recipe with its data and tokenizer paths made absolute, so that any process may read them."""
+        return self.replace(
+            data=tuple(source if source == "stdlib" else str(directory / source) for source in self.data),
+            tokenizer=self.tokenizer if self.tokenizer == "bytes" else str(directory / self.tokenizer),
+            model=_absolute_model(self.model, directory),
+        )
+
+
+def _absolute_model(model: str, directory: Path) -> str:
+    path = model.removeprefix(HF_PREFIX)
+    return model if path == model else f"{HF_PREFIX}{directory / path}"
+
+
+def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> RecipeConfig:
+    """A recipe from a YAML file (None: all defaults) and ``key=value`` or ``group.key=value`` texts.
+
+    Raises ConfigError, one line, for anything wrong in either."""
+    settings = read_yaml(path) if path is not None else {}
+    return RecipeConfig.from_mapping(apply_overrides(settings, overrides))

@@ -1,0 +1,246 @@
+"""Training text: files to tokens, a train/validation split, and batches that depend on nothing but their place.
+
+Everything here is a function of the files and the recipe: two processes that read the same files see the same
+tokens, and a resumed run needs only the step to go on with the very same batches.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayzero.errors import ConfigError, DataError
+
+STDLIB = "stdlib"  # the Python standard library's own sources
+BYTES = "bytes"  # the tokenizer without a vocabulary file
+
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SNIFF = 8192  # bytes looked at to tell text from binary
+_FEW_FILES = 20  # with fewer, the validation split is a contiguous tail
+
+
+class Tokenizer(Protocol):
+    """Bytes of one file to token numbers."""
+
+    vocab_size: int
+
+    def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
+        """1D integers in [0, vocab_size)."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a token."""
+
+    vocab_size = 256
+
+    def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
+        """1D uint8."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+
+class FileTokenizer:
+    """A Hugging Face ``tokenizer.json``."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when the file is missing or no tokenizer, or the ``hf`` extra is not installed."""
+        try:
+            import tokenizers
+        except ImportError as exc:
+            raise ConfigError(f"tokenizer={str(path)!r} needs the hf extra: pip install 'rayzero[hf]'") from exc
+        if not path.is_file():
+            raise ConfigError(f"tokenizer: no such file {path}; give 'bytes' or the path of a tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as exc:  # the library raises bare Exception
+            raise ConfigError(f"tokenizer: {path} is not a tokenizer.json: {exc}") from exc
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+
+    def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
+        """1D int32; bytes that are no UTF-8 become the replacement character."""
+        ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+        return np.asarray(ids, dtype=np.int32)
+
+
+def make_tokenizer(name: str) -> Tokenizer:
+    """``"bytes"``, or the path of a ``tokenizer.json``."""
+    return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Tokenized text, split in two."""
+
+    train: Tensor  # 1D, uint8 or int32
+    validation: Tensor
+    vocab_size: int
+    num_files: int
+    size_bytes: int  # of the text read
+
+
+def find_files(sources: Sequence[str]) -> list[Path]:
+    """The files behind paths, folders (everything below, hidden ones and binaries left out), globs and ``"stdlib"``.
+
+    In order of the sources, sorted within each, no file twice. Raises DataError for a source without files or with
+    one that cannot be read."""
+    found: dict[Path, None] = {}
+    for source in sources:
+        try:
+            files = _stdlib_files() if source == STDLIB else _files_of(source)
+        except OSError as exc:
+            raise DataError(f"data: cannot read {exc.filename or source}: {exc.strerror}") from exc
+        if not files:
+            raise DataError(f"data: {source!r} holds no text files")
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def _files_of(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return [p for p in sorted(_below(path)) if p.is_file() and not _hidden(p.relative_to(path)) and _is_text(p)]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    if not matches:
+        raise DataError(f"data: no such file, folder or glob: {source!r}")
+    return [match for match in matches if match.is_file()]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Everything in a folder and its visible subfolders; raises OSError for one that cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names)
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [p for p in sorted(root.rglob("*.py")) if not _NOT_STDLIB & set(p.relative_to(root).parts)]
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(_SNIFF)
+    except OSError as exc:
+        raise DataError(f"data: cannot read {path}: {exc.strerror}") from exc
+
+
+def load_text(
+    sources: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    validation_fraction: float,
+    split: str = "auto",
+    max_bytes: int | None = None,
+) -> Text:
+    """Read, tokenize and split.
+
+    ``split``: "files" puts a file into the validation half when the hash of its content says so (the same file
+    always lands on the same side, copies of it too), "tail" keeps the last part of the text, "auto" is "files"
+    from 20 files on. ``max_bytes`` stops reading there. Raises DataError for missing or unreadable files.
+    """
+    texts = _read(find_files(sources), max_bytes)
+    by_files = split == "files" or (split == "auto" and len(texts) >= _FEW_FILES)
+    train, validation = (_split_files if by_files else _split_tail)(texts, tokenizer, validation_fraction)
+    return Text(
+        train=_joined(train),
+        validation=_joined(validation),
+        vocab_size=tokenizer.vocab_size,
+        num_files=len(texts),
+        size_bytes=sum(map(len, texts)),
+    )
+
+
+def _read(files: Sequence[Path], max_bytes: int | None) -> list[bytes]:
+    texts: list[bytes] = []
+    left = max_bytes
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                text = file.read() if left is None else file.read(left)
+        except OSError as exc:
+            raise DataError(f"data: cannot read {path}: {exc.strerror}") from exc
+        texts.append(text)
+        if left is not None:
+            left -= len(text)
+            if left <= 0:
+                break
+    return texts
+
+
+_Tokens = list[np.ndarray[tuple[int], np.dtype[np.integer]]]
+
+
+def _split_files(texts: Sequence[bytes], tokenizer: Tokenizer, fraction: float) -> tuple[_Tokens, _Tokens]:
+    halves: tuple[_Tokens, _Tokens] = ([], [])
+    for text in texts:
+        draw = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
+        halves[draw < fraction].append(tokenizer.encode(text))
+    return halves
+
+
+def _split_tail(texts: Sequence[bytes], tokenizer: Tokenizer, fraction: float) -> tuple[_Tokens, _Tokens]:
+    tokens = np.concatenate([tokenizer.encode(text) for text in texts])
+    cut = len(tokens) - round(len(tokens) * fraction)
+    return [tokens[:cut]], [tokens[cut:]]
+
+
+def _joined(parts: _Tokens) -> Tensor:
+    """One writable tensor: torch refuses to share read-only memory without a warning."""
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def require_enough(text: Text, seq_len: int) -> None:
+    """Raise DataError where a split is too short for one sequence and its next token."""
+    for name, tokens in (("training", text.train), ("validation", text.validation)):
+        if len(tokens) < seq_len + 2:
+            raise DataError(
+                f"data: the {name} split has {len(tokens):,} tokens of {text.num_files} files ({text.size_bytes:,} "
+                f"bytes), too few for seq_len {seq_len}; give more text, a smaller seq_len, or another "
+                "validation_fraction or split"
+            )
+
+
+def batch_seed(seed: int, step: int, rank: int, micro_batch: int) -> int:
+    """A generator seed that depends on all four, so that no two batches of a run are drawn alike."""
+    text = f"{seed}/{step}/{rank}/{micro_batch}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1  # torch wants a signed 64-bit number
+
+
+def train_batch(tokens: Tensor, *, size: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+    """``size`` random windows: inputs and next tokens, each (size, seq_len), int64."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(tokens) - seq_len, (size,), generator=generator)
+    return _windows(tokens, starts, seq_len)
+
+
+def eval_batch(tokens: Tensor, *, index: int, num_batches: int, size: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Batch ``index`` of ``num_batches``: windows at even distances over all of ``tokens``, the same every time."""
+    last = len(tokens) - seq_len - 1
+    places = torch.arange(index * size, (index + 1) * size, dtype=torch.float64) / max(1, num_batches * size - 1)
+    return _windows(tokens, (places * last).long(), seq_len)
+
+
+def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    windows = tokens[starts[:, None] + torch.arange(seq_len + 1)].long()
+    return windows[:, :-1], windows[:, 1:]

@@ -1,0 +1,160 @@
+"""The driver's half of ``rayzero train``: check everything, run the loop on the cluster, write what happened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from rayzero.checkpoint import CheckpointReader, latest_checkpoint
+from rayzero.cluster.reports import Report
+from rayzero.cluster.run_dir import RECORD, RunDirectory
+from rayzero.cluster.trainer import Result, ZeroTrainer
+from rayzero.config import RunConfig
+from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.recipes.lm import recipe_text, train_loop, unigram_baseline
+from rayzero.recipes.model import build_model
+from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
+from rayzero.recipes.progress import progress_line
+from rayzero.recipes.recipe import RecipeConfig
+from rayzero.recipes.run_log import METRICS, RunLog, StepRow
+from rayzero.recipes.text import Text
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a recipe's run ended."""
+
+    result: Result
+    last: StepRow
+    unigram: float  # nats, on the tokens that validation predicts
+    picture: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A recipe that was found able to run: everything that can be checked without Ray was."""
+
+    recipe: RecipeConfig  # its paths are absolute
+    text: Text
+    num_params: int
+    resume_step: int  # steps that the checkpoint to start from has done; 0: a fresh run
+
+
+def prepare_run(recipe: RecipeConfig) -> Prepared:
+    """Read the text, shape the model and open the checkpoint to resume from, if any; writes nothing.
+
+    Raises ConfigError, UnsupportedError, DataError or CheckpointError, one line each."""
+    recipe = recipe.at(Path.cwd())
+    make_trainer(recipe)
+    text = recipe_text(recipe)
+    with torch.device("meta"):
+        model = build_model(recipe, text.vocab_size)
+    num_params = sum(param.numel() for param in model.parameters())
+    return Prepared(recipe=recipe, text=text, num_params=num_params, resume_step=_resume_step(recipe, model))
+
+
+def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
+    found = _checkpoint_to_resume(recipe.run)
+    if found is None:
+        return 0
+    with CheckpointReader(found) as checkpoint:
+        _check_same_model(checkpoint, model)
+        if checkpoint.step >= recipe.steps:
+            raise ConfigError(f"steps is {recipe.steps} and {found} has done {checkpoint.step}: nothing is left to do")
+        return checkpoint.step
+
+
+def _checkpoint_to_resume(run: RunConfig) -> Path | None:
+    if run.resume is False:
+        return None
+    found = latest_checkpoint(run.path) if run.resume is True else Path(run.resume)
+    if found is None:
+        raise CheckpointError(f"nothing to resume: {run.path / 'checkpoints'} holds no complete checkpoint")
+    return found
+
+
+def _check_same_model(checkpoint: CheckpointReader, model: nn.Module) -> None:
+    theirs = {slot.name: tuple(slot.shape) for unit in checkpoint.layout.units for slot in unit.slots}
+    ours = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"{checkpoint.directory} is of another model: {name!r} is {theirs.get(name, 'missing')} there, "
+                f"{ours.get(name, 'missing')} here; use the recipe it was made with"
+            )
+
+
+def run_prepared(prepared: Prepared, console: Console) -> Training:
+    """Train on the cluster, drawing progress on ``console``; leaves config.yaml, metrics.jsonl, loss.png and
+    checkpoints/ in the run's directory.
+
+    Raises RunFailedError when the run failed, and KeyboardInterrupt when it was stopped; what was learnt until
+    then is in the directory all the same."""
+    recipe = prepared.recipe
+    with RunDirectory.open(recipe.run, setting="--run-dir") as directory:
+        try:
+            return _run_in(directory, prepared, console)
+        except (ConfigError, UnsupportedError):  # refused by the cluster: it has no place for the run
+            _withdraw(directory)
+            raise
+
+
+def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Training:
+    recipe, path = prepared.recipe, directory.path
+    _write_config(path / CONFIG, recipe)
+    unigram = unigram_baseline(recipe, prepared.text)
+    with RunLog(path, recipe.scaling.num_workers, resume_step=prepared.resume_step) as log:
+        try:
+            result = _fit(prepared, directory, log, console)
+        finally:
+            if log.rows:
+                draw_losses(log.rows, unigram, path / LOSS_PICTURE)
+    return Training(result=result, last=log.rows[-1], unigram=unigram, picture=path / LOSS_PICTURE)
+
+
+def _withdraw(directory: RunDirectory) -> None:
+    """A run that was refused leaves nothing, where its directory is its own."""
+    if directory.fresh and not (directory.path / RECORD).exists():
+        for name in (CONFIG, METRICS):
+            (directory.path / name).unlink(missing_ok=True)
+        directory.withdraw()
+
+
+def _fit(prepared: Prepared, directory: RunDirectory, log: RunLog, console: Console) -> Result:
+    recipe = prepared.recipe
+    with progress_line(console, recipe.steps, prepared.resume_step) as line:
+
+        def take(report: Report) -> None:
+            row = log.add(report.rank, report.metrics)
+            if row is not None:
+                line.show(row)
+
+        return make_trainer(recipe, take).fit(directory=directory)
+
+
+def make_trainer(recipe: RecipeConfig, on_report: Callable[[Report], None] | None = None) -> ZeroTrainer:
+    """The trainer of a recipe. Making one checks the settings and starts nothing."""
+    return ZeroTrainer(
+        train_loop,
+        train_loop_config=recipe.model_dump(mode="json"),
+        zero_config=recipe.zero_config,
+        scaling_config=recipe.scaling,
+        run_config=recipe.run,
+        on_report=on_report,
+    )
+
+
+def _write_config(path: Path, recipe: RecipeConfig) -> None:
+    """The recipe as it runs, to be used again: by ``rayzero train --resume``, or for another run."""
+    again = recipe.replace(run=recipe.run.replace(resume=False))
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(again.to_yaml(), encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,28 @@
+"""The baseline a language model must beat: one that knows how often each token occurs, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_PART = 1 << 24  # tokens; bincount widens them to int64: 128 MiB at once
+
+
+def unigram_log_probs(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Natural logs of the tokens' shares in the training text, each counted once more (vocab_size, fp64)."""
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for start in range(0, len(tokens), _PART):
+        counts += torch.bincount(tokens[start : start + _PART], minlength=vocab_size)
+    counts += 1
+    return (counts / counts.sum()).log()
+
+
+def unigram_loss(log_probs: Tensor, targets: Iterable[Tensor]) -> float:
+    """Mean negative log-likelihood of the targets in nats, as cross-entropy counts it."""
+    total, count = 0.0, 0
+    for batch in targets:
+        total -= float(log_probs[batch].sum())
+        count += batch.numel()
+    return total / count

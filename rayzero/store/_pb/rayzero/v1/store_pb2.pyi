@@ -1,0 +1,391 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACTION_UNSPECIFIED: _ClassVar[Action]
+    ACTION_APPLY: _ClassVar[Action]
+    ACTION_SKIP: _ClassVar[Action]
+ACTION_UNSPECIFIED: Action
+ACTION_APPLY: Action
+ACTION_SKIP: Action
+
+class Chunk(_message.Message):
+    __slots__ = ("shard", "offset", "checksum", "payload")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    offset: int
+    checksum: int
+    payload: bytes
+    def __init__(self, shard: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("step", "attempt", "rank", "unit", "seq", "presence")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    attempt: int
+    rank: int
+    unit: int
+    seq: int
+    presence: bytes
+    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., presence: _Optional[bytes] = ...) -> None: ...
+
+class FinishReport(_message.Message):
+    __slots__ = ("step", "attempt", "rank", "counts")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    attempt: int
+    rank: int
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepInputs(_message.Message):
+    __slots__ = ("max_norms", "hyper")
+    MAX_NORMS_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    max_norms: _containers.RepeatedScalarFieldContainer[float]
+    hyper: bytes
+    def __init__(self, max_norms: _Optional[_Iterable[float]] = ..., hyper: _Optional[bytes] = ...) -> None: ...
+
+class Norm(_message.Message):
+    __slots__ = ("step", "total", "finite")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FINITE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    total: float
+    finite: bool
+    def __init__(self, step: _Optional[int] = ..., total: _Optional[float] = ..., finite: bool = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("step", "attempts", "action", "scale", "norm", "hyper")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    action: Action
+    scale: float
+    norm: float
+    hyper: bytes
+    def __init__(self, step: _Optional[int] = ..., attempts: _Optional[_Iterable[int]] = ..., action: _Optional[_Union[Action, str]] = ..., scale: _Optional[float] = ..., norm: _Optional[float] = ..., hyper: _Optional[bytes] = ...) -> None: ...
+
+class FileEntry(_message.Message):
+    __slots__ = ("name", "size_bytes", "sha256", "content")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    sha256: str
+    content: bytes
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("error", "message")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    message: str
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("on",)
+    ON_FIELD_NUMBER: _ClassVar[int]
+    on: str
+    def __init__(self, on: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    NUM_OWNERS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    rank: int
+    spec: bytes
+    layout_digest: str
+    owner: int
+    num_owners: int
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("version", "needs_load", "kernel")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_LOAD_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    needs_load: bool
+    kernel: str
+    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ...) -> None: ...
+
+class NoticesRequest(_message.Message):
+    __slots__ = ("rank",)
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+
+class NoticesResponse(_message.Message):
+    __slots__ = ("published", "abort")
+    class Published(_message.Message):
+        __slots__ = ("shard", "version")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        version: int
+        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    published: _containers.RepeatedCompositeFieldContainer[NoticesResponse.Published]
+    abort: Failure
+    def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("chunk", "header")
+    class Header(_message.Message):
+        __slots__ = ("unit", "shards")
+        UNIT_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        unit: int
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    header: LoadRequest.Header
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[LoadRequest.Header, _Mapping]] = ...) -> None: ...
+
+class LoadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("rank", "shards", "version", "kind", "chunk_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    version: int
+    kind: str
+    chunk_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("chunk",)
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("chunk", "header")
+    class Header(_message.Message):
+        __slots__ = ("contribution", "shards")
+        CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        contribution: Contribution
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    header: PushRequest.Header
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[PushRequest.Header, _Mapping]] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("shard",)
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    def __init__(self, shard: _Optional[int] = ...) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class FinishRequest(_message.Message):
+    __slots__ = ("report", "inputs")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    report: FinishReport
+    inputs: StepInputs
+    def __init__(self, report: _Optional[_Union[FinishReport, _Mapping]] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
+
+class FinishResponse(_message.Message):
+    __slots__ = ("norm", "waiting")
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    norm: Norm
+    waiting: Waiting
+    def __init__(self, norm: _Optional[_Union[Norm, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("rank", "step", "inputs")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    inputs: StepInputs
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ("decision", "waiting")
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    decision: Decision
+    waiting: Waiting
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class GetDecisionRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class GetDecisionResponse(_message.Message):
+    __slots__ = ("decision", "waiting")
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    decision: Decision
+    waiting: Waiting
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class DiscardRequest(_message.Message):
+    __slots__ = ("rank", "step", "attempt")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    attempt: int
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class DiscardResponse(_message.Message):
+    __slots__ = ("waiting",)
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    waiting: Waiting
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ("rank", "step", "directory", "files")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    directory: str
+    files: _containers.RepeatedCompositeFieldContainer[FileEntry]
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
+
+class SaveResponse(_message.Message):
+    __slots__ = ("checkpoint", "waiting")
+    class Checkpoint(_message.Message):
+        __slots__ = ("path", "step", "digest")
+        PATH_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        path: str
+        step: int
+        digest: str
+        def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: SaveResponse.Checkpoint
+    waiting: Waiting
+    def __init__(self, checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("rank", "reason")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    reason: str
+    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ("step", "reports")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
+    def __init__(self, step: _Optional[int] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ...) -> None: ...
+
+class CollectResponse(_message.Message):
+    __slots__ = ("shards", "slots", "sums")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, shards: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ApplyRequest(_message.Message):
+    __slots__ = ("decision",)
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    decision: Decision
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
+
+class ApplyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WriteShardsRequest(_message.Message):
+    __slots__ = ("step", "directory")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    directory: str
+    def __init__(self, step: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class WriteShardsResponse(_message.Message):
+    __slots__ = ("file",)
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    file: FileEntry
+    def __init__(self, file: _Optional[_Union[FileEntry, _Mapping]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("failure",)
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,297 @@
+"""What an owner's gRPC server does for each call: unpack, call a plain object, pack.
+
+All of it runs on the process's one event loop. A call that waits for another client awaits, it never holds a
+thread; a call that computes or allocates runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import torch
+
+from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
+from rayzero.messages import PROTOCOL_VERSION
+from rayzero.optimizer.lead import StepLead
+from rayzero.store import translate
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.notices import News
+from rayzero.store.owner_state import OwnerState, Repeats, as_store_error, ended, result_of
+from rayzero.store.rpc import (
+    MAX_CHUNK_BYTES,
+    OWNER_SERVICE,
+    POLL_MARGIN_S,
+    STORE_SERVICE,
+    from_failure,
+    methods,
+    to_failure,
+    to_status,
+    token_matches,
+)
+from rayzero.store.wire import Assembly, Bytes, byte_view, decode_header, encode_shard
+
+T = TypeVar("T")
+Context = Any  # grpc.aio.ServicerContext of this call
+Requests = AsyncIterator[bytes]
+NEVER = 1 << 62  # a version
+
+log = logging.getLogger(__name__)
+
+
+async def _open(requests: Requests, message: type[Any]) -> tuple[Any, Requests]:
+    """The header that opens a client's stream, and its chunks."""
+    first = await anext(requests, b"")
+    header = decode_header(first)
+    if header is None:
+        raise TransferError(f"{message.__name__}: the stream does not begin with its header")
+
+    async def chunks() -> Requests:
+        yield first
+        async for later in requests:
+            yield later
+
+    return message.Header.FromString(header), chunks()
+
+
+async def _receive(chunks: Requests, shard: int, size_bytes: int, out: Bytes | None) -> None:
+    """Put one shard of a client's stream into ``out``; None: drop it."""
+    assembly = Assembly(shard, size_bytes, out)
+    while not assembly.complete:
+        assembly.take(await anext(chunks, None))
+
+
+class RankCalls:
+    """StoreService: what ranks ask for."""
+
+    def __init__(self, state: OwnerState) -> None:
+        self._s = state
+        self._repeats = Repeats()
+
+    # ---- attach, notices, leave
+
+    async def attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
+        """Compare both sides, then let the service allocate or compare."""
+        service = self._s.service
+        self._require_same_terms(request)
+        spec = translate.spec_from_bytes(request.spec)
+        if spec.layout.digest != request.layout_digest:
+            raise HandshakeError(
+                f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
+                f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
+            )
+        attached = await self._s.compute(service.attach, request.rank, spec)
+        self._s.take_spec(spec)
+        self._s.left.discard(request.rank)
+        if self._s.leads:
+            self._connected_lead().attach(request.rank, spec, attached.version)
+        return pb.AttachResponse(version=attached.version, needs_load=attached.needs_load, kernel=service.kernel)
+
+    def _require_same_terms(self, request: pb.AttachRequest) -> None:
+        service = self._s.service
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"rank {request.rank} speaks protocol {request.protocol_version}, optimizer {service.owner} speaks "
+                f"{PROTOCOL_VERSION}: install the same rayzero on both"
+            )
+        if (request.owner, request.num_owners) != (service.owner, service.num_owners):
+            raise HandshakeError(
+                f"rank {request.rank} takes this server for optimizer {request.owner} of {request.num_owners}, "
+                f"it is optimizer {service.owner} of {service.num_owners}"
+            )
+
+    def _connected_lead(self) -> StepLead:
+        if self._s.lead is None:
+            raise StoreError(f"optimizer {self._s.service.owner} leads but was not told its peers: connect_peers()")
+        return self._s.lead
+
+    async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
+        """Tell the rank what is published until it leaves; one whose stream breaks before that is gone."""
+        subscription = self._s.board.subscribe()
+        try:
+            while True:
+                await context.write(_notice(*await subscription.next()))
+        finally:
+            self._s.board.unsubscribe(subscription)
+            self._lost(request.rank)
+
+    def _lost(self, rank: int) -> None:
+        state = self._s
+        if not (state.stopping or state.board.aborted or rank in state.left):
+            log.warning("optimizer %d lost its connection to rank %d", state.service.owner, rank)
+            if state.leads:
+                state.require_lead().leave(rank, "connection lost")
+
+    async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        """The rank goes on purpose."""
+        self._s.left.add(request.rank)
+        if self._s.leads:
+            self._s.require_lead().leave(request.rank, request.reason)
+        return pb.LeaveResponse()
+
+    # ---- bytes
+
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
+        """Stream shards as they are at the version asked for."""
+        chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        for index in request.shards:
+            values = await result_of(self._s.service.read(index, request.version, request.kind))
+            for message in encode_shard(index, values, chunk_bytes):
+                await context.write(message)
+
+    async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
+        """Put gradients into the memory that the pushing rank has here; it may wait for that rank's earlier pushes."""
+        service = self._s.service
+        header, chunks = await _open(requests, pb.PushRequest)
+        contribution = translate.contribution_from_pb(header.contribution)
+        for index in header.shards:
+            shard, unit = self._s.shard(index, contribution.unit)
+            buffer = await result_of(service.reserve_when_free(contribution, index))
+            memory = None if buffer is None else byte_view(buffer)
+            await _receive(chunks, index, shard.numel * unit.dtype.itemsize, memory)
+            if buffer is not None:
+                await self._s.compute(service.landed, contribution, index)
+        return pb.PushResponse()
+
+    async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
+        """Take initial weights, one shard at a time."""
+        header, chunks = await _open(requests, pb.LoadRequest)
+        for index in header.shards:
+            shard, unit = self._s.shard(index, header.unit)
+            values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
+            await _receive(chunks, index, values.nbytes, byte_view(values))
+            await self._s.compute(self._s.service.load, index, values)
+        return pb.LoadResponse()
+
+    async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        """What is going on with a shard, in words."""
+        self._s.shard(request.shard)
+        return pb.DescribeResponse(text=self._s.service.describe(request.shard))
+
+    # ---- the step
+
+    async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
+        """One rank is done pushing; answers when all are."""
+        lead, report = self._s.require_lead(), translate.report_from_pb(request.report)
+        inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
+        norm = self._repeats.once(report.rank, request, lambda: lead.finish(report, inputs))
+        if await ended(norm, self._patience_s(context)):
+            return pb.FinishResponse(norm=translate.norm_to_pb(norm.result()))
+        return pb.FinishResponse(waiting=self._waiting())
+
+    async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        """One rank asks for the decision; answers when all have."""
+        lead, inputs = self._s.require_lead(), translate.inputs_from_pb(request.inputs)
+        decision = self._repeats.once(request.rank, request, lambda: lead.commit(request.rank, request.step, inputs))
+        if await ended(decision, self._patience_s(context)):
+            return pb.CommitResponse(decision=translate.decision_to_pb(decision.result()))
+        return pb.CommitResponse(waiting=self._waiting())
+
+    async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
+        """The recorded decision, once there is one."""
+        decision = self._s.require_lead().decision(request.step)
+        if await ended(decision, self._patience_s(context)):
+            return pb.GetDecisionResponse(decision=translate.decision_to_pb(decision.result()))
+        return pb.GetDecisionResponse(waiting=self._waiting())
+
+    async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
+        """Reopen a step."""
+        lead, rank = self._s.require_lead(), request.rank
+        done = self._repeats.once(rank, request, lambda: lead.discard(rank, request.step, request.attempt))
+        if await ended(done, self._patience_s(context)):
+            done.result()
+            return pb.DiscardResponse()
+        return pb.DiscardResponse(waiting=self._waiting())
+
+    async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
+        """Write a checkpoint; answers when it is complete."""
+        lead, directory = self._s.require_lead(), Path(request.directory)
+        files = tuple(translate.file_from_pb(entry) for entry in request.files)
+        saved = self._repeats.once(
+            request.rank, request, lambda: lead.save(request.rank, request.step, directory, files)
+        )
+        if await ended(saved, self._patience_s(context)):
+            return pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(saved.result()))
+        return pb.SaveResponse(waiting=self._waiting())
+
+    def _patience_s(self, context: Context) -> float:
+        left = context.time_remaining()
+        return self._s.poll_s if left is None else max(0.0, min(self._s.poll_s, left - POLL_MARGIN_S))
+
+    def _waiting(self) -> pb.Waiting:
+        return pb.Waiting(on=self._s.require_lead().describe())
+
+
+def _notice(news: News, error: RayZeroError | None) -> pb.NoticesResponse:
+    published = [pb.NoticesResponse.Published(shard=shard, version=version) for shard, version in news]
+    return pb.NoticesResponse(published=published, abort=to_failure(error) if error is not None else None)
+
+
+class LeadCalls:
+    """OwnerService: what the lead asks of this owner."""
+
+    def __init__(self, state: OwnerState) -> None:
+        self._local = state.local
+
+    async def collect(self, request: pb.CollectRequest, context: Context) -> pb.CollectResponse:
+        """Norm parts, once every counted push is there."""
+        reports = tuple(translate.report_from_pb(report) for report in request.reports)
+        return translate.parts_to_pb(await result_of(self._local.collect(request.step, reports)))
+
+    async def apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
+        """Queue a decision's update."""
+        await result_of(self._local.apply(translate.decision_from_pb(request.decision)))
+        return pb.ApplyResponse()
+
+    async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
+        """Write this owner's file of a checkpoint."""
+        entry = await result_of(self._local.save(request.step, Path(request.directory)))
+        return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
+
+    async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End the run for this owner."""
+        self._local.abort(as_store_error(from_failure(request.failure)))
+        return pb.AbortResponse()
+
+
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+def _guarded(behaviour: Behaviour, state: OwnerState) -> Behaviour:
+    """``behaviour`` for callers with the run's token; its errors of our tree become a status with metadata."""
+
+    async def guarded(request: Any, context: Context) -> Any:
+        if not token_matches(context.invocation_metadata() or (), state.token):
+            log.warning("refused a call from %s: wrong or missing token", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
+        try:
+            with state.running():
+                return await behaviour(request, context)
+        except RayZeroError as error:
+            code, details, metadata = to_status(error)
+            await context.abort(code, details, metadata)
+
+    return guarded
+
+
+def generic_handlers(state: OwnerState) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
+    """Both services of store.proto: a method ``GetDecision`` is the function ``get_decision``."""
+    served: dict[str, RankCalls | LeadCalls] = {STORE_SERVICE: RankCalls(state), OWNER_SERVICE: LeadCalls(state)}
+    return tuple(
+        grpc.method_handlers_generic_handler(
+            service,
+            {
+                name: method.handler(_guarded(getattr(calls, _function_name(name)), state))
+                for name, method in methods(service).items()
+            },
+        )
+        for service, calls in served.items()
+    )
+
+
+def _function_name(method: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()

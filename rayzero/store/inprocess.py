@@ -1,0 +1,270 @@
+"""The store within one process: owners are plain objects, bytes are copied once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from rayzero.errors import StoreClosedError, StoreError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.messages import (
+    Attached,
+    CheckpointInfo,
+    Contribution,
+    Decision,
+    FileEntry,
+    FinishReport,
+    ModelSpec,
+    Norm,
+    StepInputs,
+)
+from rayzero.optimizer.futures import fail, failed, settle, when_all
+from rayzero.optimizer.lead import StepLead
+from rayzero.optimizer.service import ShardService
+from rayzero.optimizer.threads import use_torch_threads
+from rayzero.store.local_peer import LocalPeer
+from rayzero.store.stall import StallWatch
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
+from rayzero.telemetry.recorder import NullRecorder, Recorder
+
+T = TypeVar("T")
+
+_TRANSPORT = "inproc"
+_POOL = 2  # threads that copy, per rank
+
+
+class LocalOwners:
+    """All owners of a run and their lead, for ranks that are threads of this process."""
+
+    def __init__(
+        self,
+        num_owners: int = 1,
+        *,
+        threads: int = 1,
+        memory_budget: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``threads``: torch threads of each owner. ``memory_budget``: bytes each may allocate."""
+        self.services = [
+            ShardService(owner, num_owners, threads=threads, memory_budget=memory_budget, recorder=recorder)
+            for owner in range(num_owners)
+        ]
+        self.lead = StepLead([LocalPeer(service) for service in self.services])
+
+    def close(self) -> None:
+        """Stop the lead, then every owner. Idempotent."""
+        self.lead.close()
+        for service in self.services:
+            service.close()
+
+
+class InProcessStore:
+    """A ``ParameterStore`` over owners of the same process.
+
+    Knows which owner has which shard; not what owners do with bytes. Copies run in its own small thread pool, and
+    no thread of the pool ever waits for anything."""
+
+    def __init__(
+        self, rank: int, owners: LocalOwners, *, stall_timeout: float = 600.0, recorder: Recorder | None = None
+    ) -> None:
+        """``stall_timeout``: seconds that a peer may stand still while this rank waits for it."""
+        self.rank = rank
+        self._owners = owners
+        self._recorder = recorder or NullRecorder()
+        self._watch = StallWatch(rank, stall_timeout)
+        self._pool = ThreadPoolExecutor(
+            _POOL, thread_name_prefix=f"store-{rank}", initializer=use_torch_threads, initargs=(1,)
+        )
+        self._spec: ModelSpec | None = None
+        self._map: ShardMap | None = None
+        self._closed = False
+
+    def attach(self, spec: ModelSpec) -> Attached:
+        """See ``ParameterStore.attach``."""
+        self._check_open()
+        answers = [service.attach(self.rank, spec) for service in self._owners.services]
+        self._spec, self._map = spec, shard_map_for(spec.layout, len(self._owners.services), spec.shard_map)
+        self._owners.lead.attach(self.rank, spec, answers[0].version)
+        return answers[0]
+
+    def load(self, unit: int, values: Tensor) -> Future[None]:
+        """See ``ParameterStore.load``."""
+
+        def load_shard(shard: Shard) -> Future[None]:
+            def copy() -> None:
+                self._service(shard).load(shard.index, values[shard.start : shard.stop])
+
+            return self._pool.submit(copy)
+
+        return self._each_shard(unit, values, load_shard, "load")
+
+    def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
+        """See ``ParameterStore.fetch``."""
+        done: Future[None] = Future()
+        claim = _Claim(done)
+
+        def fetch_shard(shard: Shard) -> Future[None]:
+            read = self._service(shard).read(shard.index, version, kind)
+            what = f"{self._unit(unit).name} v{version} from optimizer {self._owner(shard)}"
+            self._watch.watch(read, what, partial(self._service(shard).describe, shard.index))
+            return self._then(read, lambda memory: claim.copy(out[shard.start : shard.stop], memory))
+
+        return self._each_shard(unit, out, fetch_shard, "fetch", done)
+
+    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+        """See ``ParameterStore.push``."""
+
+        def push_shard(shard: Shard) -> Future[None]:
+            service = self._service(shard)
+
+            def land(memory: Tensor | None) -> None:
+                if memory is not None:
+                    memory.copy_(grads[shard.start : shard.stop])
+                    service.landed(contribution, shard.index)
+
+            return self._then(service.reserve_when_free(contribution, shard.index), land)
+
+        return self._each_shard(contribution.unit, grads, push_shard, "push")
+
+    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+        """See ``ParameterStore.finish``."""
+        return self._ask_lead(f"the norm of step {report.step}", lambda lead: lead.finish(report, inputs))
+
+    def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
+        """See ``ParameterStore.commit``."""
+        return self._ask_lead(f"the decision of step {step}", lambda lead: lead.commit(self.rank, step, inputs))
+
+    def decision(self, step: int) -> Future[Decision]:
+        """See ``ParameterStore.decision``."""
+        return self._ask_lead(f"the decision of step {step}", lambda lead: lead.decision(step))
+
+    def discard(self, step: int, attempt: int) -> Future[None]:
+        """See ``ParameterStore.discard``."""
+        return self._ask_lead(f"the discard of step {step}", lambda lead: lead.discard(self.rank, step, attempt))
+
+    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+        """See ``ParameterStore.save``."""
+        what = f"the checkpoint of v{step}"
+        return self._ask_lead(what, lambda lead: lead.save(self.rank, step, directory, files))
+
+    def close(self, reason: str = "closed") -> None:
+        """See ``ParameterStore.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._spec is not None:
+            self._owners.lead.leave(self.rank, reason)
+        self._watch.close(StoreClosedError(f"rank {self.rank} closed its store ({reason})"))
+        self._pool.shutdown(wait=True)
+
+    # ---- helpers
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"rank {self.rank} used its store after close()")
+
+    def _attached(self) -> tuple[ModelSpec, ShardMap]:
+        self._check_open()
+        if self._spec is None or self._map is None:
+            raise StoreError(f"rank {self.rank} has not attached")
+        return self._spec, self._map
+
+    def _unit(self, unit: int) -> UnitLayout:
+        return self._attached()[0].layout.units[unit]
+
+    def _owner(self, shard: Shard) -> int:
+        return self._attached()[1].owner(shard.index)
+
+    def _service(self, shard: Shard) -> ShardService:
+        return self._owners.services[self._owner(shard)]
+
+    def _ask_lead(self, what: str, ask: Callable[[StepLead], Future[T]]) -> Future[T]:
+        try:
+            self._attached()
+        except StoreError as exc:
+            return failed(exc)
+        return self._watch.watch(ask(self._owners.lead), what, self._owners.lead.describe)
+
+    def _each_shard(
+        self,
+        unit: int,
+        tensor: Tensor,
+        move: Callable[[Shard], Future[None]],
+        direction: str,
+        done: Future[None] | None = None,
+    ) -> Future[None]:
+        """Move every shard of a unit; done when all are, counted in bytes and seconds."""
+        done = done if done is not None else Future()
+        started = time.perf_counter()
+
+        def finished(_: Sequence[None]) -> None:
+            self._recorder.add(
+                TRANSFER_BYTES, tensor.numel() * tensor.itemsize, direction=direction, transport=_TRANSPORT
+            )
+            name = {"fetch": FETCH_SECONDS, "push": PUSH_SECONDS}.get(direction)
+            if name is not None:
+                self._recorder.observe(name, time.perf_counter() - started, transport=_TRANSPORT)
+            settle(done, None)
+
+        try:
+            self._check_size(unit, tensor)
+            shards = self._attached()[0].layout.shards_by_unit[unit]
+            when_all([move(shard) for shard in shards], finished, partial(fail, done))
+        except StoreError as exc:
+            return failed(exc)
+        return done
+
+    def _check_size(self, unit: int, tensor: Tensor) -> None:
+        layout = self._unit(unit)
+        if tensor.shape != (layout.numel,):
+            raise StoreError(f"{layout.name!r} has {layout.numel} elements, got a tensor of {tuple(tensor.shape)}")
+
+    def _then(self, source: Future[T], act: Callable[[T], None]) -> Future[None]:
+        """Run ``act`` on the result, in the pool."""
+        target: Future[None] = Future()
+
+        def run(result: T) -> None:
+            try:
+                act(result)
+            except Exception as exc:  # whatever it is belongs to the caller of the transfer
+                fail(target, exc)
+            else:
+                settle(target, None)
+
+        def submit(done: Future[T]) -> None:
+            error = done.exception()
+            if error is not None:
+                fail(target, error)
+                return
+            try:
+                self._pool.submit(run, done.result())
+            except RuntimeError:  # the pool was shut down by close()
+                fail(target, StoreClosedError(f"rank {self.rank} closed its store"))
+
+        source.add_done_callback(submit)
+        return target
+
+
+class _Claim:
+    """The right to write into a fetch's buffer: given up once the fetch is cancelled."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+        self._lock = threading.Lock()
+        self._granted: bool | None = None
+
+    def copy(self, out: Tensor, memory: Tensor) -> None:
+        """Copy unless the fetch was cancelled; from the first copy on it can no longer be."""
+        with self._lock:
+            if self._granted is None:
+                self._granted = self._future.set_running_or_notify_cancel()
+        if self._granted:
+            out.copy_(memory)

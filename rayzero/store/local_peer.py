@@ -1,0 +1,45 @@
+"""An owner of this process as the lead sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from rayzero.errors import StoreError
+from rayzero.messages import Decision, FileEntry, FinishReport, NormParts
+from rayzero.optimizer.futures import failed, settled
+from rayzero.optimizer.service import ShardService
+
+
+class LocalPeer:
+    """A ``ShardService`` of this process, as an ``OwnerPeer`` (optimizer/peers.py).
+
+    Knows the service and who else must hear of an abort; not what a step is."""
+
+    def __init__(self, service: ShardService, on_abort: Callable[[StoreError], None] | None = None) -> None:
+        """``on_abort`` is called after the service was aborted."""
+        self._service = service
+        self._on_abort = on_abort
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """Norm parts of the step, once every counted push is there."""
+        return self._service.collect(step, reports)
+
+    def apply(self, decision: Decision) -> Future[None]:
+        """Queue the decision's update."""
+        try:
+            self._service.apply(decision)
+        except StoreError as exc:
+            return failed(exc)
+        return settled(None)
+
+    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+        """Write the owner's shards of version ``step``."""
+        return self._service.save(step, directory)
+
+    def abort(self, error: StoreError) -> None:
+        """Fail what waits for the owner."""
+        self._service.abort(error)
+        if self._on_abort is not None:
+            self._on_abort(error)

@@ -1,0 +1,140 @@
+"""Our messages (rayzero/messages.py) as protobuf messages, and back. Nothing but field by field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rayzero.messages import (
+    Action,
+    CheckpointInfo,
+    Contribution,
+    Decision,
+    FileEntry,
+    FinishReport,
+    Hyper,
+    ModelSpec,
+    Norm,
+    NormParts,
+    StepInputs,
+    canonical_json,
+)
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+
+_ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
+_FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
+
+
+def _json(value: Any) -> bytes:
+    return canonical_json(value).encode()
+
+
+def _hyper(described: bytes) -> tuple[Hyper, ...]:
+    return tuple(json.loads(described))
+
+
+def spec_to_bytes(spec: ModelSpec) -> bytes:
+    """A spec as canonical JSON."""
+    return _json(spec.to_json())
+
+
+def spec_from_bytes(described: bytes) -> ModelSpec:
+    """The inverse of :func:`spec_to_bytes`."""
+    return ModelSpec.from_json(json.loads(described))
+
+
+def contribution_to_pb(c: Contribution) -> pb.Contribution:
+    """The header of a push."""
+    return pb.Contribution(step=c.step, attempt=c.attempt, rank=c.rank, unit=c.unit, seq=c.seq, presence=c.presence)
+
+
+def contribution_from_pb(c: pb.Contribution) -> Contribution:
+    """The inverse of :func:`contribution_to_pb`."""
+    return Contribution(step=c.step, attempt=c.attempt, rank=c.rank, unit=c.unit, seq=c.seq, presence=c.presence)
+
+
+def report_to_pb(report: FinishReport) -> pb.FinishReport:
+    """What a rank pushed."""
+    return pb.FinishReport(step=report.step, attempt=report.attempt, rank=report.rank, counts=report.counts)
+
+
+def report_from_pb(report: pb.FinishReport) -> FinishReport:
+    """The inverse of :func:`report_to_pb`."""
+    return FinishReport(step=report.step, attempt=report.attempt, rank=report.rank, counts=tuple(report.counts))
+
+
+def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
+    """What a step is decided with."""
+    return pb.StepInputs(max_norms=inputs.max_norms, hyper=_json(inputs.hyper))
+
+
+def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
+    """The inverse of :func:`inputs_to_pb`; the digest is the same."""
+    return StepInputs(max_norms=tuple(inputs.max_norms), hyper=_hyper(inputs.hyper))
+
+
+def norm_to_pb(norm: Norm) -> pb.Norm:
+    """The global norm."""
+    return pb.Norm(step=norm.step, total=norm.total, finite=norm.finite)
+
+
+def norm_from_pb(norm: pb.Norm) -> Norm:
+    """The inverse of :func:`norm_to_pb`."""
+    return Norm(step=norm.step, total=norm.total, finite=norm.finite)
+
+
+def decision_to_pb(decision: Decision) -> pb.Decision:
+    """The record of a step."""
+    return pb.Decision(
+        step=decision.step,
+        attempts=decision.attempts,
+        action=_ACTIONS[decision.action],
+        scale=decision.scale,
+        norm=decision.norm,
+        hyper=_json(decision.hyper),
+    )
+
+
+def decision_from_pb(decision: pb.Decision) -> Decision:
+    """The inverse of :func:`decision_to_pb`."""
+    return Decision(
+        step=decision.step,
+        attempts=tuple(decision.attempts),
+        action=_FROM_ACTIONS[decision.action],
+        scale=decision.scale,
+        norm=decision.norm,
+        hyper=_hyper(decision.hyper),
+    )
+
+
+def parts_to_pb(parts: NormParts) -> pb.CollectResponse:
+    """An owner's sums of squares, as columns."""
+    shards, slots, sums = zip(*parts.parts, strict=True) if parts.parts else ((), (), ())
+    return pb.CollectResponse(shards=shards, slots=slots, sums=sums)
+
+
+def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
+    """The inverse of :func:`parts_to_pb`."""
+    return NormParts(step=step, parts=tuple(zip(columns.shards, columns.slots, columns.sums, strict=True)))
+
+
+def file_to_pb(entry: FileEntry) -> pb.FileEntry:
+    """A file of a checkpoint."""
+    return pb.FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=_json(entry.content))
+
+
+def file_from_pb(entry: pb.FileEntry) -> FileEntry:
+    """The inverse of :func:`file_to_pb`."""
+    return FileEntry(
+        name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=json.loads(entry.content)
+    )
+
+
+def checkpoint_to_pb(info: CheckpointInfo) -> pb.SaveResponse.Checkpoint:
+    """A complete checkpoint."""
+    return pb.SaveResponse.Checkpoint(path=info.path, step=info.step, digest=info.digest)
+
+
+def checkpoint_from_pb(info: pb.SaveResponse.Checkpoint) -> CheckpointInfo:
+    """The inverse of :func:`checkpoint_to_pb`."""
+    return CheckpointInfo(path=info.path, step=info.step, digest=info.digest)

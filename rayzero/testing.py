@@ -1,0 +1,283 @@
+"""Run a training loop on several ranks on this machine, without Ray.
+
+::
+
+    def train(ctx):
+        model, optimizer = rayzero.prepare(build(), ...)
+        ...
+        return rayzero.full_state_dict(model)
+
+    states = run_ranks(train, world_size=2, num_optimizers=3)
+
+Ranks are threads (fast, but they share torch's global random generator) or spawned processes (each its own, real
+transports). Owners live in this process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import secrets
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import ConfigError, RunFailedError
+from rayzero.store.protocol import ParameterStore
+from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+Loop = Callable[[RankContext], T]
+Connect = Callable[[int, Recorder], ParameterStore]  # (rank, recorder) -> its store
+Transport = Literal["inproc", "grpc"]
+
+
+def run_ranks(
+    fn: Loop[T],
+    world_size: int = 2,
+    num_optimizers: int = 2,
+    transport: Transport = "inproc",
+    processes: bool = False,
+    *,
+    config: ZeroConfig | None = None,
+    resume: Path | None = None,
+    run_dir: Path | None = None,
+    threads: int = 1,
+    stall_timeout: float = 60.0,
+) -> list[T]:
+    """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners; returns each rank's result.
+
+    processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport="grpc"``).
+    config: what ``rayzero.prepare`` uses where the loop gives it none. threads: torch threads of each rank process
+    and of each owner. stall_timeout: seconds a rank waits for a peer that makes no progress.
+
+    The error of the rank that failed first is raised, with a note that names the rank; the others are told to stop.
+    Nothing is left behind: no thread, process or port.
+    """
+    if processes and transport != "grpc":
+        raise ConfigError(f'transport={transport!r} cannot reach other processes; use transport="grpc"')
+    if world_size < 1 or num_optimizers < 1:
+        raise ConfigError(f"world_size and num_optimizers must be >= 1, got {world_size} and {num_optimizers}")
+    places = [
+        _Place(rank=rank, world_size=world_size, config=config, resume=resume, run_dir=run_dir, threads=threads)
+        for rank in range(world_size)
+    ]
+    owners = _grpc_owners if transport == "grpc" else _local_owners
+    with owners(num_optimizers, threads, stall_timeout) as connect:
+        return _in_processes(fn, places, connect) if processes else _in_threads(fn, places, connect)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Which rank, and what its context says."""
+
+    rank: int
+    world_size: int
+    config: ZeroConfig | None
+    resume: Path | None
+    run_dir: Path | None
+    threads: int
+
+    def context(self, connect: Connect, ending: _Ending) -> RankContext:
+        recorder = MemoryRecorder()
+        context = RankContext(
+            rank=self.rank,
+            world_size=self.world_size,
+            run="run_ranks",
+            run_dir=self.run_dir,
+            resume=self.resume,
+            config=self.config,
+            recorder=recorder,
+        )
+        context.connect = partial(_connected, context, connect, ending)
+        return context
+
+
+@dataclass(slots=True)
+class _Ending:
+    """Why ranks may connect no more, once one has failed."""
+
+    reason: str | None = None
+
+
+def _connected(context: RankContext, connect: Connect, ending: _Ending) -> ParameterStore:
+    """A store that closes with its rank's context, however far prepare() comes: the others may end it there."""
+    store = connect(context.rank, context.recorder)
+    context.on_close(store.close)
+    if ending.reason is not None:  # the context was closed before there was a store
+        store.close(ending.reason)
+    return store
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """How one rank ended: a result, or an error and where it came from."""
+
+    rank: int
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+    def name_rank(self) -> BaseException:
+        """The error, with a note that says whose it is, and from where if it lost its traceback on the way."""
+        assert self.error is not None
+        lost = self.trace and self.error.__traceback__ is None
+        self.error.add_note(f"on rank {self.rank}" + (f":\n{self.trace}" if lost else ""))
+        return self.error
+
+
+# ---- owners -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _local_owners(num_optimizers: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
+    from rayzero.store.inprocess import InProcessStore, LocalOwners
+
+    owners = LocalOwners(num_optimizers, threads=threads)
+    try:
+        yield lambda rank, recorder: InProcessStore(rank, owners, stall_timeout=stall_timeout, recorder=recorder)
+    finally:
+        owners.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Reaches the owners' servers from any process."""
+
+    addresses: tuple[str, ...]
+    token: str
+    stall_timeout: float
+
+    def __call__(self, rank: int, recorder: Recorder) -> ParameterStore:
+        from rayzero.store.grpc_client import GrpcStore
+
+        return GrpcStore(rank, self.addresses, token=self.token, stall_timeout=self.stall_timeout, recorder=recorder)
+
+
+@contextmanager
+def _grpc_owners(num_optimizers: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
+    from rayzero.optimizer.service import ShardService
+    from rayzero.store.grpc_server import OwnerServer
+
+    token = secrets.token_hex(16)
+    with ExitStack() as stack:
+        servers = []
+        for owner in range(num_optimizers):
+            service = ShardService(owner, num_optimizers, threads=threads)
+            stack.callback(service.close)
+            server = OwnerServer(service, token=token)
+            stack.callback(server.stop)
+            servers.append(server)
+        addresses = tuple(server.address for server in servers)
+        for server in servers:
+            server.connect_peers(addresses)
+        yield _Addresses(addresses, token, stall_timeout)
+
+
+def _outcome(fn: Loop[Any], context: RankContext) -> _Outcome:
+    """Run the loop in its context; what it raises is in the outcome."""
+    outcome = _Outcome(context.rank)
+    try:
+        outcome.result = fn(context)
+    except BaseException as exc:  # supervision: raised again by the caller of run_ranks
+        outcome.error, outcome.trace = exc, traceback.format_exc()
+    return outcome
+
+
+# ---- ranks as threads -------------------------------------------------------------------------------------------
+
+
+def _in_threads(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
+    ending = _Ending()
+    contexts = [place.context(connect, ending) for place in places]
+    outcomes: list[_Outcome] = []  # in the order in which loops ended
+    ended = threading.Lock()
+
+    def run(context: RankContext) -> None:
+        with running_in(context):
+            outcome = _outcome(fn, context)  # told before the rank leaves the run, which fails the others
+            with ended:
+                outcomes.append(outcome)
+                first_failure = outcome.error is not None and sum(o.error is not None for o in outcomes) == 1
+        if first_failure:
+            ending.reason = f"rank {context.rank} failed: {outcome.error}"
+            for other in contexts:
+                other.close(ending.reason)
+
+    ranks = [threading.Thread(target=run, args=(context,), name=f"rank-{context.rank}") for context in contexts]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return _results(outcomes)
+
+
+def _results(outcomes: list[_Outcome]) -> list[Any]:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.name_rank()
+    return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+# ---- ranks as processes -----------------------------------------------------------------------------------------
+
+
+def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
+    spawn = multiprocessing.get_context("spawn")
+    pipes: dict[Connection, int] = {}
+    children = []
+    for place in places:
+        ours, theirs = spawn.Pipe(duplex=False)
+        child = spawn.Process(target=_child, args=(fn, place, connect, theirs), name=f"rank-{place.rank}")
+        child.start()
+        theirs.close()
+        pipes[ours] = place.rank
+        children.append(child)
+    try:
+        return _results(_outcomes(pipes))
+    finally:
+        for child in children:
+            child.terminate()
+            child.join()
+
+
+def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:
+    """Each rank's outcome as it ends, until all have ended or one has failed."""
+    outcomes: list[_Outcome] = []
+    waiting = dict(pipes)
+    while waiting and not any(outcome.error for outcome in outcomes):
+        for pipe in wait(list(waiting)):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                outcomes.append(pickle.loads(pipe.recv_bytes()))
+            except EOFError:
+                outcomes.append(_Outcome(rank, error=RunFailedError(f"the process of rank {rank} died")))
+    return outcomes
+
+
+def _child(fn: Loop[Any], place: _Place, connect: Connect, pipe: Connection) -> None:
+    torch.set_num_threads(place.threads)
+    with running_in(place.context(connect, _Ending())) as context:
+        _send(pipe, _outcome(fn, context))  # before the rank leaves the run, which fails the others
+
+
+def _send(pipe: Connection, outcome: _Outcome) -> None:
+    try:
+        pipe.send_bytes(pickle.dumps(outcome))  # by value: torch's own reduction would send a file descriptor
+    except Exception as exc:  # what cannot be pickled may raise anything
+        what = "error" if outcome.error is not None else "result"
+        error = RunFailedError(f"rank {outcome.rank}: its {what} cannot be sent to the parent: {exc}")
+        pipe.send_bytes(pickle.dumps(_Outcome(outcome.rank, error=error, trace=outcome.trace)))

@@ -1,0 +1,120 @@
+"""The host pool: classes, bounds, returns in flight."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+from rayzero.activations.host_pool import HostPool, size_class
+from rayzero.errors import RayZeroError
+
+
+class Copy:
+    """A copy in flight that ends when told."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def finished(self) -> bool:
+        return self.ended.is_set()
+
+    def join(self) -> None:
+        assert self.ended.wait(10)
+
+
+def test_size_classes_fit_and_waste_less_than_a_quarter():
+    for nbytes in [1, 4096, 4097, 5120, 5121, 8192, 8193, 1 << 20, (1 << 20) + 1, 123_456_789]:
+        size = size_class(nbytes)
+        assert size >= nbytes
+        assert size_class(size) == size
+        assert size == 4096 or size < nbytes * 1.25
+
+
+def test_buffers_are_reused_across_sizes_of_one_class():
+    pool = HostPool()
+    first = pool.acquire(9000)
+    pool.give_back(first)
+    second = pool.acquire(10000)
+    assert second.whole.data_ptr() == first.whole.data_ptr()
+    assert second.bytes.numel() == 10000
+    status = pool.status()
+    assert (status.requests, status.hits, status.misses) == (2, 1, 1)
+    assert status.in_use_bytes == status.total_bytes == 10240
+    assert status.classes[0].utilization == 1.0
+
+
+def test_a_double_free_is_named():
+    pool = HostPool()
+    buffer = pool.acquire(100)
+    pool.give_back(buffer)
+    with pytest.raises(RayZeroError, match="100 bytes was given back twice"):
+        pool.give_back(buffer)
+
+
+def test_a_buffer_still_read_by_a_copy_is_not_leased_again():
+    pool, copy = HostPool(), Copy()
+    first = pool.acquire(5000)
+    pool.give_back(first, after=copy)
+    assert pool.acquire(5000).whole.data_ptr() != first.whole.data_ptr()
+    assert pool.status().returning_bytes == 5120
+    copy.ended.set()
+    assert pool.acquire(5000).whole.data_ptr() == first.whole.data_ptr()
+
+
+def test_the_cap_refuses_after_trimming_and_waiting():
+    pool, copy = HostPool(cap_bytes=20_000), Copy()
+    small = pool.acquire(4096)
+    pool.give_back(small)
+    big = pool.acquire(16_384)  # the free small one goes
+    assert pool.status().total_bytes == 16_384
+    assert pool.acquire(8192) is None
+    pool.give_back(big, after=copy)
+    threading.Timer(0.02, copy.ended.set).start()
+    assert pool.acquire(16_384) is not None  # waited for the copy
+    assert pool.status().refusals == 1
+    assert pool.status().peak_bytes <= 20_000
+
+
+def test_trim_gives_back_the_biggest_first():
+    pool = HostPool()
+    for buffer in [pool.acquire(4096), pool.acquire(40_960)]:
+        pool.give_back(buffer)
+    assert pool.trim(keep_bytes=5000) == 40_960
+    assert pool.status().free_bytes == 4096
+
+
+def test_failed_pinning_falls_back_to_pageable_with_one_warning():
+    asked = []
+
+    def allocate(nbytes: int, pinned: bool) -> torch.Tensor:
+        asked.append(pinned)
+        if pinned:
+            raise RuntimeError("no more page-locked memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = HostPool(pin=True, allocate=allocate)
+    with pytest.warns(UserWarning, match="pageable"):
+        assert pool.acquire(10) is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pool.acquire(10) is not None
+    assert asked == [True, False, False]
+
+
+def test_the_pinned_cap_falls_back_too():
+    pool = HostPool(pin=True, pinned_cap_bytes=4096, allocate=lambda n, pinned: torch.empty(n, dtype=torch.uint8))
+    pool.acquire(10)
+    with pytest.warns(UserWarning, match="cap of 4,096"):
+        pool.acquire(10)
+    assert pool.status().pinned_bytes == 4096
+
+
+def test_poison_shows_a_late_reader():
+    pool = HostPool(poison=True)
+    buffer = pool.acquire(4096)
+    buffer.bytes.zero_()
+    pool.give_back(buffer)
+    assert buffer.bytes.view(torch.float32).isnan().all()

@@ -1,0 +1,209 @@
+"""A damaged or missing checkpoint is one clear line; a save that dies leaves the old state readable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayzero.checkpoint import CheckpointReader, latest_checkpoint, staging_path, sweep_stale, write_rank_state
+from rayzero.checkpoint import writer as writer_module
+from rayzero.errors import CheckpointError
+from rayzero.messages import MASTER, canonical_json
+
+from .test_round_trip import flip_byte
+
+
+def refusal(directory: Path, *, read: bool = False) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointReader(directory).verify() if read else CheckpointReader(directory)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def edit_manifest(directory: Path, change, *, rehash: bool = True) -> None:
+    path = directory / "manifest.json"
+    described = json.loads(path.read_text())
+    described.pop("sha256")
+    change(described)
+    digest = hashlib.sha256(canonical_json(described).encode()).hexdigest() if rehash else "0" * 64
+    path.write_text(json.dumps(described | {"sha256": digest}))
+
+
+def test_a_missing_checkpoint_names_those_beside_it(written, directory):
+    assert "there are none beside it" in refusal(directory)
+    written.save(directory)
+    assert "beside it are step-000030" in refusal(directory.with_name("step-000031"))
+
+
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path):
+    assert "is not a checkpoint: it has no manifest.json" in refusal(tmp_path)
+
+
+def test_a_truncated_file_is_found_when_the_checkpoint_is_opened(written, directory):
+    written.save(directory)
+    path = directory / "owner-000.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 8)
+    assert f"owner-000.safetensors has {size - 8:,} bytes, the manifest says {size:,}" in refusal(directory)
+
+
+def test_a_missing_file_is_found_when_the_checkpoint_is_opened(written, directory):
+    written.save(directory)
+    (directory / "rank-0000.safetensors").unlink()
+    assert "rank-0000.safetensors is missing" in refusal(directory)
+
+
+def test_a_flipped_byte_is_found_by_verify_and_by_the_read_that_meets_it(written, directory):
+    written.save(directory, num_owners=1)
+    flip_byte(directory / "owner-000.safetensors", -1)
+    assert "owner-000.safetensors is damaged: its hash is" in refusal(directory, read=True)
+    reader = CheckpointReader(directory)
+    last = list(reader.manifest.owner_files[0].content.values())
+    broken = next(c for c in last if c["kind"] == "compute" and c["stop"] == 81)
+    assert torch.equal(reader.read_slice("w", MASTER, 0, 10), written.values["w", MASTER][:10])
+    with pytest.raises(CheckpointError, match=r"owner-000.safetensors is damaged: compute of 'frozen'"):
+        reader.read_slice("frozen", "compute", broken["stop"] - 1, broken["stop"])
+
+
+def test_a_flipped_byte_in_a_rank_file_is_found_when_it_is_read(written, directory):
+    written.save(directory)
+    flip_byte(directory / "rank-0000.safetensors", -1)
+    with pytest.raises(CheckpointError, match=r"rank-0000\.safetensors is damaged"):
+        CheckpointReader(directory).rank_state(0)
+
+
+def test_a_flipped_byte_in_a_header_is_no_crash(written, directory):
+    written.save(directory)
+    flip_byte(directory / "owner-000.safetensors", 9)
+    with pytest.raises(CheckpointError, match=r"owner-000\.safetensors cannot be read as safetensors"):
+        CheckpointReader(directory).read_slice("w", MASTER, 0, 323)
+
+
+def test_a_manifest_that_does_not_match_its_own_hash_is_refused(written, directory):
+    written.save(directory)
+    edit_manifest(directory, lambda d: d.update(step=31), rehash=False)
+    assert "manifest.json is damaged: it says its hash is 000000000000" in refusal(directory)
+
+
+def test_a_manifest_with_another_files_hash_is_found_by_verify(written, directory):
+    written.save(directory)
+    edit_manifest(directory, lambda d: d["owner_files"][0].update(sha256="f" * 64))
+    assert "the manifest says ffffffffffff" in refusal(directory, read=True)
+
+
+def test_a_manifest_whose_entries_were_changed_has_a_wrong_content_digest(written, directory):
+    written.save(directory)
+    edit_manifest(directory, lambda d: d.update(step=31))
+    assert "wrong content digest" in refusal(directory)
+
+
+def test_a_manifest_without_a_field_is_refused(written, directory):
+    written.save(directory)
+    edit_manifest(directory, lambda d: d.pop("hyper"))
+    assert "lacks or misstates a field: KeyError('hyper')" in refusal(directory)
+
+
+def test_another_version_is_refused(written, directory):
+    written.save(directory)
+    edit_manifest(directory, lambda d: d.update(version=2))
+    assert "format version 2, this RayZero reads version 1" in refusal(directory)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"format": "other"}', "\x00\x01"])
+def test_a_file_that_is_no_manifest_is_refused(written, directory, text):
+    written.save(directory)
+    (directory / "manifest.json").write_text(text)
+    assert "manifest.json" in refusal(directory)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "owner-000.safetensors"])
+def test_a_manifest_cut_anywhere_or_file_cut_anywhere_is_refused(written, directory, name):
+    written.save(directory)
+    whole = (directory / name).read_bytes()
+    for length in range(0, len(whole) - 1, max(1, len(whole) // 23)):
+        (directory / name).write_bytes(whole[:length])
+        refusal(directory)
+
+
+def test_a_file_that_never_arrived_stops_the_commit(written, directory):
+    owners, ranks = written.stage(directory)
+    (staging_path(directory) / owners[1].name).unlink()
+    with pytest.raises(CheckpointError, match=r"owner-001.safetensors should have .* it is not there.*same storage"):
+        written.commit(directory, owners, ranks)
+    assert not directory.exists()
+
+
+def test_leftovers_of_an_interrupted_save_do_not_end_up_in_the_next(written, directory):
+    written.stage(directory, num_owners=5)  # died before its manifest
+    written.save(directory, num_owners=2)
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "manifest.json", "owner-000.safetensors", "owner-001.safetensors", "rank-0000.safetensors",
+    ]  # fmt: skip
+    CheckpointReader(directory).verify()
+
+
+def test_saving_the_same_step_again_replaces_it(written, directory):
+    first = written.save(directory)
+    written.values["w", MASTER].add_(1)
+    second = written.save(directory)
+    assert CheckpointReader(directory).digest == second.digest != first.digest
+    assert [path.name for path in directory.parent.iterdir()] == ["step-000030"]
+
+
+def test_stale_staging_directories_are_swept_and_complete_checkpoints_are_not(written, directory):
+    written.save(directory)
+    written.stage(directory.with_name("step-000040"))
+    (directory.parent / "notes").mkdir()
+    assert sweep_stale(directory.parent) == [".step-000040.tmp"]
+    assert sorted(path.name for path in directory.parent.iterdir()) == ["notes", "step-000030"]
+
+
+def test_a_loop_state_that_is_not_json_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match="rank 2: the loop state is not JSON-able"):
+        write_rank_state(tmp_path / ".step-000001.tmp", 2, {"x": torch.zeros(1)}, {})
+
+
+def _die_at(written, directory: Path, point: str) -> None:
+    """Save in a process that kills itself right before (or after) ``point``."""
+    original = getattr(writer_module, point)
+
+    def die(*args: object) -> None:
+        if point == "_drop_strangers":
+            original(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(writer_module, point, die)
+    written.save(directory)
+
+
+@pytest.mark.parametrize("point", ["_write_file", "_check_staged", "_drop_strangers", "_rename_into_place"])
+def test_a_save_killed_before_its_rename_leaves_the_old_state(written, directory, point):
+    written.save(directory)
+    before = CheckpointReader(directory).digest
+    written.values["w", MASTER].add_(1)
+    for target in (directory, directory.with_name("step-000060")):
+        process = multiprocessing.get_context("fork").Process(target=_die_at, args=(written, target, point))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    sweep_stale(directory.parent)
+    assert latest_checkpoint(directory.parent.parent) == directory
+    reader = CheckpointReader(directory)
+    reader.verify()
+    assert reader.digest == before
+    assert [path.name for path in directory.parent.iterdir()] == ["step-000030"]
+
+
+def test_a_replacement_killed_between_its_two_renames_gives_the_name_back(written, directory):
+    digest = written.save(directory).digest
+    directory.rename(writer_module._replaced_path(directory))  # the first rename; then the power goes
+    sweep_stale(directory.parent)
+    assert CheckpointReader(directory).digest == digest

@@ -1,0 +1,247 @@
+"""Saving, resuming and exporting where that cannot be: one line that says why, and nothing lost or left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.checkpoint import CheckpointReader, export_full, staging_path, write_rank_state
+from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError
+from rayzero.messages import MASTER
+
+
+def prepared(model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any) -> rayzero.ZeroOptimizer:
+    """The optimizer of a prepared model; its run is that of the context."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return rayzero.prepare(model, cls(trained, **{"lr": 1e-3} | options), ZeroConfig())[1]
+
+
+def one_step(model: nn.Module, optimizer: rayzero.ZeroOptimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_line(caught: pytest.ExceptionInfo[RayZeroError]) -> str:
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- where a checkpoint cannot be put
+
+
+@pytest.mark.parametrize("target", ["folder", "empty", "file", "file/x", "file/deep/x", "link"])
+def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path, target: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("years")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("data")
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    before = sorted(tmp_path.rglob("*"))
+    with running_in(RankContext()):
+        optimizer = prepared(nn.Linear(4, 4))
+        with pytest.raises(CheckpointError, match="cannot save to") as caught:
+            rayzero.save_checkpoint(optimizer, tmp_path / target, {})
+        one_line(caught)
+        assert sorted(tmp_path.rglob("*")) == before
+        rayzero.save_checkpoint(optimizer, tmp_path / "good", {})  # the run goes on
+        rayzero.save_checkpoint(optimizer, tmp_path / "good", {})  # a checkpoint may be replaced
+    assert (tmp_path / "folder" / "thesis.txt").read_text() == "years"
+
+
+def test_a_commit_over_something_else_is_refused_and_what_was_staged_is_gone(written, directory):
+    owners, ranks = written.stage(directory)
+    directory.mkdir()
+    (directory / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"is a folder that is not a checkpoint") as caught:
+        written.commit(directory, owners, ranks)
+    one_line(caught)
+    assert [path.name for path in directory.parent.rglob("*")] == ["step-000030", "notes"]
+
+
+def test_a_parent_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        optimizer = prepared(nn.Linear(4, 4))
+        with pytest.raises(CheckpointError, match=r"cannot (save to|write) /proc/nowhere"):
+            rayzero.save_checkpoint(optimizer, "/proc/nowhere/step-000000", {})
+
+
+# ---- what a failed save leaves
+
+
+def test_a_commit_that_fails_leaves_no_staging_directory(written, directory):
+    before = written.save(directory).digest
+    owners, ranks = written.stage(directory)
+    with pytest.raises(CheckpointError, match="not complete"):
+        written.commit(directory, owners[:1], ranks)
+    assert [path.name for path in directory.parent.iterdir()] == ["step-000030"]
+    assert CheckpointReader(directory).digest == before
+
+
+def test_a_file_that_cannot_be_written_leaves_no_staging_directory(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="safetensors files cannot hold"):
+        write_rank_state(staging_path(tmp_path / "ck"), 0, {}, {"x": torch.zeros(2, dtype=torch.complex128)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_the_lead_refuses_leaves_no_staging_directory(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        optimizer = prepared(nn.Linear(4, 4))
+        optimizer.engine.close()
+        with pytest.raises(RayZeroError):
+            rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what save_checkpoint takes
+
+
+def test_another_optimizer_and_another_loop_state_are_refused_by_name(tmp_path: Path) -> None:
+    plain: Any = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(UnsupportedError, match=r"that rayzero.prepare\(\) returned, got torch.optim.sgd.SGD") as caught:
+        rayzero.save_checkpoint(plain, tmp_path / "ck", {})
+    one_line(caught)
+    with running_in(RankContext()):
+        optimizer = prepared(nn.Linear(4, 4))
+        for bad, name in ((None, "NoneType"), ([], "list")):
+            with pytest.raises(ConfigError, match=f"loop_state of save_checkpoint is {name}; pass a dict") as caught:
+                rayzero.save_checkpoint(optimizer, tmp_path / "ck", bad)  # type: ignore[arg-type]
+            one_line(caught)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- another model, another optimizer
+
+
+def mlp(hidden: int = 8, *, bias: bool = True, frozen: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 4, bias=bias))
+    model[0].weight.requires_grad_(not frozen)
+    return model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    with running_in(RankContext()):
+        model = mlp()
+        optimizer = prepared(model)
+        one_step(model, optimizer)
+        rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
+    return tmp_path / "ck"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({"hidden": 6}, {}, r"'0.weight' has shape \(8, 4\) in .*/ck, but \(6, 4\) in the model"),
+        ({"hidden": 16}, {}, r"'0.weight' has shape \(8, 4\) in .*/ck, but \(16, 4\) in the model"),
+        ({"bias": False}, {}, r"/ck has a parameter '1.bias' of shape \(4,\), but the model has none"),
+        ({"frozen": True}, {}, r"'0.weight' is trained in .*/ck, but frozen in this run"),
+        ({}, {"cls": torch.optim.Adam}, "with optimizer 'torch.optim.adamw:AdamW', this run has 'torch.optim.adam:A"),
+        ({}, {"cls": torch.optim.SGD}, "with optimizer 'torch.optim.adamw:AdamW', this run has 'torch.optim.sgd:SGD'"),
+        ({}, {"amsgrad": True}, r"states \['exp_avg', 'exp_avg_sq'\] of '0..*', this run keeps .*'max_exp_avg_sq'"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(checkpoint: Path, model, options, message) -> None:
+    with running_in(RankContext(resume=checkpoint)), pytest.raises(CheckpointError, match=message) as caught:
+        prepared(mlp(**model), **options)
+    one_line(caught)
+
+
+def test_a_parameter_that_the_checkpoint_lacks_is_named(checkpoint: Path) -> None:
+    model = mlp()
+    model.append(nn.Linear(4, 3))
+    message = r"has no parameter '2.weight', which the model has with shape \(3, 4\)"
+    with running_in(RankContext(resume=checkpoint)), pytest.raises(CheckpointError, match=message):
+        prepared(model)
+
+
+def test_states_of_a_generic_optimizer_must_be_the_same(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        model = mlp()
+        optimizer = prepared(model, torch.optim.SGD)
+        one_step(model, optimizer)
+        rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
+    message = r"states \[\] of '0.*', this run keeps \['momentum_buffer'\]"
+    with running_in(RankContext(resume=tmp_path / "ck")), pytest.raises(CheckpointError, match=message):
+        prepared(mlp(), torch.optim.SGD, momentum=0.9)
+
+
+def test_options_and_groups_may_differ(checkpoint: Path) -> None:
+    with running_in(RankContext(resume=checkpoint)):
+        model = mlp()
+        groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+        _, optimizer = rayzero.prepare(model, torch.optim.AdamW(groups, lr=0.1), ZeroConfig())
+        one_step(model, optimizer)
+        info = rayzero.save_checkpoint(optimizer, checkpoint.with_name("next"), {})
+    assert info.step == 2
+    assert CheckpointReader(checkpoint.with_name("next")).slot_step("1.bias") == 2
+
+
+# ---- exporting and reading
+
+
+@pytest.mark.parametrize("out", ["file/x", "file/x.safetensors", "file", "folder.safetensors"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_export_to_an_impossible_place_is_one_line(written, directory, tmp_path, out, overwrite):
+    written.save(directory)
+    (tmp_path / "file").write_text("data")
+    (tmp_path / "folder.safetensors").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"cannot export to|is a folder") as caught:
+        export_full(directory, tmp_path / out, overwrite=overwrite)
+    one_line(caught)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_export_to_an_unwritable_folder_is_one_line(written, directory):
+    written.save(directory)
+    with pytest.raises(CheckpointError, match="cannot export to /proc/nowhere") as caught:
+        export_full(directory, "/proc/nowhere")
+    one_line(caught)
+
+
+def test_a_manifest_that_is_a_folder_is_one_line(written, directory):
+    written.save(directory)
+    (directory / MANIFEST).unlink()
+    (directory / MANIFEST).mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: Is a directory") as caught:
+        CheckpointReader(directory)
+    one_line(caught)
+
+
+# ---- shared modules
+
+
+def test_buffers_of_a_module_with_two_names_are_exported_under_both(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.BatchNorm1d(4)
+            self.second = self.first
+            self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    with running_in(RankContext()):
+        model = Twice()
+        optimizer = prepared(model)
+        one_step(model, optimizer)
+        rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
+    state = load_file(export_full(tmp_path / "ck", tmp_path / "out"))
+    fresh = Twice()
+    fresh.load_state_dict(state, strict=True)
+    assert fresh.second.num_batches_tracked == 2
+    assert {"first.running_mean", "second.running_mean"} <= state.keys()
+    assert "scratch" not in state
+    assert CheckpointReader(tmp_path / "ck").kinds("first.weight")[-1] == MASTER

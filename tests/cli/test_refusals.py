@@ -1,0 +1,205 @@
+"""Bad input is one line on stderr and exit code 2, found before Ray is started, with nothing written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+
+from rayzero.checkpoint import latest_checkpoint
+from rayzero.cli import main
+from rayzero.cli.train import stopped
+from rayzero.recipes.lm import train_loop
+from rayzero.recipes.recipe import RecipeConfig
+from rayzero.testing import run_ranks
+
+SMALL = ["dim=16", "num_layers=1", "num_heads=2", "seq_len=16", "batch_size=2", "eval_batches=1"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def rayzero(*arguments: str, cwd: Path) -> Ended:
+    """Run a command line in this process; none of these starts Ray."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rayzero", *arguments])
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    assert not ray.is_initialized()
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def in_a_process(*arguments: str, cwd: Path, **environment: str) -> Ended:
+    """The same as ``python -m rayzero``."""
+    command = [sys.executable, "-m", "rayzero", *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def refused(*arguments: str, cwd: Path) -> str:
+    """The one line with which a command refuses; nothing may have been written."""
+    before = sorted(path for path in cwd.rglob("*"))
+    ended = rayzero(*arguments, cwd=cwd)
+    assert ended.code == 2, ended
+    assert ended.err.count("\n") == 1, ended
+    assert ended.err.startswith("rayzero: ")
+    assert sorted(path for path in cwd.rglob("*")) == before
+    return ended.err
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run directory with a checkpoint of step 2, made without Ray; returns its parent."""
+    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    recipe = RecipeConfig(
+        data=str(tmp_path / "text.txt"), dim=16, num_layers=1, num_heads=2, seq_len=16, batch_size=2, eval_batches=1,
+        steps=2, scaling={"num_workers": 1, "num_optimizers": 1},
+    )  # fmt: skip
+    run = tmp_path / "runs" / "r"
+    run_ranks(lambda ctx: train_loop(recipe.model_dump(mode="json")), world_size=1, num_optimizers=2, run_dir=run)
+    (run / "config.yaml").write_text(recipe.to_yaml())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stepz=3"], "unknown setting 'stepz'"),
+        (["--steps", "0"], "steps is 0 but must be greater than 0"),
+        (["--workers", "0"], "num_workers is 0 but must be greater than 0"),
+        (["zero.cpu_memory_budget=0"], "cpu_memory_budget is 0"),
+        (["lr=fast"], "lr is 'fast' but must be a valid number"),
+        (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
+        (["one.yaml", "two.yaml"], "one recipe at a time"),
+        (["data=nowhere"], "no such file, folder or glob"),
+        (["data=empty.txt"], "the training split has 0 tokens"),
+        (["tokenizer=nowhere.json"], "no such file"),
+        (["model=hf:nowhere.json"], "no such file"),
+        (["zero.overlap=backward"], "overlap='backward' is not supported yet"),
+        (["zero.transport=inproc", "--run-dir", "tin"], "transport='inproc' reaches owners in the same process"),
+        (["zero=hello"], "zero must be a group of settings"),
+        (["run=5"], "run must be a group of settings"),
+        (["zero=hello", "precision=bf16"], "zero must be a group of settings"),
+        (["--run-dir", "/"], "--run-dir is '/' but must be"),
+        (["--run-dir", "text.txt/run"], "--run-dir: cannot make"),
+        (["data=unreadable"], "unreadable/mem: Input/output error"),
+        (["data=" + "x" * 300], "data: cannot read"),
+        (["--resume"], "no runs in"),
+        (["--resume", "--run-dir", "runs/x"], "nothing to resume"),
+        (["run.resume=nowhere/step-000001"], "no checkpoint at"),
+    ],
+)
+def test_train_refuses(tmp_path, arguments, message):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "mem").symlink_to("/proc/self/mem")  # opens, and cannot be read even by root
+    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    defaults = [] if any("data=" in a for a in arguments) else ["data=text.txt"]
+    assert message in refused("train", *arguments, *defaults, *SMALL, cwd=tmp_path)
+
+
+def test_train_refuses_what_typer_refuses_with_the_same_code(tmp_path):
+    assert rayzero("train", "--steps", "many", cwd=tmp_path).code == 2
+    assert rayzero("trian", cwd=tmp_path).code == 2
+
+
+def test_resume_refuses_a_damaged_checkpoint(trained):
+    checkpoint = latest_checkpoint(trained / "runs" / "r")
+    manifest = checkpoint / "manifest.json"
+    described = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(described | {"sha256": "0" * 64}))
+    resume = ["train", "--resume", "--run-dir", "runs/r", "--steps", "4"]
+    assert "manifest.json is damaged: it says its hash is 000000000000" in refused(*resume, cwd=trained)
+    manifest.write_text(json.dumps(described))
+    os.truncate(checkpoint / "owner-000.safetensors", 100)
+    assert "owner-000.safetensors has 100 bytes, the manifest says" in refused(*resume, cwd=trained)
+    (checkpoint / "owner-000.safetensors").unlink()
+    assert "owner-000.safetensors is missing" in refused(*resume, cwd=trained)
+
+
+def test_resume_refuses_another_model_and_a_run_that_is_done(trained):
+    resume = ["train", "--resume", "--run-dir", "runs/r"]
+    assert "steps is 2 and " in refused(*resume, cwd=trained)
+    assert "is of another model: 'blocks.0.attention.out.weight' is (16, 16) there, (32, 32) here" in refused(
+        *resume, "--steps", "4", "dim=32", cwd=trained
+    )
+
+
+def test_a_run_is_not_written_over(trained):
+    message = refused("train", "runs/r/config.yaml", "--run-dir", "runs/r", cwd=trained)
+    assert "already holds" in message
+    assert "--run-dir" in message
+    assert "run_config" not in message
+
+
+def test_export_writes_a_file_and_refuses_to_write_over_it(trained):
+    ended = rayzero("export", "runs/r", "out", cwd=trained)
+    assert ended.code == 0, ended
+    assert "out/model.safetensors" in ended.out
+    assert "exists" in refused("export", "runs/r", "out", cwd=trained)
+    assert rayzero("export", "runs/r", "out", "--overwrite", "--dtype", "bfloat16", cwd=trained).code == 0
+    assert "no checkpoint at" in refused("export", "runs/nowhere", "out2", cwd=trained)
+    assert "dtype 'int3'" in refused("export", "runs/r", "out2", "--dtype", "int3", cwd=trained)
+
+
+def test_status_names_a_run_that_is_not_there(tmp_path):
+    assert "no runs in" in refused("status", cwd=tmp_path)
+    assert "no such run: 'x'" in refused("status", "x", cwd=tmp_path)
+    (tmp_path / "x").mkdir()
+    assert "holds no run" in refused("status", "x", cwd=tmp_path)
+
+
+def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
+    run = trained / "runs" / "r"
+    (run / "run.json").write_text("{}")
+    assert "run.json is not a run's record" in refused("status", "r", cwd=trained)
+    assert "run.json is not a run's record" in refused("status", cwd=trained)
+    record = {"run": "r", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
+    (run / "run.json").write_text(json.dumps(record))
+    whole = json.loads(rayzero("status", "r", "--json", cwd=trained).out)
+    assert whole["checkpoint"].endswith("step-000002")
+    broken = run / "checkpoints" / "step-000009"
+    broken.mkdir()
+    (broken / "manifest.json").write_text("{")
+    described = json.loads(rayzero("status", "r", "--json", cwd=trained).out)
+    assert described["checkpoint"] == whole["checkpoint"]
+    assert len(described["damaged"]) == 1
+    assert "damaged     " in rayzero("status", "r", cwd=trained).out
+
+
+def test_a_stopped_run_is_told_to_resume_only_where_there_is_a_checkpoint(trained):
+    assert "--resume --run-dir" in stopped(trained / "runs" / "r")
+    assert "--resume" not in stopped(trained / "runs" / "nothing")
+
+
+def test_as_a_process_it_is_one_line_and_with_debug_a_traceback(tmp_path):
+    plain = in_a_process("train", "stepz=3", cwd=tmp_path)
+    assert (plain.code, plain.out, plain.err.count("\n")) == (2, "", 1)
+    debug = in_a_process("train", "stepz=3", cwd=tmp_path, RAYZERO_DEBUG="1")
+    assert debug.code != 0
+    assert "Traceback" in debug.err
+
+
+def test_help_names_every_command(tmp_path):
+    ended = rayzero("--help", cwd=tmp_path)
+    assert ended.code == 0
+    assert all(command in ended.out for command in ("train", "status", "export", "doctor"))

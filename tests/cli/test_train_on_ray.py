@@ -1,0 +1,136 @@
+"""``rayzero train`` for real: its own Ray, two ranks, two optimizer actors, gRPC; stopped, resumed and looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rayzero.checkpoint import CheckpointReader
+from rayzero.layout.units import build_layout
+from rayzero.recipes.model import build_model
+from rayzero.recipes.recipe import RecipeConfig, load_recipe
+from rayzero.recipes.run_log import read_rows
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+VERSE = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
+STEPS = 40
+TRAIN = [
+    "train", "--steps", str(STEPS), "--workers", "2", "--optimizers", "2", "--checkpoint-every", "15",
+    "data=text.txt", "dim=32", "num_layers=2", "num_heads=2", "seq_len=32", "batch_size=4", "eval_every=1",
+    "eval_batches=1",
+]  # fmt: skip
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "rayzero", *arguments],
+        cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(*arguments: str, cwd: Path) -> str:
+    """Run a command to its good end; what it said."""
+    process = start(*arguments, cwd=cwd)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped; returns the folder the command was typed in."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_text(VERSE * 300)
+    (folder / "said.txt").write_text(finish(*TRAIN, "--run-dir", "runs/a", cwd=folder))
+    return folder
+
+
+def test_a_run_leaves_everything_it_promises(whole):
+    run = whole / "runs" / "a"
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "loss.png", "run.json", "checkpoints", ".lock",
+    }  # fmt: skip
+    rows = read_rows(run)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert [row.tokens for row in rows] == [2 * 4 * 32 * step for step in range(1, STEPS + 1)]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-000015",
+        "step-000030",
+        "step-000040",
+    ]
+    for checkpoint in (run / "checkpoints").iterdir():
+        CheckpointReader(checkpoint).verify()
+    said = (whole / "said.txt").read_text()
+    assert "unigram baseline" in said
+    assert str(run / "loss.png") in said
+
+
+def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(whole):
+    """Every rank fetches each unit once a pass (all of them fit), and pushes each one once a step."""
+    recipe = load_recipe(whole / "runs" / "a" / "config.yaml")
+    record = json.loads((whole / "runs" / "a" / "run.json").read_text())
+    model_bytes = layout_bytes(recipe)
+    moved: dict[str, float] = {}
+    for who, measured in record["measured"].items():
+        for series, value in measured.items():
+            if who.startswith("rank") and series.startswith("rayzero_transfer_bytes_total"):
+                assert 'transport="grpc"' in series
+                direction = series.partition('direction="')[2].partition('"')[0]
+                moved[direction] = moved.get(direction, 0) + value
+    assert moved["push"] == 2 * STEPS * model_bytes
+    assert moved["load"] == model_bytes
+    assert 2 * STEPS * model_bytes <= moved["fetch"] <= 2 * (STEPS + 1) * model_bytes
+
+
+def layout_bytes(recipe: RecipeConfig) -> int:
+    """Bytes of the flat vectors of all units, padding included."""
+    zero = recipe.zero
+    plan = build_layout(
+        build_model(recipe, 256), units=zero.units, min_unit_bytes=zero.min_unit_bytes, shard_bytes=zero.shard_bytes,
+        compute_dtype=torch.float32, keep_fp32=zero.keep_fp32,
+    )  # fmt: skip
+    return sum(unit.size_bytes for unit in plan.layout.units)
+
+
+def test_status_and_export_of_a_finished_run(whole):
+    described = json.loads(finish("status", "a", "--json", cwd=whole))
+    assert (described["state"], described["last"]["step"], described["steps"]) == ("finished", STEPS, STEPS)
+    assert described["checkpoint"].endswith("step-000040")
+    assert f"step        {STEPS} of {STEPS}" in finish("status", cwd=whole)
+    finish("export", "runs/a", "out", cwd=whole)
+    model = build_model(load_recipe(whole / "runs" / "a" / "config.yaml"), 256)
+    model.load_state_dict(load_file(whole / "out" / "model.safetensors"), strict=True)
+
+
+def test_stopped_by_ctrl_c_and_resumed_with_another_number_of_owners_the_hash_is_the_same(whole, tmp_path):
+    (tmp_path / "text.txt").write_text(VERSE * 300)
+    process = start(*TRAIN, "--run-dir", "runs/b", cwd=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 16/"):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert f"continue with: rayzero train --resume --run-dir {tmp_path}/runs/b" in err
+    said = finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=tmp_path)
+    assert re.search(r"40 steps from step (15|30), 2 ranks, 3 optimizer actors", said)
+    assert outcome(tmp_path / "runs" / "b") == outcome(whole / "runs" / "a")
+
+
+def outcome(run: Path) -> tuple[str, list[tuple[int, float, int]]]:
+    """What must not depend on how often a run was stopped: its last checkpoint, and its rows but for the times."""
+    digest = CheckpointReader(run / "checkpoints" / f"step-{STEPS:06d}").digest
+    return digest, [(row.step, row.loss, row.tokens) for row in read_rows(run)]

@@ -1,0 +1,63 @@
+"""A real local Ray for the tests of this folder. Authentication and statistics are set, never left to history."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import psutil
+import pytest
+import ray
+
+from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for all tests, with more CPUs than the machine has: they are only counted."""
+    ray.init(
+        address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=200 << 20
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def trainer(local_ray: None, tmp_path: Path) -> Callable[..., ZeroTrainer]:
+    """``trainer(loop, config, ...)``: a trainer of two ranks and two optimizers that writes under tmp_path."""
+
+    def make(loop: Callable[..., Any], config: Any = None, **settings: Any) -> ZeroTrainer:
+        scaling = {"num_workers": 2, "num_optimizers": 2, "threads_per_worker": 1, "threads_per_optimizer": 1}
+        return ZeroTrainer(
+            loop,
+            train_loop_config=config,
+            zero_config=settings.pop("zero_config", ZeroConfig(stall_timeout=60.0)),
+            scaling_config=ScalingConfig(**scaling | settings.pop("scaling", {})),
+            run_config=RunConfig(name="demo", storage_path=str(tmp_path), **settings.pop("run", {})),
+            **settings,
+        )
+
+    return make
+
+
+def ray_processes() -> list[str]:
+    """What the workers of this process's Ray are busy with: the names of their actors, "IDLE" for none."""
+    names = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    return [name.removeprefix("ray::").split(".")[0].strip() for name in names if name.startswith("ray::")]
+
+
+@pytest.fixture
+def nothing_left(local_ray: None) -> Iterator[None]:
+    """After the test, Ray knows no actor and holds no CPU of the run, and /dev/shm is as before."""
+    shm = set(os.listdir("/dev/shm"))
+    yield
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+    assert [name for name in ray_processes() if name in ("RankWorker", "OptimizerActor", "Coordinator")] == []
+    assert set(os.listdir("/dev/shm")) - shm == set()

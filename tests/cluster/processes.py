@@ -1,0 +1,56 @@
+"""Processes of the tests' own: started in a session of their own, and looked for by what they left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+SCRIPT = Path(__file__).with_name("script_run.py")
+
+
+def start_script(storage: Path, steps: int, **env: str) -> subprocess.Popen[str]:
+    """The user's script as a shell would start it: its own process group, one pipe for all it says."""
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(storage), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | env,
+    )
+
+
+def until_it_trains(script: subprocess.Popen[str]) -> str:
+    """What the script said until its first report."""
+    said = ""
+    assert script.stdout is not None
+    for line in script.stdout:
+        said += line
+        if line.startswith('{"rank"'):
+            return said
+    raise AssertionError(f"the script ended before it trained:\n{said}")
+
+
+def everyone_of(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def still_there(processes: Iterable[psutil.Process], timeout_s: float) -> list[str]:
+    """Those that have not ended after a while, by command line."""
+    _, alive = psutil.wait_procs(list(processes), timeout=timeout_s)
+    return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def listens(address: str) -> bool:
+    """True when something accepts connections there."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0

@@ -1,0 +1,42 @@
+"""A user's script: its training loop is a function of ``__main__``. Run by tests in a process of its own.
+
+``script_run.py STORAGE STEPS``: STEPS steps, or until it is stopped when STEPS is 0; prints JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tiny import tiny_steps
+
+from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.config import RunConfig, ScalingConfig
+from rayzero.engine.context import get_context, report
+
+
+def train_loop(config: dict[str, int]) -> None:
+    ctx = get_context()
+    try:
+        for step, (loss, _, _) in enumerate(tiny_steps()):
+            report({"step": step, "loss": loss})
+            if step + 1 == config["steps"]:
+                return
+    finally:
+        (Path(str(ctx.run_dir)) / f"ended-{ctx.rank}").write_text("")
+
+
+def main() -> None:
+    result = ZeroTrainer(
+        train_loop,
+        train_loop_config={"steps": int(sys.argv[2])},
+        scaling_config=ScalingConfig(num_workers=2, num_optimizers=1, threads_per_worker=1, threads_per_optimizer=1),
+        run_config=RunConfig(name="script", storage_path=sys.argv[1]),
+        on_report=lambda one: print(json.dumps({"rank": one.rank, **one.metrics}), flush=True),
+    ).fit()
+    print(json.dumps({"result": result.metrics, "transfers": result.transfers}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Ctrl-C in a script of its own, on a Ray that the run started: nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+
+import pytest
+
+from rayzero.cluster.run_dir import read_record
+
+from .processes import everyone_of, listens, start_script, still_there, until_it_trains
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def test_ctrl_c_tells_the_ranks_and_leaves_nothing_not_even_ray(tmp_path):
+    shm = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files:  # short: sockets have their path there
+        script = start_script(tmp_path, 0, RAY_TMPDIR=ray_files)
+        said = until_it_trains(script)
+        processes = everyone_of(script.pid)
+        record = read_record(tmp_path / "script")
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does: to everyone
+        said += script.communicate(timeout=100)[0]
+        assert script.returncode in (-signal.SIGINT, 128 + signal.SIGINT), said
+        assert "KeyboardInterrupt" in said
+        assert still_there(processes, timeout_s=20) == []
+    run = tmp_path / "script"
+    assert read_record(run)["state"] == "stopped"
+    assert sorted(path.name for path in run.glob("ended-*")) == ["ended-0", "ended-1"], "the loops' finally ran"
+    assert not any(listens(address) for address in record["routing"]["addresses"])
+    assert set(os.listdir("/dev/shm")) - shm == set()

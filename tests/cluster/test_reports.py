@@ -1,0 +1,97 @@
+"""Reports leave in order, never block a loop that is not far ahead, and end with the run."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
+from rayzero.errors import ConfigError, StoreClosedError
+
+
+def report(step: int) -> Report:
+    return Report(rank=0, metrics={"step": step})
+
+
+def test_reports_arrive_in_order_and_close_sends_the_rest():
+    arrived: list[Report] = []
+    channel = ReportChannel(arrived.extend)
+    for step in range(100):
+        channel.put(report(step))
+    channel.close(timeout_s=10)
+    assert [r.metrics["step"] for r in arrived] == list(range(100))
+
+
+def test_put_returns_while_an_earlier_batch_is_still_being_sent():
+    sending, let_go = threading.Event(), threading.Event()
+
+    def slow(batch: list[Report]) -> None:
+        sending.set()
+        assert let_go.wait(10)
+
+    channel = ReportChannel(slow)
+    channel.put(report(0))
+    assert sending.wait(10)
+    channel.put(report(1))  # would hang here if it waited for the batch
+    let_go.set()
+    channel.close(timeout_s=10)
+
+
+def test_a_loop_far_ahead_of_the_receiver_waits():
+    sending, let_go = threading.Event(), threading.Event()
+    arrived: list[Report] = []
+
+    def slow(batch: list[Report]) -> None:
+        sending.set()
+        assert let_go.wait(10)
+        arrived.extend(batch)
+
+    channel = ReportChannel(slow, limit=2)
+    channel.put(report(0))
+    assert sending.wait(10)
+    channel.put(report(1))
+    channel.put(report(2))
+    third = threading.Thread(target=channel.put, args=(report(3),))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    let_go.set()
+    third.join(10)
+    channel.close(timeout_s=10)
+    assert [r.metrics["step"] for r in arrived] == [0, 1, 2, 3]
+
+
+def test_what_sending_raised_is_raised_to_the_loop():
+    failed = threading.Event()
+
+    def broken(batch: list[Report]) -> None:
+        failed.set()
+        raise ConnectionError("the coordinator is gone")
+
+    channel = ReportChannel(broken)
+    channel.put(report(0))
+    assert failed.wait(10)
+    channel.close(timeout_s=10)
+    with pytest.raises(ConnectionError, match="the coordinator is gone"):
+        channel.put(report(1))
+
+
+def test_after_refuse_a_report_is_an_error():
+    channel = ReportChannel(lambda batch: None)
+    channel.refuse()
+    with pytest.raises(StoreClosedError, match="being stopped"):
+        channel.put(report(0))
+    channel.close(timeout_s=10)
+
+
+def test_one_element_tensors_and_arrays_become_numbers():
+    metrics = {"loss": torch.tensor(1.5), "n": np.int64(3), "x": np.array([2.0]), "note": "ok", "none": None}
+    assert plain_metrics(metrics) == {"loss": 1.5, "n": 3, "x": 2.0, "note": "ok", "none": None}
+
+
+def test_a_metric_that_is_no_number_is_refused_by_name():
+    with pytest.raises(ConfigError, match="'logits' is a Tensor"):
+        plain_metrics({"logits": torch.zeros(3)})

@@ -1,0 +1,97 @@
+"""What each process gets, and what is said when a cluster is too small."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.cluster.resources import Node, missing_resources, plan_resources
+from rayzero.config import ScalingConfig
+
+LAPTOP = [Node(cpus=2)]
+
+
+def test_two_cores_hold_two_ranks_and_two_optimizers_in_fractions():
+    plan = plan_resources(ScalingConfig(num_workers=2, num_optimizers=2), LAPTOP)
+    assert (plan.worker.cpus, plan.optimizer.cpus) == (0.5, 0.5)
+    assert (plan.worker.threads, plan.optimizer.threads) == (1, 1)
+    assert missing_resources(plan, LAPTOP) is None
+
+
+def test_open_cpu_counts_share_a_large_node_in_whole_cpus_and_threads_follow():
+    plan = plan_resources(ScalingConfig(num_workers=2, num_optimizers=3), [Node(cpus=32)])
+    assert (plan.worker.cpus, plan.optimizer.cpus, plan.worker.threads) == (6, 6, 6)
+
+
+def test_given_cpus_and_threads_are_used_as_they_are():
+    scaling = ScalingConfig(
+        num_workers=1, num_optimizers=1, cpus_per_worker=1.5, cpus_per_optimizer=4, threads_per_optimizer=3
+    )
+    plan = plan_resources(scaling, [Node(cpus=16)])
+    assert (plan.worker.cpus, plan.worker.threads) == (1.5, 1)
+    assert (plan.optimizer.cpus, plan.optimizer.threads) == (4, 3)
+
+
+def test_an_optimizer_stands_beside_each_rank_and_more_of_them_go_round():
+    plan = plan_resources(ScalingConfig(num_workers=2, num_optimizers=5), [Node(cpus=7)])
+    assert [group.optimizers for group in plan.groups] == [(0, 2, 4), (1, 3)]
+    assert [group.cpus for group in plan.groups] == [4, 3]
+
+
+def test_fewer_optimizers_than_ranks_leave_ranks_alone():
+    plan = plan_resources(ScalingConfig(num_workers=3, num_optimizers=1), LAPTOP)
+    assert [group.optimizers for group in plan.groups] == [(0,), (), ()]
+
+
+def test_missing_gpus_are_named_with_their_setting():
+    plan = plan_resources(ScalingConfig(num_workers=2, use_gpu=True), LAPTOP)
+    assert missing_resources(plan, LAPTOP) == (
+        "the run needs 2 GPUs (scaling_config.use_gpu: 1 for each of 2 ranks), the cluster has 0; "
+        "lower num_workers or set use_gpu=False"
+    )
+
+
+def test_missing_cpus_are_named_with_the_sum_and_the_settings():
+    plan = plan_resources(ScalingConfig(cpus_per_worker=4, cpus_per_optimizer=1), LAPTOP)
+    assert missing_resources(plan, LAPTOP) == (
+        "the run needs 10 CPUs (2 ranks x 4 + 2 optimizers x 1), the cluster has 2 CPUs; lower "
+        "scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
+    )
+
+
+def test_cpus_that_are_enough_only_across_nodes_are_missing_too():
+    nodes = [Node(cpus=4), Node(cpus=4)]
+    plan = plan_resources(
+        ScalingConfig(num_workers=1, num_optimizers=1, cpus_per_worker=3, cpus_per_optimizer=3), nodes
+    )
+    assert "need one node: no way to place 6 CPUs on 2 nodes (4 CPUs; 4 CPUs)" in str(missing_resources(plan, nodes))
+
+
+def test_gpus_that_are_on_nodes_without_enough_cpus_are_missing_too():
+    nodes = [Node(cpus=1, gpus=2), Node(cpus=64)]
+    scaling = ScalingConfig(num_workers=2, num_optimizers=2, use_gpu=True, cpus_per_worker=1, cpus_per_optimizer=1)
+    assert "2 CPUs and 1 GPU" in str(missing_resources(plan_resources(scaling, nodes), nodes))
+
+
+nodes = st.builds(Node, cpus=st.integers(0, 64).map(float), gpus=st.integers(0, 4).map(float))
+
+
+@given(workers=st.integers(1, 9), optimizers=st.integers(1, 9), gpu=st.booleans(), nodes=st.lists(nodes, max_size=4))
+def test_a_plan_that_is_said_to_fit_never_asks_for_more_than_there_is(workers, optimizers, gpu, nodes):
+    plan = plan_resources(ScalingConfig(num_workers=workers, num_optimizers=optimizers, use_gpu=gpu), nodes)
+    if missing_resources(plan, nodes) is None:
+        assert plan.cpus <= sum(node.cpus for node in nodes) + 1e-6
+        assert plan.gpus <= sum(node.gpus for node in nodes)
+    assert sorted(k for group in plan.groups for k in group.optimizers) == list(range(optimizers))
+    assert plan.worker.cpus > 0
+    assert plan.worker.threads >= 1
+
+
+@pytest.mark.parametrize("cpus", [1, 2, 3, 64])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("optimizers", [1, 2, 7])
+def test_open_cpu_counts_fit_any_single_node(cpus, workers, optimizers):
+    node = [Node(cpus=cpus)]
+    plan = plan_resources(ScalingConfig(num_workers=workers, num_optimizers=optimizers), node)
+    assert missing_resources(plan, node) is None

@@ -1,0 +1,130 @@
+"""A run's directory: what is refused, and that its record is replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from rayzero.cluster.run_dir import RunDirectory, read_record
+from rayzero.cluster.session import ray_session
+from rayzero.cluster.status import run_status
+from rayzero.config import RunConfig
+from rayzero.errors import CheckpointError, ConfigError, RunFailedError
+
+
+def config(tmp_path, **settings) -> RunConfig:
+    return RunConfig(name="demo", storage_path=str(tmp_path), **settings)
+
+
+def test_a_new_run_gets_a_directory_and_no_checkpoint(tmp_path):
+    directory = RunDirectory.open(config(tmp_path))
+    assert directory.path == tmp_path / "demo"
+    assert directory.resume is None
+    assert directory.newest_checkpoint() is None
+
+
+def test_resume_without_a_checkpoint_is_one_line_and_writes_nothing(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        RunDirectory.open(config(tmp_path, resume=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_from_a_place_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        RunDirectory.open(config(tmp_path, resume=str(tmp_path / "nowhere")))
+
+
+def test_a_storage_path_that_cannot_be_made_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"storage_path.*: cannot make"):
+        RunDirectory.open(RunConfig(name="demo", storage_path=str(tmp_path / "file")))
+
+
+def test_the_record_is_written_whole(tmp_path):
+    directory = RunDirectory.open(config(tmp_path))
+    assert read_record(directory.path) is None
+    record = {"run": "demo", "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
+    directory.write_record(record)
+    directory.write_record(record | {"state": "finished"})
+    assert read_record(directory.path) == record | {"state": "finished"}
+    assert sorted(p.name for p in directory.path.iterdir()) == [".lock", "checkpoints", "run.json"]
+
+
+HOLD = """
+import sys, time
+from rayzero.cluster.run_dir import RunDirectory
+from rayzero.config import RunConfig
+held = RunDirectory.open(RunConfig(name="demo", storage_path=sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_driver_is_refused_until_the_first_is_gone_even_by_kill_9(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        staging = tmp_path / "demo" / "checkpoints" / ".step-000001.tmp"
+        staging.mkdir()
+        with pytest.raises(
+            ConfigError, match=rf"in use by a run .*pid {first.pid} on .*another run directory"
+        ) as error:
+            RunDirectory.open(config(tmp_path))
+        assert "\n" not in str(error.value)
+        assert staging.exists(), "nothing was swept"
+    finally:
+        first.kill()
+        first.communicate()
+    with RunDirectory.open(config(tmp_path)):
+        assert not staging.exists()
+
+
+def test_a_closed_directory_is_free_and_a_fresh_one_can_be_withdrawn(tmp_path):
+    with RunDirectory.open(config(tmp_path)) as directory:
+        with pytest.raises(ConfigError, match="in use"):
+            RunDirectory.open(config(tmp_path))
+        directory.withdraw()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"run": "x", "state": 3, "started_at": 0, "driver": {}}'])
+def test_a_record_without_what_it_must_have_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.json is not a run's record"):
+        read_record(tmp_path)
+
+
+def test_a_running_record_whose_pid_was_given_to_a_younger_process_is_a_lost_run(tmp_path):
+    me = {"pid": os.getpid(), "host": socket.gethostname()}
+    record = {"run": "demo", "state": "running", "started_at": time.time(), "driver": me}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert run_status(tmp_path) == record
+    (tmp_path / "run.json").write_text(json.dumps(record | {"started_at": 1.0}))
+    assert run_status(tmp_path)["state"] == "lost"
+
+
+def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch):
+    def too_slow(*args, **settings):
+        raise Exception("The current node timed out during startup.\nSee the logs.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", too_slow)
+    with pytest.raises(RunFailedError, match=r"timed out during startup\. See the logs") as error, ray_session():
+        pass
+    assert "\n" not in str(error.value)
+
+
+def test_a_record_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*run\.json"):
+        read_record(tmp_path)

@@ -1,0 +1,153 @@
+"""``ZeroTrainer`` on a real local Ray: what reaches the driver, what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray
+
+from rayzero.cluster.reports import Report
+from rayzero.cluster.run_dir import read_record
+from rayzero.cluster.status import run_status
+from rayzero.cluster.trainer import Result, ZeroTrainer
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.engine.context import get_context, report
+from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def count_to(config):
+    ctx = get_context()
+    for step in range(config["steps"]):
+        report({"step": step, "rank": ctx.rank, "world_size": ctx.world_size, "pid": os.getpid()})
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One run that went well, and what was seen of it while it ran."""
+
+    result: Result
+    reports: list[Report]
+    status: dict[str, Any]  # at the first report
+    second: ConfigError  # what a second run of the same name met then
+    left: list[str]  # actors after it
+
+
+@pytest.fixture(scope="module")
+def watched(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """A run of two ranks and two optimizers, of which several tests ask something."""
+    storage = tmp_path_factory.mktemp("runs")
+    reports: list[Report] = []
+    looks: list[tuple[dict[str, Any], ConfigError]] = []
+
+    def look(one: Report) -> None:
+        reports.append(one)
+        if not looks:
+            with pytest.raises(ConfigError) as refused:
+                ZeroTrainer(count_to, run_config=elsewhere, scaling_config=scaling).fit()
+            looks.append((run_status(storage / "demo"), refused.value))
+
+    run = RunConfig(name="demo", storage_path=str(storage))
+    elsewhere = RunConfig(name="demo", storage_path=str(tmp_path_factory.mktemp("elsewhere")))
+    scaling = ScalingConfig(threads_per_worker=1, threads_per_optimizer=1, cpus_per_worker=1, cpus_per_optimizer=1)
+    trainer = ZeroTrainer(
+        count_to, train_loop_config={"steps": 50}, run_config=run, scaling_config=scaling, on_report=look
+    )
+    result = trainer.fit()
+    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return Watched(result, reports, *looks[0], left)
+
+
+def test_every_report_of_every_rank_reaches_the_driver_in_order(watched):
+    for rank in (0, 1):
+        assert [r.metrics["step"] for r in watched.reports if r.rank == rank] == list(range(50))
+    assert len({r.metrics["pid"] for r in watched.reports} | {os.getpid()}) == 3
+
+
+def test_the_result_has_each_ranks_last_report(watched):
+    assert watched.result.metrics["step"] == 49
+    assert [metrics["rank"] for metrics in watched.result.metrics_per_rank] == [0, 1]
+    assert watched.result.error is None
+    assert watched.result.checkpoint is None
+
+
+def test_a_ray_that_was_there_before_is_left_running_without_the_runs_actors(watched):
+    assert ray.is_initialized()
+    assert watched.left == []
+
+
+def test_the_record_tells_what_became_of_the_run_and_no_token(watched):
+    record = read_record(watched.result.path)
+    assert record["state"] == "finished"
+    assert [member["who"] for member in record["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
+    assert record["config"]["scaling"]["num_workers"] == 2
+    assert all(address.startswith("127.0.0.1:") for address in record["routing"]["addresses"])
+    assert "token" not in json.dumps(record)
+    assert run_status(watched.result.path) == record
+
+
+def test_status_of_a_run_that_goes_on_comes_from_its_coordinator(watched):
+    assert watched.status["state"] == "running"
+    assert watched.status["metrics"][str(watched.reports[0].rank)]["world_size"] == 2
+    assert watched.status["routing"]["epoch"] == 1
+
+
+def test_a_run_name_in_use_is_refused_and_the_first_run_goes_on(watched):
+    assert "a run named 'demo' is on this cluster already" in str(watched.second)
+
+
+def test_a_record_whose_driver_is_gone_is_a_lost_run(watched, tmp_path):
+    record = read_record(watched.result.path) | {"state": "running"}
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "run.json").write_text(json.dumps(record | {"driver": {"pid": gone.pid, "host": socket.gethostname()}}))
+    assert run_status(tmp_path)["state"] == "lost"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "missing"),
+    [
+        ({"use_gpu": True}, "the run needs 2 GPUs .* the cluster has 0; lower num_workers or set use_gpu=False"),
+        ({"cpus_per_worker": 100.0}, r"the run needs .* CPUs \(2 ranks x 100 \+ .* the cluster has 8 CPUs; lower"),
+    ],
+)
+def test_resources_that_are_not_there_are_named_at_once(trainer, nothing_left, scaling, missing, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=missing):
+        trainer(count_to, {"steps": 1}, scaling=scaling).fit()
+    assert time.monotonic() - start < 30
+    assert read_record(tmp_path / "demo") is None, "a run that never ran leaves no record"
+
+
+def test_resources_that_others_use_are_named_after_the_placement_timeout(trainer, nothing_left):
+    holder = ray.util.placement_group([{"CPU": 7}])
+    assert holder.wait(30)
+    try:
+        scaling = {"cpus_per_worker": 1.0, "cpus_per_optimizer": 1.0, "placement_timeout": 1.0}
+        with pytest.raises(ConfigError, match="found a place within 1 s: the run needs 4 CPUs and 0 GPUs in all"):
+            trainer(count_to, {"steps": 1}, scaling=scaling).fit()
+    finally:
+        ray.util.remove_placement_group(holder)
+
+
+def test_wrong_settings_are_raised_without_ray(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "init", None)
+    run = RunConfig(name="demo", storage_path=str(tmp_path))
+    with pytest.raises(UnsupportedError, match="cpu_nodes"):
+        ZeroTrainer(count_to, zero_config=ZeroConfig(placement="cpu_nodes"))
+    with pytest.raises(UnsupportedError, match="transport='inproc'"):
+        ZeroTrainer(count_to, zero_config=ZeroConfig(transport="inproc"))
+    with pytest.raises(ConfigError, match="it takes a, b"):
+        ZeroTrainer(lambda a, b: None)
+    with pytest.raises(ConfigError, match="num_workers"):
+        ScalingConfig(num_workers=0)
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        ZeroTrainer(count_to, run_config=run.replace(resume=True)).fit()

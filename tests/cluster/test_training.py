@@ -1,0 +1,95 @@
+"""Training on Ray, over gRPC, with the real store: the same weights as plain PyTorch, and every byte counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayzero.cluster.run_dir import read_record
+from rayzero.engine import full_state_dict, get_context, report, save_checkpoint
+from rayzero.errors import RunFailedError
+
+from .tiny import make, tiny_steps, unsharded
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+STEPS = 6
+
+
+def train(config):
+    """Train to STEPS from wherever the run resumes; a checkpoint after ``save_at``; rank 0 keeps the weights."""
+    ctx = get_context()
+    done = 0
+    steps = enumerate(tiny_steps(config["first"]), config["first"] + 1)
+    for done, (loss, model, optimizer) in steps:  # noqa: B007
+        info = None
+        if done == config.get("save_at"):
+            info = save_checkpoint(optimizer, Path(ctx.run_dir) / "checkpoints" / f"step-{done:06d}", {"step": done})
+        report({"step": done, "loss": loss}, checkpoint=info)
+        if done == config["steps"]:
+            break
+    if ctx.rank == 0:
+        save_file(full_state_dict(model), Path(ctx.run_dir) / "weights.safetensors")
+
+
+def train_for_ever(config):
+    for loss, _, _ in tiny_steps():
+        report({"loss": loss, "pid": os.getpid()})
+
+
+def padded_bytes() -> int:
+    """Bytes of the flat vectors, as the layout pads them: every parameter to a multiple of 64 elements."""
+    return sum(-(-p.numel() // 64) * 64 * 4 for p in make()[0].parameters())
+
+
+def test_two_ranks_and_two_optimizers_learn_what_plain_pytorch_learns(trainer, nothing_left):
+    result = trainer(train, {"first": 0, "steps": STEPS}).fit()
+    learnt, want = load_file(result.path / "weights.safetensors"), unsharded(STEPS)
+    assert learnt.keys() == want.keys()
+    for name, expected in want.items():
+        torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
+    assert result.transfers["push"] == 2 * STEPS * padded_bytes()
+    assert result.transfers["load"] == padded_bytes()
+    assert result.metrics["step"] == STEPS
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, tmp_path):
+    first = trainer(train, {"first": 0, "steps": 3, "save_at": 3}).fit()
+    assert first.checkpoint == tmp_path / "demo" / "checkpoints" / "step-000003"
+    again = trainer(train, {"first": 3, "steps": STEPS}, run={"resume": True}, scaling={"num_optimizers": 1}).fit()
+    learnt = load_file(again.path / "weights.safetensors")
+    for name, expected in unsharded(STEPS).items():
+        torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
+    assert read_record(tmp_path / "demo")["resumed_from"] == str(first.checkpoint)
+
+
+def test_a_killed_optimizer_is_named_though_the_ranks_only_see_a_broken_link(trainer, nothing_left, tmp_path):
+    def kill(one):
+        members = read_record(tmp_path / "demo")["members"]
+        os.kill(next(m["pid"] for m in members if m["who"] == "optimizer 1"), signal.SIGKILL)
+
+    with pytest.raises(RunFailedError, match=r"optimizer 1 died: its process \(pid \d+\) ended unexpectedly"):
+        trainer(train_for_ever, on_report=once(kill)).fit()
+
+
+def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, nothing_left):
+    def kill(one):
+        os.kill(one.metrics["pid"], signal.SIGKILL)
+        killed.append(one.rank)
+
+    killed: list[int] = []
+    with pytest.raises(RunFailedError) as failed:
+        trainer(train_for_ever, on_report=once(kill), scaling={"num_optimizers": 1}).fit()
+    assert str(failed.value).startswith(f"run 'demo' failed: rank {killed[0]} died: its process (pid ")
+
+
+def once(act):
+    """``act`` on the first report only."""
+    left = iter([act])
+    return lambda one: [f(one) for f in islice(left, 1)]

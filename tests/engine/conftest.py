@@ -1,0 +1,26 @@
+"""Every engine test runs on one thread, in debug mode (buffers swapped out are NaN), and leaves no context behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rayzero.engine.context import RankContext, running_in
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RAYZERO_DEBUG", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def alone() -> Iterator[RankContext]:
+    """Rank 0 of 1 with an in-process store, closed at the end."""
+    with running_in(RankContext()) as context:
+        yield context

@@ -1,0 +1,59 @@
+"""torch.compile, whole or by block: the bits of the eager model, and graphs that are not made anew each step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+
+from .models import Net, same_bits, seeded, tight, token_loss, tokens
+
+# Dynamo reads .grad of non-leaf tensors, which warns.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+def blocks(model: nn.Module) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("how", [whole, blocks])
+@pytest.mark.parametrize("fits", [True, False], ids=["all up", "one ahead"])
+def test_compiled_models_train_as_eager_ones(
+    how: Callable[[nn.Module], nn.Module], fits: bool, alone: RankContext
+) -> None:
+    plain = seeded(Net)
+    model = copy.deepcopy(plain)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = ZeroConfig() if fits else tight(model, prefetch_buffer_size=1)
+    model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    compiled, graphs = how(model), []
+    for step in range(4):
+        for m, o in ((plain, sgd), (compiled, optimizer)):
+            token_loss(m, tokens(step)).backward()
+            o.step()
+            o.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+    assert 0 < graphs[0] == graphs[-1]

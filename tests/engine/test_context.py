@@ -1,0 +1,131 @@
+"""Contexts, run_ranks, and the torch the engine stands on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import rayzero
+from rayzero.engine import private_torch
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
+from rayzero.testing import run_ranks
+
+from .models import Net, seeded, token_loss, tokens
+
+
+def test_alone_is_rank_0_of_1() -> None:
+    def seen() -> RankContext:
+        return rayzero.get_context()
+
+    context: list[RankContext] = []
+    thread = threading.Thread(target=lambda: context.append(seen()))
+    thread.start()
+    thread.join()
+    assert (context[0].rank, context[0].world_size) == (0, 1)
+
+
+def test_reports_go_to_the_sink_and_are_kept() -> None:
+    sent: list[tuple[dict[str, object], object]] = []
+    with running_in(RankContext(sink=lambda metrics, checkpoint: sent.append((metrics, checkpoint)))) as context:
+        rayzero.report({"loss": 1.5})
+    assert sent == [({"loss": 1.5}, None)]
+    assert context.reports == [{"loss": 1.5}]
+
+
+def test_a_context_closes_what_prepare_opened_and_says_why() -> None:
+    reasons: list[str] = []
+    context = RankContext()
+    context.on_close(reasons.append)
+    with pytest.raises(ZeroDivisionError), running_in(context):
+        raise ZeroDivisionError("why")
+    assert reasons == ["ZeroDivisionError: why"]
+    context.close()
+    assert len(reasons) == 1
+
+
+def test_ranks_run_in_their_own_contexts_and_give_their_results_in_order() -> None:
+    assert run_ranks(lambda ctx: (ctx.rank, rayzero.get_context() is ctx, ctx.world_size), 3, 2) == [
+        (0, True, 3),
+        (1, True, 3),
+        (2, True, 3),
+    ]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+def test_the_first_failing_ranks_error_is_raised_with_its_name_and_nothing_is_left(transport: str) -> None:
+    base = [seeded(Net) for _ in range(3)]
+
+    def loop(context: RankContext) -> None:
+        model = base[context.rank]
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        for step in range(5):
+            if (step, context.rank) == (2, 1):
+                raise ZeroDivisionError("as planned")
+            token_loss(model, tokens(step, context.rank)).backward()
+            optimizer.clip_grad_norm_(1.0)  # the others wait here for the one that fails
+            optimizer.step()
+
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ZeroDivisionError, match="as planned") as caught:
+        run_ranks(loop, 3, 2, transport)  # type: ignore[arg-type]
+    assert caught.value.__notes__[0] == "on rank 1"
+    left = {thread.name for thread in threading.enumerate()} - before
+    for_good = ("rayzero-grpc-loop", "_poll_wrapper")  # ours and grpc.aio's own, one each for the process
+    assert not [name for name in left if not any(known in name for known in for_good)]
+
+
+def _fail_on_rank_1(context: RankContext) -> None:
+    if context.rank == 1:
+        raise ZeroDivisionError("as planned")
+    threading.Event().wait()  # for ever: it must be ended
+
+
+def _die_on_rank_1(context: RankContext) -> None:
+    if context.rank == 1:
+        os._exit(3)
+    threading.Event().wait()
+
+
+def test_a_failing_process_ends_the_others() -> None:
+    with pytest.raises(ZeroDivisionError, match="as planned") as caught:
+        run_ranks(_fail_on_rank_1, 2, 1, "grpc", processes=True)
+    assert "on rank 1" in caught.value.__notes__[0]
+    assert "_fail_on_rank_1" in caught.value.__notes__[0]
+    with pytest.raises(RunFailedError, match="process of rank 1 died"):
+        run_ranks(_die_on_rank_1, 2, 1, "grpc", processes=True)
+    assert not multiprocessing.active_children()
+
+
+def test_impossible_runs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="other processes"):
+        run_ranks(_die_on_rank_1, processes=True)
+    with pytest.raises(ConfigError, match=">= 1"):
+        run_ranks(_die_on_rank_1, 0)
+
+
+def test_importing_rayzero_pulls_in_neither_ray_nor_grpc_nor_torch() -> None:
+    code = "import rayzero, sys; print([m for m in ('ray', 'grpc', 'torch') if m in sys.modules]); rayzero.prepare; "
+    code += "print([m for m in ('ray', 'grpc') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["[]", "[]"]
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert rayzero.__all__ == sorted(rayzero.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'prepared'"):
+        rayzero.prepared  # noqa: B018
+
+
+def test_a_torch_that_behaves_differently_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    private_torch.self_test()
+    private_torch.self_test.cache_clear()
+    monkeypatch.setattr(private_torch, "use_count", lambda key: 7)
+    with pytest.raises(UnsupportedError, match=rf"torch {torch.__version__[:4]}.*storage swap and use count"):
+        private_torch.self_test()

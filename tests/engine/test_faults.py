@@ -1,0 +1,166 @@
+"""What fails on the way is raised as its own error at the next wait, and leaves a state that goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.param_unit import UnitState
+from rayzero.errors import TransferError
+from rayzero.messages import COMPUTE, Contribution
+from rayzero.store.inprocess import InProcessStore, LocalOwners
+
+from .models import Net, same_bits, seeded, tight, token_loss, tokens
+
+
+class FaultyStore(InProcessStore):
+    """An in-process store whose chosen fetches and pushes fail, or are held until they are let go."""
+
+    fail_fetch: Callable[[int, int], bool] = staticmethod(lambda unit, version: False)
+    fail_push: Callable[[Contribution], bool] = staticmethod(lambda contribution: False)
+    hold: Callable[[int], bool] = staticmethod(lambda unit: False)
+
+    def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
+        if kind == COMPUTE and self.fail_fetch(unit, version):
+            return failed("fetch")
+        if kind == COMPUTE and self.hold(unit):
+            return Future()
+        return super().fetch(unit, version, kind, out)
+
+    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+        if self.fail_push(contribution):
+            return failed("push")
+        return super().push(contribution, grads)
+
+
+def failed(what: str) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(TransferError(f"{what} failed as planned"))
+    return future
+
+
+def once(condition: Callable[..., bool]) -> Callable[..., bool]:
+    """True the first time the condition holds, never again."""
+    left = [True]
+
+    def first(*args: Any) -> bool:
+        if left and condition(*args):
+            left.clear()
+            return True
+        return False
+
+    return first
+
+
+@pytest.fixture
+def store() -> Any:
+    owners = LocalOwners(2)
+    store = FaultyStore(0, owners)
+    with running_in(RankContext(connect=lambda: store)):
+        yield store
+    owners.close()
+
+
+def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    model = copy.deepcopy(base)
+    return rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+
+def plain_steps(base: nn.Module, steps: int) -> dict[str, Tensor]:
+    model = copy.deepcopy(base)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def step_once(model: nn.Module, optimizer: rayzero.ZeroOptimizer, step: int) -> None:
+    token_loss(model, tokens(step)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["prefetched", "on demand"])
+@pytest.mark.parametrize("unit", [0, 1, 2, 3])
+def test_a_failed_fetch_is_raised_where_the_unit_is_needed_and_the_next_try_is_right(
+    unit: int, ahead: bool, store: FaultyStore
+) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=1, async_prefetch=ahead))
+    step_once(model, optimizer, 0)
+    store.fail_fetch = once(lambda index, version: index == unit and version == 2)
+    step_once(model, optimizer, 1)
+    with pytest.raises(TransferError, match="fetch failed as planned"):
+        token_loss(model, tokens(2)).backward()
+    optimizer.zero_grad()
+    step_once(model, optimizer, 2)
+    assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 3))
+
+
+def test_a_failed_push_is_raised_at_the_step_and_a_discard_starts_over(store: FaultyStore) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig())
+    store.fail_push = once(lambda contribution: contribution.unit == 1)
+
+    def go_on() -> None:
+        token_loss(model, tokens(0)).backward()
+        optimizer.step()
+
+    with pytest.raises(TransferError, match="push failed as planned"):
+        go_on()
+    optimizer.zero_grad()
+    go_on()
+    assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 1))
+
+
+def test_a_unit_that_is_needed_takes_the_budget_of_prefetches_that_have_not_started(store: FaultyStore) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig(gpu_param_memory_budget=150_000, prefetch_buffer_size=1))
+    events: list[tuple[str, str]] = []
+    optimizer.engine.observers.append(lambda verb, name: events.append((verb, name)))
+    store.hold = lambda unit: unit == 2
+    model.layers[0](torch.ones(2, 64))  # asks for layers.1, and it is held
+    assert ("prefetch", "layers.1") in events
+    store.hold = lambda unit: False
+    both = torch.stack([model.layers[0].up.bias, model.layers[2].up.bias])  # two of three fit
+    assert ("cancel", "layers.1") in events
+    assert torch.equal(both, torch.stack([base.layers[0].up.bias, base.layers[2].up.bias]))
+
+
+def test_an_interrupt_inside_forward_is_forgotten_at_the_next_zero_grad(store: FaultyStore) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].up.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(0)[0])
+    handle.remove()
+    assert any(unit.open_calls for unit in optimizer.engine.units)
+    optimizer.zero_grad()
+    assert not any(unit.open_calls for unit in optimizer.engine.units)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    step_once(model, optimizer, 0)
+    assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 1))
+
+
+def test_after_the_run_parameters_that_are_not_up_say_so(store: FaultyStore) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, tight(base, async_prefetch=False))
+    step_once(model, optimizer, 0)
+    optimizer.engine.close("over")
+    assert {unit.state for unit in optimizer.engine.units} == {UnitState.SHARDED}
+    with pytest.raises(rayzero.RayZeroError, match=r"after close\(\)|left the run"):
+        model(tokens(0)[0])

@@ -1,0 +1,152 @@
+"""How much of the model is on the device at once: equations, refusals, and what happens to what users hold."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.engine.engine import Engine
+from rayzero.engine.param_unit import UnitState
+from rayzero.errors import ConfigError, MemoryPlanError
+from rayzero.memory.pool import buffer_bytes
+from rayzero.telemetry.names import PINNED_UNITS, PREFETCH_REQUESTS
+from rayzero.telemetry.recorder import MemoryRecorder
+
+from .models import WIDTH, Block, Net, same_bits, seeded, tight, token_loss, tokens
+
+
+def prepared(model: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer, Engine]:
+    model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    return model, optimizer, optimizer.engine
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unit_bytes(engine: Engine, *, root: bool) -> list[int]:
+    return [buffer_bytes(unit.size_bytes) for unit in engine.units if (unit.name == "root") is root]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_gathered_parameters_peak_at_one_unit_and_the_prefetch_depth_and_the_root(
+    depth: int, alone: RankContext
+) -> None:
+    base = seeded(lambda: Net(num_layers=8))
+    model, optimizer, engine = prepared(base, tight(base, prefetch_buffer_size=depth))
+    train(model, optimizer)
+    largest, root = max(unit_bytes(engine, root=False)), sum(unit_bytes(engine, root=True))
+    # one computing + ``depth`` asked for or kept + the root, which is open throughout; 8 layers would be 8 x largest
+    assert engine.residency.peak == (1 + depth) * largest + root
+
+
+def test_without_prefetch_one_unit_and_the_root_are_up(alone: RankContext) -> None:
+    base = seeded(lambda: Net(num_layers=8))
+    model, optimizer, engine = prepared(base, tight(base, async_prefetch=False))
+    train(model, optimizer)
+    assert engine.residency.peak == max(unit_bytes(engine, root=False)) + sum(unit_bytes(engine, root=True))
+
+
+def test_the_budget_is_never_exceeded(alone: RankContext) -> None:
+    base = seeded(lambda: Net(num_layers=8))
+    plain = copy.deepcopy(base)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    budget = 100_000  # a block has 66,816 bytes, the root 8,704: no block fits beside another
+    model, optimizer, engine = prepared(base, ZeroConfig(gpu_param_memory_budget=budget))
+    train(model, optimizer)
+    assert max(unit_bytes(engine, root=False)) < engine.residency.peak <= budget
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+
+
+def test_an_oversize_unit_is_let_through_alone(alone: RankContext) -> None:
+    model = seeded(lambda: nn.Sequential(*[Block(WIDTH) for _ in range(3)]))
+    model, optimizer, engine = prepared(model, ZeroConfig(gpu_param_memory_budget=1))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    assert engine.residency.peak == max(unit_bytes(engine, root=False))
+
+
+def test_a_budget_that_cannot_hold_what_is_in_use_is_an_error_that_does_the_sum(alone: RankContext) -> None:
+    model, _, _ = prepared(seeded(Net), ZeroConfig(gpu_param_memory_budget=20_000))
+    with pytest.raises(MemoryPlanError, match=r"budget=20,000 bytes has no room for unit 'layers.0'.*root .*in use"):
+        model(tokens(0)[0])
+
+
+def test_units_that_must_stay_but_do_not_fit_are_refused_at_prepare(alone: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"offload_params=False.*gpu_param_memory_budget"):
+        prepared(seeded(Net), ZeroConfig(offload_params=False, gpu_param_memory_budget=100_000))
+
+
+def test_nothing_is_up_after_a_step_but_prefetches(alone: RankContext) -> None:
+    model, optimizer, engine = prepared(seeded(Net), tight(Net(), async_prefetch=False))
+    train(model, optimizer)
+    assert {unit.state for unit in engine.units} == {UnitState.SHARDED}
+    assert engine.residency.used == 0
+
+
+def test_a_view_held_over_a_step_reads_the_new_weights(alone: RankContext) -> None:
+    base = seeded(lambda: Net(num_layers=5))
+    model, optimizer, _ = prepared(base, tight(base, prefetch_buffer_size=1))
+    recorder = alone.recorder
+    assert isinstance(recorder, MemoryRecorder)
+    view = model.layers[1].up.weight.detach()[3:5]
+    array = model.layers[2].down.bias.detach().numpy()
+    train(model, optimizer, steps=2)
+    state = rayzero.full_state_dict(model)
+    assert torch.equal(view, state["layers.1.up.weight"][3:5])
+    assert torch.equal(torch.from_numpy(array), state["layers.2.down.bias"])
+    assert recorder.total(PINNED_UNITS, unit="layers.1") == recorder.total(PINNED_UNITS, unit="layers.2") == 2
+    assert recorder.total(PINNED_UNITS) == 4
+    del view, array
+    train(model, optimizer, steps=1)
+    assert recorder.total(PINNED_UNITS) == 4
+
+
+def test_a_view_outlives_the_engine() -> None:
+    def view_of_a_trained_model() -> tuple[Tensor, Tensor]:
+        model, optimizer, _ = prepared(seeded(Net), tight(Net(), prefetch_buffer_size=1))
+        train(model, optimizer, steps=1)
+        return model.layers[0].up.weight.detach(), rayzero.full_state_dict(model)["layers.0.up.weight"]
+
+    with rayzero.engine.running_in(RankContext()):
+        view, expected = view_of_a_trained_model()
+    assert torch.equal(view, expected)
+
+
+def test_a_graph_kept_over_a_step_is_torchs_in_place_error_not_a_wrong_gradient(alone: RankContext) -> None:
+    for config in (ZeroConfig(), tight(Net(), prefetch_buffer_size=1)):
+        model, optimizer, _ = prepared(seeded(Net), config)
+        loss = token_loss(model, tokens(0))
+        train(model, optimizer, steps=1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_an_activation_changed_between_forward_and_backward_is_torchs_in_place_error(alone: RankContext) -> None:
+    model, _, _ = prepared(seeded(Net), tight(Net(), prefetch_buffer_size=1))
+    caught: list[Tensor] = []
+    model.layers[0].up.register_forward_hook(lambda module, args, output: caught.append(output))
+    loss = token_loss(model, tokens(0))
+    with torch.no_grad():
+        caught[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_prefetches_are_counted_as_hits_late_hits_and_misses(alone: RankContext) -> None:
+    model, optimizer, _ = prepared(seeded(Net), tight(Net(), async_prefetch=False))
+    train(model, optimizer, steps=1)
+    recorder = alone.recorder
+    assert isinstance(recorder, MemoryRecorder)
+    # forward: root and 3 blocks; backward: 2 more blocks (the last one and the root are still up)
+    assert recorder.total(PREFETCH_REQUESTS, result="miss") == 6
+    assert recorder.total(PREFETCH_REQUESTS) == 6

@@ -1,0 +1,205 @@
+"""Training on several ranks gives the weights of unsharded training on all ranks' batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.testing import run_ranks
+
+from .models import Net, averaged, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
+
+STEPS, MAX_NORM = 20, 0.5
+
+adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def train(
+    context: RankContext, base: nn.Module, config: ZeroConfig, *, steps: int = STEPS, max_norm: float | None = MAX_NORM
+) -> tuple[dict[str, Tensor], list[float]]:
+    """A plain loop on one rank; the complete state and the norms before clipping."""
+    model = copy.deepcopy(base)
+    model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
+    norms = []
+    for step in range(steps):
+        token_loss(model, tokens(step, context.rank)).backward()
+        if max_norm is not None:
+            norms.append(float(optimizer.clip_grad_norm_(max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return rayzero.full_state_dict(model), norms
+
+
+SMALL_SHARDS = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_twenty_clipped_adamw_steps_equal_unsharded_training_for_any_number_of_owners(world_size: int) -> None:
+    base = seeded(Net)
+    expected, expected_norms = oracle(base, adamw, world_size=world_size, steps=STEPS, max_norm=MAX_NORM)
+    assert all(norm > MAX_NORM for norm in expected_norms), "clipping must trigger"
+    first = None
+    for num_optimizers in (1, 2, 5):
+        results = run_ranks(lambda ctx: train(ctx, base, SMALL_SHARDS), world_size, num_optimizers)
+        state, norms = results[0]
+        assert relative_difference(state, expected) <= 1e-6
+        assert norms == pytest.approx(expected_norms, rel=1e-6)
+        first = first or state
+        assert all(same_bits(other, first) for other, _ in results)
+
+
+def test_one_rank_without_clipping_is_bit_equal_to_fused_adamw() -> None:
+    base = seeded(Net)
+    expected, _ = oracle(base, adamw, world_size=1, steps=STEPS)
+    ((state, _),) = run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), max_norm=None), 1, 2)
+    assert same_bits(state, expected)
+
+
+VARIANTS = {
+    "no overlap": ZeroConfig(overlap="none"),
+    "no prefetch": tight(Net(), async_prefetch=False),
+    "one ahead": tight(Net(), prefetch_buffer_size=1),
+    "synchronous": ZeroConfig(overlap_computation=False),
+    "resident": ZeroConfig(offload_params=False),
+    "sums on the device": ZeroConfig(offload_grads=False),
+    "clip in the step": ZeroConfig(max_grad_norm=MAX_NORM),
+    "small budget": ZeroConfig(gpu_param_memory_budget=160 << 10),
+    "other shard map": ZeroConfig(shard_map="contiguous"),
+}
+
+
+@pytest.fixture
+def two_ranks() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model, and what two ranks make of it in five steps with all defaults."""
+    base = seeded(Net)
+    return base, run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), steps=5), 2, 2)[0][0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bits_do_not_depend_on_how_bytes_move(variant: str, two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
+    base, expected = two_ranks
+    config = VARIANTS[variant]
+    clip = None if config.max_grad_norm else MAX_NORM
+    for state, _ in run_ranks(lambda ctx: train(ctx, base, config, steps=5, max_norm=clip), 2, 3):
+        assert same_bits(state, expected)
+
+
+def test_bits_do_not_depend_on_the_transport(two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
+    base, expected = two_ranks
+    for state, _ in run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), steps=5), 2, 2, "grpc"):
+        assert same_bits(state, expected)
+
+
+def _train_in_process(context: RankContext) -> dict[str, Tensor]:
+    return train(context, seeded(Net), tight(Net(), prefetch_buffer_size=1), steps=5)[0]
+
+
+def test_bits_do_not_depend_on_ranks_being_processes(two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
+    for state in run_ranks(_train_in_process, 2, 2, "grpc", processes=True):
+        assert same_bits(state, two_ranks[1])
+
+
+# ---- accumulation -----------------------------------------------------------------------------------------------
+
+
+MICRO_BATCHES = 3
+
+
+def accumulate(model: nn.Module, step: int, rank: int) -> None:
+    for micro in range(MICRO_BATCHES):
+        (token_loss(model, tokens(10 * step + micro, rank)) / MICRO_BATCHES).backward()
+
+
+def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
+    base = seeded(Net)
+
+    def loop(context: RankContext) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        config = tight(model, gradient_accumulation_steps=MICRO_BATCHES, prefetch_buffer_size=1)
+        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
+        for step in range(5):
+            accumulate(model, step, context.rank)
+            optimizer.step()
+        return rayzero.full_state_dict(model)
+
+    plain = copy.deepcopy(base)
+    optimizer = adamw(plain.parameters())
+    for step in range(5):
+        replicas = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            accumulate(plain, step, rank)
+            replicas.append([p.grad for p in plain.parameters()])
+        for param, grad in zip(plain.parameters(), averaged(replicas), strict=True):
+            param.grad = grad
+        optimizer.step()
+    for state in run_ranks(loop, 2, 2):
+        assert relative_difference(state, plain.state_dict()) <= 1e-6
+
+
+# ---- bf16 -------------------------------------------------------------------------------------------------------
+
+
+def bf16_oracle(
+    base: nn.Module, *, world_size: int, steps: int, keep: Callable[[str], bool] = lambda name: False
+) -> dict[str, Tensor]:
+    """Forward and backward with bf16 parameters, gradients added in fp32, AdamW on fp32 masters."""
+    model = copy.deepcopy(base)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    for name, param in model.named_parameters():
+        param.data = param.data if keep(name) else param.data.bfloat16()
+    optimizer = adamw(masters)
+    for step in range(steps):
+        sums: list[Tensor | None] = [None] * len(masters)
+        for rank in range(world_size):
+            token_loss(model, tokens(step, rank)).backward()
+            for i, param in enumerate(model.parameters()):
+                grad = param.grad.float()
+                sums[i] = grad if sums[i] is None else sums[i] + grad
+                param.grad = None
+        for master, total in zip(masters, sums, strict=True):
+            master.grad = total * (1.0 / world_size)
+        optimizer.step()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.data.copy_(master)
+    names = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
+    names["head.weight"] = names["embed.weight"]
+    return {name: names[name].detach() for name in model.state_dict()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_parameters_with_fp32_masters_equal_their_oracle(world_size: int) -> None:
+    base = seeded(Net)
+    expected = bf16_oracle(base, world_size=world_size, steps=STEPS)
+    config = tight(base, precision="bf16", prefetch_buffer_size=1)
+    for state, _ in run_ranks(lambda ctx: train(ctx, base, config, max_norm=None), world_size, 2):
+        assert all(tensor.dtype is torch.float32 for tensor in state.values())
+        assert relative_difference(state, expected) <= 1e-6
+
+
+def test_modules_kept_in_fp32_get_fp32_inputs_and_give_them_on() -> None:
+    base = seeded(Net)
+    config = ZeroConfig(precision="bf16", keep_fp32=("*norm",))
+
+    def dtypes(context: RankContext) -> tuple[dict[str, torch.dtype], list[torch.dtype]]:
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
+        seen: list[torch.dtype] = []
+        model.layers[0].norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+        model.layers[0].up.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+        token_loss(model, tokens(0)).backward()
+        optimizer.step()
+        return {name: p.dtype for name, p in model.named_parameters()}, seen
+
+    ((by_name, seen),) = run_ranks(dtypes, 1, 1)
+    assert seen == [torch.float32, torch.bfloat16]
+    assert by_name["norm.weight"] is by_name["layers.1.norm.bias"] is torch.float32
+    assert by_name["layers.1.up.weight"] is by_name["embed.weight"] is torch.bfloat16

@@ -1,0 +1,165 @@
+"""Saving and resuming from a rank's side: a resumed run goes on as if it had not stopped, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.checkpoint import CheckpointReader
+from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.errors import CheckpointError
+from rayzero.testing import run_ranks
+
+from .models import Net, same_bits, seeded, tight, tokens
+
+
+class Noisy(Net):
+    """With dropout, and a batch norm whose statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.embed(tokens), 0.2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.bn(x.transpose(1, 2)).transpose(1, 2)))
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int, rank: int = 0) -> None:
+    for step in range(start, stop):
+        inputs, targets = tokens(step, rank)
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    model = seeded(Noisy, seed=get_context().rank)  # rank 0's values count
+    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+
+
+def complete(model: nn.Module) -> dict[str, Tensor]:
+    return rayzero.full_state_dict(model)
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        model, optimizer = prepared()
+        steps(model, optimizer, 0, 3)
+        info = rayzero.save_checkpoint(optimizer, tmp_path / "step-000003", {"step": 3, "seen": [1, 2]})
+        expected_draws = draws()
+        steps(model, optimizer, 3, 6)
+        expected = complete(model)
+        last = rayzero.save_checkpoint(optimizer, tmp_path / "step-000006", {"step": 6})
+    assert (info.step, last.step) == (3, 6)
+    with running_in(RankContext(resume=tmp_path / "step-000003")) as context:
+        random.seed(99)
+        numpy.random.seed(99)
+        model, optimizer = prepared(tight(Noisy(), prefetch_buffer_size=1))
+        assert context.loop_state == {"step": 3, "seen": [1, 2]}
+        assert draws() == expected_draws
+        steps(model, optimizer, 3, 6)
+        assert same_bits(complete(model), expected)
+        again = rayzero.save_checkpoint(optimizer, tmp_path / "again" / "step-000006", {"step": 6})
+    assert again.digest == last.digest
+
+
+class Counting(Net):
+    """With a batch norm, whose statistics are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bn(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_ranks_resume_with_their_own_state_and_another_number_of_owners(tmp_path: Path) -> None:
+    base = seeded(Counting)
+
+    def start(context: RankContext) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+        model = copy.deepcopy(base)
+        return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def whole(context: RankContext) -> Any:
+        model, optimizer = start(context)
+        steps(model, optimizer, 0, 2, context.rank)
+        info = rayzero.save_checkpoint(optimizer, tmp_path / "step-000002", {"rank": context.rank})
+        steps(model, optimizer, 2, 4, context.rank)
+        return info, complete(model)
+
+    def second_half(context: RankContext) -> Any:
+        model, optimizer = start(context)
+        steps(model, optimizer, 2, 4, context.rank)
+        return context.loop_state, complete(model)
+
+    results = run_ranks(whole, 2, 2)
+    assert results[0][0] == results[1][0]
+    assert not torch.equal(results[0][1]["bn.running_mean"], results[1][1]["bn.running_mean"])
+    resumed = run_ranks(second_half, 2, 3, "grpc", resume=tmp_path / "step-000002")
+    for rank, ((_, expected), (loop_state, state)) in enumerate(zip(results, resumed, strict=True)):
+        assert loop_state == {"rank": rank}
+        assert same_bits(state, expected)
+
+
+def test_a_new_rank_takes_rank_0s_loop_state(tmp_path: Path) -> None:
+    base = seeded(Net)
+
+    def save(context: RankContext) -> None:
+        model = copy.deepcopy(base)
+        _, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-000000", {"rank": context.rank})
+
+    def resume(context: RankContext) -> Any:
+        model = copy.deepcopy(base)
+        rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        return context.loop_state
+
+    run_ranks(save, 1, 1)
+    assert run_ranks(resume, 2, 2, resume=tmp_path / "step-000000") == [{"rank": 0}, {"rank": 0}]
+
+
+def test_the_file_holds_tied_names_buffers_and_no_pickle(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        _, optimizer = prepared()
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-000000", {})
+    with CheckpointReader(tmp_path / "step-000000") as reader:
+        assert reader.tied() == {"head.weight": "embed.weight"}
+        assert set(reader.buffers()) == {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
+    assert {path.suffix for path in (tmp_path / "step-000000").iterdir()} == {".safetensors", ".json"}
+
+
+def test_loop_state_that_is_not_json_able_is_refused(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        _, optimizer = prepared()
+        with pytest.raises(CheckpointError, match="not JSON-able"):
+            rayzero.save_checkpoint(optimizer, tmp_path / "step-000000", {"bad": object()})
+
+
+def test_resuming_from_nothing_is_one_line_before_anything_changes(tmp_path: Path) -> None:
+    with running_in(RankContext(resume=tmp_path / "step-000009")):
+        model = seeded(Net)
+        with pytest.raises(CheckpointError, match="no checkpoint at"):
+            rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert all(type(param) is nn.Parameter for param in model.parameters())

@@ -1,0 +1,411 @@
+"""The rank's side of a step: clipping, discards, accumulation, closures, schedulers, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.errors import (
+    AccumulationError,
+    GradientAccessError,
+    NonFiniteGradientError,
+    RankLeftError,
+    StepMismatchError,
+    UnsupportedError,
+)
+from rayzero.messages import Action
+from rayzero.testing import run_ranks
+
+from .models import Net, relative_difference, same_bits, seeded, tight, token_loss, tokens
+
+adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+Optimizer = torch.optim.Optimizer
+
+
+def prepared(model: nn.Module, config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    return rayzero.prepare(model, adamw(model.parameters()), config)
+
+
+def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
+    if isinstance(optimizer, rayzero.ZeroOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def both(
+    loop: Callable[[nn.Module, Optimizer], None],
+    config: ZeroConfig | None = None,
+    make: Callable[..., Optimizer] = adamw,
+    groups: Callable[[nn.Module], list[dict[str, object]]] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The states after the same loop on a prepared and on a plain model."""
+    plain = seeded(Net)
+    model = copy.deepcopy(plain)
+    arguments = groups or (lambda m: m.parameters())
+    loop(plain, make(arguments(plain)))
+    model, optimizer = rayzero.prepare(model, make(arguments(model)), config)
+    loop(model, optimizer)
+    return rayzero.full_state_dict(model), plain.state_dict()
+
+
+# ---- clipping ---------------------------------------------------------------------------------------------------
+
+
+def test_repeated_clips_multiply_as_in_torch(alone: RankContext) -> None:
+    norms: list[list[float]] = []
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        token_loss(model, tokens(0)).backward()
+        norms.append([float(clip(model, optimizer, max_norm)) for max_norm in (0.5, 0.1, 7.0)])
+        optimizer.step()
+
+    state, expected = both(loop)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert relative_difference(state, expected) <= 1e-6
+
+
+def test_the_norm_is_a_tensor_and_a_loose_clip_changes_nothing(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        token_loss(model, tokens(0)).backward()
+        norm = clip(model, optimizer, 1e9)
+        assert norm.shape == ()
+        assert norm.dtype is torch.float32
+        optimizer.step()
+
+    state, expected = both(loop)
+    assert same_bits(state, expected)
+
+
+def test_a_backward_between_clip_and_step_is_refused_and_the_step_stays_right(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        token_loss(model, tokens(0)).backward()
+        clip(model, optimizer, 0.5)
+        if isinstance(optimizer, rayzero.ZeroOptimizer):
+            with pytest.raises(GradientAccessError, match=r"between optimizer.clip_grad_norm_\(\) and .*step"):
+                token_loss(model, tokens(1)).backward()
+        optimizer.step()
+
+    state, expected = both(loop)
+    assert relative_difference(state, expected) <= 1e-6
+
+
+def test_torchs_own_clip_is_an_error_that_names_ours_and_the_caller(alone: RankContext) -> None:
+    for config in (ZeroConfig(), tight(Net(), prefetch_buffer_size=1), ZeroConfig(offload_grads=False)):
+        model, optimizer = prepared(seeded(Net), config)
+        token_loss(model, tokens(0)).backward()
+        with pytest.raises(GradientAccessError, match=r"'embed.weight' has left.*clip_grad_norm_ at .*optimizer\.clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(GradientAccessError, match=r"optimizer\.zero_grad\(\)"):
+            model.zero_grad()
+        optimizer.step()
+        assert all(param.grad is None for param in model.parameters())
+
+
+# ---- discards ---------------------------------------------------------------------------------------------------
+
+
+def test_zero_grad_takes_back_what_was_pushed(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        for step in range(3):
+            token_loss(model, tokens(10 + step)).backward()
+            optimizer.zero_grad()
+            token_loss(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    state, expected = both(loop)
+    assert same_bits(state, expected)
+
+
+def test_zero_grad_after_clip_reopens_the_step(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        token_loss(model, tokens(10)).backward()
+        clip(model, optimizer, 0.1)
+        optimizer.zero_grad()
+        token_loss(model, tokens(0)).backward()
+        optimizer.step()
+
+    state, expected = both(loop)
+    assert same_bits(state, expected)
+
+
+def test_all_ranks_discard_after_clip_or_none() -> None:
+    base = seeded(Net)
+
+    def loop(context: RankContext) -> dict[str, Tensor]:
+        model, optimizer = prepared(copy.deepcopy(base))
+        token_loss(model, tokens(10, context.rank)).backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.zero_grad()
+        token_loss(model, tokens(0, context.rank)).backward()
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        return rayzero.full_state_dict(model)
+
+    first, second = run_ranks(loop, 2, 2)
+    assert same_bits(first, second)
+    assert not same_bits(first, base.state_dict())
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_is_called_once_and_its_loss_returned(alone: RankContext) -> None:
+    losses: list[list[Tensor]] = []
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        seen: list[Tensor] = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = token_loss(model, tokens(len(seen)))
+            loss.backward()
+            seen.append(loss.detach())
+            return loss.detach()
+
+        assert all(torch.equal(optimizer.step(closure), seen[-1]) for _ in range(3))
+        losses.append(seen)
+
+    state, expected = both(loop)
+    assert same_bits(state, expected)
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+
+
+def two_groups(model: nn.Module) -> list[dict[str, object]]:
+    flat = [p for p in model.parameters() if p.dim() == 1]
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    return [{"params": flat, "weight_decay": 0.0, "lr": 3e-3}, {"params": wide, "betas": (0.8, 0.9)}]
+
+
+def test_groups_schedulers_and_live_options_act_as_in_torch(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [3])
+        for step in range(6):
+            token_loss(model, tokens(step)).backward()
+            optimizer.param_groups[1]["weight_decay"] = 0.1 * step
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    state, expected = both(loop, groups=two_groups)
+    assert same_bits(state, expected)
+
+
+def test_parameters_without_an_optimizer_keep_their_gradient(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        for step in range(2):
+            token_loss(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.layers[0].up.weight.grad is not None
+
+    state, expected = both(loop, groups=lambda m: [{"params": m.layers[1].parameters()}])
+    assert same_bits(state, expected)
+
+
+def test_a_step_without_gradients_changes_nothing(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.step()
+        token_loss(model, tokens(0)).backward()
+        optimizer.step()
+
+    state, expected = both(loop)
+    assert same_bits(state, expected)
+
+
+def test_units_that_only_some_ranks_use_get_the_average_over_all_ranks() -> None:
+    base = seeded(lambda: Net(num_layers=4))
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        x = model.embed(tokens(0, rank)[0])
+        x = model.layers[rank](x) if rank < 2 else x
+        return model.head(model.norm(x)).square().mean()
+
+    def loop(context: RankContext) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = rayzero.prepare(model, sgd, tight(model, prefetch_buffer_size=1))
+        loss(model, context.rank).backward()
+        optimizer.step()
+        return rayzero.full_state_dict(model)
+
+    plain = copy.deepcopy(base)
+    (sum(loss(plain, rank) for rank in range(3)) / 3).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for state in run_ranks(loop, 3, 2):
+        assert relative_difference(state, plain.state_dict()) <= 1e-6
+        assert torch.equal(state["layers.3.up.weight"], base.state_dict()["layers.3.up.weight"])
+
+
+# ---- inf and nan ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_a_nan_gradient_is_skipped(alone: RankContext) -> None:
+    model, optimizer = prepared(seeded(Net))
+    before = rayzero.full_state_dict(model)
+    (token_loss(model, tokens(0)) * float("nan")).backward()
+    optimizer.step()
+    assert optimizer.last_decision().result().action is Action.SKIP
+    assert same_bits(rayzero.full_state_dict(model), before)
+    token_loss(model, tokens(0)).backward()
+    optimizer.step()
+    assert optimizer.last_decision().result().action is Action.APPLY
+
+
+def test_a_nan_gradient_raises_under_nonfinite_raise(alone: RankContext) -> None:
+    model, optimizer = prepared(seeded(Net), ZeroConfig(nonfinite="raise"))
+    (token_loss(model, tokens(0)) * float("nan")).backward()
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of 'embed\.weight' is inf or nan"):
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    (token_loss(model, tokens(0)) * float("inf")).backward()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    optimizer.zero_grad()
+    token_loss(model, tokens(0)).backward()
+    optimizer.step()
+    assert optimizer.last_decision().result().action is Action.APPLY
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unplanned_second_backward_in_bf16_names_the_setting(alone: RankContext) -> None:
+    model, optimizer = prepared(seeded(Net), ZeroConfig(precision="bf16"))
+    token_loss(model, tokens(0)).backward()
+
+    def go_on() -> None:  # found when the push fails: in a later push or in the step
+        token_loss(model, tokens(1)).backward()
+        optimizer.step()
+
+    with pytest.raises(AccumulationError, match="gradient_accumulation_steps"):
+        go_on()
+
+
+def test_different_learning_rates_on_ranks_fail_the_step_by_name() -> None:
+    base = seeded(Net)
+
+    def loop(context: RankContext) -> None:
+        model, optimizer = prepared(copy.deepcopy(base), ZeroConfig(overlap="none"))
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + context.rank)
+        token_loss(model, tokens(0)).backward()
+        optimizer.step()
+
+    with pytest.raises(StepMismatchError, match="rank"):
+        run_ranks(loop, 2, 2)
+
+
+def test_a_rank_that_ends_early_fails_the_others_step_by_name() -> None:
+    base = seeded(Net)
+
+    def loop(context: RankContext) -> None:
+        model, optimizer = prepared(copy.deepcopy(base), ZeroConfig(overlap="none"))
+        for step in range(3 if context.rank else 1):
+            token_loss(model, tokens(step, context.rank)).backward()
+            optimizer.step()
+
+    with pytest.raises(RankLeftError, match="rank 0"):
+        run_ranks(loop, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda m, o: o.state_dict(), "rayzero.save_checkpoint"),
+        (lambda m, o: o.load_state_dict({}), "rayzero.save_checkpoint"),
+        (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "add it before"),
+        (lambda m, o: rayzero.prepare(m, o), "prepared already"),
+        (lambda m, o: rayzero.full_state_dict(Net()), "was not prepared"),
+        (lambda m, o: rayzero.full_parameters(m, modify=True).__enter__(), "modify=True"),
+    ],
+    ids=["state_dict", "load_state_dict", "add_param_group", "prepare twice", "not prepared", "modify"],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    act: Callable[[nn.Module, rayzero.ZeroOptimizer], object], says: str, alone: RankContext
+) -> None:
+    model, optimizer = prepared(seeded(Net))
+    with pytest.raises(UnsupportedError, match=says):
+        act(model, optimizer)
+
+
+def _stepped() -> tuple[nn.Module, Optimizer]:
+    model = seeded(Net)
+    optimizer = adamw(model.parameters())
+    token_loss(model, tokens(0)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _stranger() -> tuple[nn.Module, Optimizer]:
+    return seeded(Net), adamw([nn.Parameter(torch.ones(3, 2))])
+
+
+def _on_meta() -> tuple[nn.Module, Optimizer]:
+    with torch.device("meta"):
+        model = Net()
+    return model, adamw(model.parameters())
+
+
+def _scripted() -> tuple[nn.Module, Optimizer]:
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    return model, adamw(model.parameters())
+
+
+def _shared() -> tuple[nn.Module, Optimizer]:
+    first = nn.Linear(2, 2)
+    rayzero.prepare(first, adamw(first.parameters()))
+    second = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    second.a.weight = first.weight
+    return second, adamw(second.b.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_stepped, "has stepped already"),
+        (_stranger, r"parameter 0 of the optimizer's group 0 \(shape \(3, 2\)\) is not in the model"),
+        (_on_meta, "'embed.weight' is on the meta device"),
+        (_scripted, "ScriptModule"),
+        (_shared, "'a.weight' belongs to another prepared model"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_before_anything_changes(
+    make: Callable[[], tuple[nn.Module, Optimizer]], says: str, alone: RankContext
+) -> None:
+    model, optimizer = make()
+    with pytest.raises(UnsupportedError, match=says):
+        rayzero.prepare(model, optimizer)
+    assert make is _shared or all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_alone_there_is_no_grpc(alone: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match="transport='grpc' needs a trainer's owners"):
+        prepared(seeded(Net), ZeroConfig(transport="grpc"))
+
+
+def test_two_prepared_models_train_side_by_side(alone: RankContext) -> None:
+    plain = [seeded(Net, seed) for seed in (1, 2)]
+    both = [copy.deepcopy(model) for model in plain]
+    pairs = [rayzero.prepare(model, adamw(model.parameters()), tight(model)) for model in both]
+    others = [(model, adamw(model.parameters())) for model in plain]
+    for (first, one), (second, two) in (pairs, others):
+        for step in range(3):
+            inputs, _ = tokens(step)
+            (first(inputs) - second(inputs)).square().mean().backward()
+            one.step()
+            two.step()
+            one.zero_grad()
+            two.zero_grad()
+    for (model, _), expected in zip(pairs, plain, strict=True):
+        assert same_bits(rayzero.full_state_dict(model), expected.state_dict())

@@ -1,0 +1,217 @@
+"""The kernels against torch's own optimizers and against plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
+from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.torch_kernel import TorchKernel
+
+OPTIONS = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+VARIANTS = {
+    "adamw": OPTIONS,
+    "adam": replace(OPTIONS, decoupled=False),
+    "amsgrad": replace(OPTIONS, amsgrad=True),
+    "maximize": replace(OPTIONS, maximize=True, weight_decay=0.0),
+}
+
+
+def make_memory(numel: int, *, bf16: bool = False) -> AdamMemory:
+    master = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    return AdamMemory(
+        master=master,
+        exp_avg=torch.zeros(numel),
+        exp_avg_sq=torch.zeros(numel),
+        max_exp_avg_sq=torch.zeros(numel),
+        params=master.bfloat16() if bf16 else None,
+    )
+
+
+def make_grads(numel: int, ranks: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+def ignore(done: int, total: int) -> None:
+    """Progress nobody looks at."""
+
+
+def whole(numel: int, options: AdamOptions, step: int, ranks: int = 1) -> Segment:
+    return Segment(offset=0, length=numel, ranks=tuple(range(ranks)), options=options, step=step)
+
+
+def same(ours: AdamMemory, theirs: AdamMemory) -> bool:
+    pairs = [(getattr(ours, name), getattr(theirs, name)) for name in ("master", "exp_avg", "exp_avg_sq", "params")]
+    return all(torch.equal(a, b) for a, b in pairs if a is not None)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_torch_kernel_has_the_bits_of_torchs_fused_optimizer(name: str) -> None:
+    options, numel = VARIANTS[name], 64 * 1000
+    memory, kernel = make_memory(numel), TorchKernel(tile=64 * 128)
+    param = torch.nn.Parameter(memory.master.clone())
+    cls = torch.optim.AdamW if options.decoupled else torch.optim.Adam
+    optimizer = cls(
+        [param],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        weight_decay=options.weight_decay,
+        amsgrad=options.amsgrad,
+        maximize=options.maximize,
+        fused=True,
+    )
+    for step in range(1, 6):
+        grads = make_grads(numel, 1, step)
+        kernel.update(memory, grads, [whole(numel, options, step)], 1.0, ignore)
+        param.grad = grads[0]
+        optimizer.step()
+    assert torch.equal(memory.master, param.detach())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_torch_kernel_agrees_with_plain_arithmetic(name: str) -> None:
+    options, numel = VARIANTS[name], 256
+    fast, plain = make_memory(numel, bf16=True), make_memory(numel, bf16=True)
+    for step in range(1, 4):
+        grads = make_grads(numel, 2, step, torch.bfloat16)
+        for memory, kernel in ((fast, "torch"), (plain, "reference")):
+            choose_kernel(kernel).update(memory, grads, [whole(numel, options, step, 2)], 0.25, ignore)
+    torch.testing.assert_close(fast.master, plain.master, rtol=1e-6, atol=1e-7)
+    assert fast.params is not None
+    assert torch.equal(fast.params, fast.master.bfloat16())
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_depend_on_neither_segments_nor_threads(kernel: str, threads: int) -> None:
+    numel = 64 * 40_000  # several tiles, more than torch works on with one thread
+    grads = make_grads(numel, 3, 1, torch.bfloat16)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count, cuts in ((1, [0, numel]), (threads, [0, 64, 64 * 17, 64 * 30_001, numel])):
+            torch.set_num_threads(count)
+            memory = make_memory(numel, bf16=True)
+            for step in (1, 2):
+                segments = [
+                    Segment(offset=a, length=b - a, ranks=(0, 2), options=OPTIONS, step=step) for a, b in pairwise(cuts)
+                ]
+                choose_kernel(kernel).update(memory, grads, segments, 0.3, ignore)
+            results.append(memory)
+    finally:
+        torch.set_num_threads(before)
+    assert same(*results)
+
+
+def test_bits_do_not_depend_on_the_tile_size() -> None:
+    numel, grads = 64 * 150, make_grads(64 * 150, 2, 1)
+    results = []
+    for tile in (64, 64 * 7, 1 << 19):
+        memory = make_memory(numel, bf16=True)
+        TorchKernel(tile).update(memory, grads, [whole(numel, OPTIONS, 1, 2)], 0.5, ignore)
+        results.append(memory)
+    assert same(results[0], results[2])
+    assert same(results[1], results[2])
+
+
+@pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
+def test_only_what_segments_name_is_read_and_written(kernel: str) -> None:
+    memory, before = make_memory(256, bf16=True), make_memory(256, bf16=True)
+    grads = make_grads(256, 2, 1)
+    grads[0][:64] = torch.nan  # rank 0 has nothing there
+    grads[1][128:] = torch.nan
+    kept = [grad.clone() for grad in grads]
+    segments = [
+        Segment(offset=0, length=64, ranks=(1,), options=OPTIONS, step=1),
+        Segment(offset=64, length=64, ranks=(0, 1), options=OPTIONS, step=7),
+    ]
+    choose_kernel(kernel).update(memory, grads, segments, 0.5, ignore)
+    assert torch.isfinite(memory.master).all()
+    assert torch.equal(memory.master[128:], before.master[128:])
+    assert not (memory.master[:128] == before.master[:128]).any()
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(grads, kept, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
+def test_zero_gradients_and_weights_stay_zero(kernel: str) -> None:
+    memory = make_memory(128)
+    memory.master.zero_()
+    choose_kernel(kernel).update(memory, [torch.zeros(128)], [whole(128, OPTIONS, 1)], 0.5, ignore)
+    assert not memory.master.any()  # so padding stays what it is
+
+
+def test_progress_counts_tiles_of_all_segments() -> None:
+    seen: list[tuple[int, int]] = []
+    segments = [replace(whole(128, OPTIONS, 1), offset=at) for at in (0, 128)]
+    TorchKernel(tile=64).update(make_memory(256), make_grads(256, 1, 1), segments, 1.0, lambda *at: seen.append(at))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_neighbours_that_agree_are_merged() -> None:
+    first = Segment(offset=0, length=64, ranks=(0, 1), options=OPTIONS, step=3)
+    second = replace(first, offset=64, length=128)
+    for other in (
+        replace(second, offset=128),  # a gap
+        replace(second, step=4),
+        replace(second, ranks=(1,)),
+        replace(second, options=replace(OPTIONS, lr=1.0)),
+    ):
+        assert merge([first, other]) == [first, other]
+    assert merge([first, second, replace(first, offset=192)]) == [replace(first, length=256)]
+
+
+# ---- the sum across ranks
+
+
+def test_ranks_are_added_in_groups_of_8_in_rank_order() -> None:
+    grads = make_grads(4096, 19, 1)
+
+    def add(parts: list[Tensor]) -> Tensor:
+        return sum(parts[1:], parts[0].clone())
+
+    expected = add([add(grads[0:8]), add(grads[8:16]), add(grads[16:19])])
+    assert torch.equal(RankSum(4096).sum(grads, range(19), 0, 4096), expected)
+    assert not torch.equal(add(grads), expected)
+
+
+def test_a_rank_that_is_absent_leaves_the_groups_of_the_others_alone() -> None:
+    grads = make_grads(4096, 10, 1)
+    expected = (grads[1] + grads[7]) + (grads[8] + grads[9])
+    assert torch.equal(RankSum(4096).sum(grads, (1, 7, 8, 9), 0, 4096), expected)
+
+
+def test_16_bit_gradients_are_added_in_fp32() -> None:
+    grads = make_grads(4096, 3, 1, torch.bfloat16)
+    expected = (grads[0].float() + grads[1].float()) + grads[2].float()
+    assert torch.equal(RankSum(4096).sum(grads, (0, 1, 2), 0, 4096), expected)
+
+
+# ---- choice and options
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kernel is 'fast' but must be one of auto"):
+        choose_kernel("fast")
+
+
+def test_options_come_from_a_parameter_group() -> None:
+    group = torch.optim.Adam([torch.zeros(1)], lr=0.5, betas=(0.8, 0.9), amsgrad=True).param_groups[0]
+    hyper = {key: value for key, value in group.items() if key != "params"}
+    found = AdamOptions.from_hyper(hyper, decoupled=True)
+    assert found == AdamOptions(lr=0.5, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.0, amsgrad=True, decoupled=False)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match="betas"):
+        replace(OPTIONS, beta1=1.0)
+    with pytest.raises(ConfigError, match="lr=-1"):
+        replace(OPTIONS, lr=-1.0)
+    with pytest.raises(UnsupportedError, match="differentiable"):
+        AdamOptions.from_hyper({"differentiable": True}, decoupled=True)

@@ -1,0 +1,486 @@
+"""The native kernel: right by the other kernels, and the same bits however the work is cut."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rayzero.config import ZeroConfig
+from rayzero.errors import UnsupportedError
+from rayzero.kernels import choose_kernel, native
+from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.reference import ReferenceKernel
+from rayzero.kernels.torch_kernel import TorchKernel
+from rayzero.optimizer.norm import SquareSum, choose_squares
+
+LOADED = native.load()
+if isinstance(LOADED, str):
+    pytest.skip(LOADED, allow_module_level=True)
+LIBRARY = LOADED
+ISAS = [native.ISAS[isa] for isa in LIBRARY.isas]
+
+ADAMW = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+FLAVOURS = {
+    "adamw": ADAMW,
+    "adam": replace(ADAMW, decoupled=False),
+    "no decay": replace(ADAMW, weight_decay=0.0),
+    "amsgrad": replace(ADAMW, amsgrad=True),
+    "maximize": replace(ADAMW, maximize=True, decoupled=False),
+    "beta 0": replace(ADAMW, beta1=0.0, beta2=0.0, eps=1e-3),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def quiet(done: int, total: int) -> None:
+    """Nobody asks for progress."""
+
+
+def make_memory(count: int, params: torch.dtype | None = torch.bfloat16, seed: int = 0) -> AdamMemory:
+    """A shard in the middle of a training."""
+    random = torch.Generator().manual_seed(seed)
+    return AdamMemory(
+        master=torch.randn(count, generator=random),
+        exp_avg=torch.randn(count, generator=random) * 1e-2,
+        exp_avg_sq=torch.rand(count, generator=random) * 1e-3,
+        max_exp_avg_sq=torch.rand(count, generator=random) * 1e-3,
+        params=None if params is None else torch.zeros(count, dtype=params),
+    )
+
+
+def make_gradients(count: int, ranks: int, dtype: torch.dtype, seed: int = 1) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [(torch.randn(count, generator=random) * 0.1).to(dtype) for _ in range(ranks)]
+
+
+def fields(memory: AdamMemory) -> list[Tensor]:
+    """Bit patterns of everything a kernel writes."""
+    tensors = (memory.master, memory.exp_avg, memory.exp_avg_sq, memory.max_exp_avg_sq, memory.params)
+    return [t.view(torch.int32 if t.dtype is torch.float32 else torch.int16) for t in tensors if t is not None]
+
+
+def same_bits(a: AdamMemory, b: AdamMemory) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(fields(a), fields(b), strict=True))
+
+
+def segment(count: int, ranks: Sequence[int] = (0,), options: AdamOptions = ADAMW, *, offset: int = 0) -> Segment:
+    return Segment(offset=offset, length=count, ranks=tuple(ranks), options=options, step=3)
+
+
+def updated(
+    kernel: Any, gradients: list[Tensor], segments: list[Segment], *, scale: float = 0.37, **memory: Any
+) -> AdamMemory:
+    made = make_memory(gradients[0].numel(), **memory)
+    kernel.update(made, gradients, segments, scale, quiet)
+    return made
+
+
+def raw_update(
+    memory: AdamMemory, gradients: list[Tensor], segments: list[Segment], start: int, stop: int, tile: int, isa: str
+) -> None:
+    """The C function itself, where nothing needs to be a multiple of 64."""
+    table = native._segment_table(segments, gradients, 0.37)
+    tensors = native._memory_table(memory, stop, amsgrad=segments[0].options.amsgrad)
+    claimed = ctypes.c_int64(0)
+    LIBRARY.adam(LIBRARY.isa(isa), ctypes.byref(tensors), table, len(table), start, stop, tile, ctypes.byref(claimed))
+
+
+# ---- Right ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("other", [TorchKernel(), ReferenceKernel()], ids=lambda kernel: str(kernel.name))
+def test_it_agrees_with_the_other_kernels(isa: str, dtype: torch.dtype, flavour: str, other: Any) -> None:
+    count, options = 256, FLAVOURS[flavour]
+    ours, theirs = make_memory(count), make_memory(count)
+    kernel = native.NativeKernel(isa=isa)
+    for step in range(1, 6):
+        gradients = make_gradients(count, 2, dtype, seed=step)
+        segments = [Segment(offset=0, length=count, ranks=(0, 1), options=options, step=step)]
+        kernel.update(ours, gradients, segments, 0.5, quiet)
+        other.update(theirs, gradients, segments, 0.5, quiet)
+    for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1.2e-6, rtol=0.0, msg=name)
+    assert ours.params is not None
+    assert torch.equal(ours.params, ours.master.to(torch.bfloat16))
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's own kernel has no FMA here"
+)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_its_bits_are_those_of_torchs_fused_kernel(isa: str, flavour: str) -> None:
+    count, options = 1 << 14, FLAVOURS[flavour]
+    ours, theirs = make_memory(count), make_memory(count)
+    for step in (1, 2, 3, 1000):
+        gradients = make_gradients(count, 9, torch.bfloat16, seed=step)
+        segments = [Segment(offset=0, length=count, ranks=tuple(range(9)), options=options, step=step)]
+        native.NativeKernel(isa=isa).update(ours, gradients, segments, 1 / 9, quiet)
+        TorchKernel().update(theirs, gradients, segments, 1 / 9, quiet)
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("params", [*DTYPES, None])
+def test_it_publishes_the_rounded_master_in_any_dtype(params: torch.dtype | None) -> None:
+    memory = updated(native.NativeKernel(), make_gradients(192, 1, torch.bfloat16), [segment(192)], params=params)
+    assert not torch.equal(memory.master, make_memory(192).master)
+    if params is not None:
+        assert memory.params is not None
+        assert torch.equal(memory.params, memory.master.to(params))
+
+
+def test_segments_have_their_own_options_steps_and_ranks() -> None:
+    count, options = 512, list(FLAVOURS.values())[:4]
+    segments = [
+        Segment(offset=128 * i, length=64, ranks=ranks, options=options[i], step=i + 1)
+        for i, ranks in enumerate([(0,), (1, 2), (0, 1, 2), (2,)])
+    ]
+    gradients = make_gradients(count, 3, torch.bfloat16)
+    ours = updated(native.NativeKernel(), gradients, segments[::-1])
+    theirs = updated(ReferenceKernel(), gradients, segments)
+    torch.testing.assert_close(ours.master, theirs.master, atol=1.2e-6, rtol=0.0)
+    for gap in range(64, count, 128):  # nothing between segments is touched
+        for got, before in zip(fields(ours), fields(make_memory(count)), strict=True):
+            assert torch.equal(got[gap : gap + 64], before[gap : gap + 64])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_half_precision_number_is_read_as_torch_reads_it(isa: str) -> None:
+    still = replace(ADAMW, lr=0.0, beta1=0.0, weight_decay=0.0)  # exp_avg becomes the gradient itself
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        gradient = patterns.view(dtype)
+        finite = gradient.isfinite()
+        gradient = torch.where(finite, gradient, torch.zeros((), dtype=dtype))
+        memory = make_memory(1 << 16)
+        memory.exp_avg.zero_()
+        native.NativeKernel(isa=isa).update(memory, [gradient], [segment(1 << 16, options=still)], 1.0, quiet)
+        assert torch.equal(memory.exp_avg, gradient.float())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_master_is_rounded_as_torch_rounds_it(isa: str, dtype: torch.dtype) -> None:
+    still = replace(ADAMW, lr=0.0, weight_decay=0.0)
+    random = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), generator=random, dtype=torch.int64)
+    halfway = (torch.arange(1 << 16, dtype=torch.int64) << 16) | 0x8000  # ties of bf16
+    ties = torch.arange(0x33000000, 0x48000000, 0x1000, dtype=torch.int64)  # of fp16, subnormal ones included
+    master = torch.cat([bits, halfway, ties, -ties - 1]).to(torch.int32).view(torch.float32)
+    master = master[: master.numel() // 64 * 64].clone()
+    memory = replace(make_memory(master.numel(), params=dtype), master=master.clone())
+    gradient = torch.zeros(master.numel(), dtype=torch.bfloat16)
+    native.NativeKernel(isa=isa).update(memory, [gradient], [segment(master.numel(), options=still)], 1.0, quiet)
+    assert memory.params is not None
+    want, number = master.to(dtype), ~master.isnan()
+    assert torch.equal(memory.params[number].view(torch.int16), want[number].view(torch.int16))
+    assert bool(memory.params[~number].isnan().all())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    present=st.lists(st.integers(0, 40), min_size=1, max_size=17, unique=True).map(sorted),
+    dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(ISAS),
+    seed=st.integers(0, 1000),
+)
+def test_ranks_are_summed_in_order_in_groups_of_eight(
+    present: list[int], dtype: torch.dtype, isa: str, seed: int
+) -> None:
+    count = 192
+    gradients = make_gradients(count, present[-1] + 1, dtype, seed)
+    summed = RankSum(count).sum(gradients, present, 0, count).clone()
+    ours = updated(native.NativeKernel(isa=isa), gradients, [segment(count, present)])
+    assert same_bits(ours, updated(native.NativeKernel(isa=isa), [summed], [segment(count)]))
+
+
+def test_ranks_may_send_different_dtypes() -> None:
+    mixed = [make_gradients(128, 1, dtype)[0] for dtype in DTYPES]
+    wide = [gradient.float() for gradient in mixed]
+    ours = updated(native.NativeKernel(), mixed, [segment(128, (0, 1, 2))])
+    assert same_bits(ours, updated(native.NativeKernel(), wide, [segment(128, (0, 1, 2))]))
+
+
+def test_ranks_that_no_segment_names_are_not_read() -> None:
+    gradients = make_gradients(128, 3, torch.bfloat16)
+    gradients[1].fill_(math.nan)
+    ours = updated(native.NativeKernel(), gradients, [segment(128, (0, 2))])
+    assert bool(ours.master.isfinite().all())
+
+
+# ---- The same bits ----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    ranks=st.integers(1, 17),
+    dtype=st.sampled_from(DTYPES),
+    params=st.sampled_from([*DTYPES, None]),
+    flavour=st.sampled_from(list(FLAVOURS)),
+    count=st.integers(1, 40).map(lambda n: 64 * n),
+    cuts=st.lists(st.integers(1, 2559), max_size=6),
+    tile=st.integers(1, 700),
+)
+def test_no_cut_and_no_instruction_set_changes_a_bit(
+    ranks: int,
+    dtype: torch.dtype,
+    params: torch.dtype | None,
+    flavour: str,
+    count: int,
+    cuts: list[int],
+    tile: int,
+) -> None:
+    gradients = make_gradients(count, ranks, dtype)
+    segments = [segment(count, range(ranks), FLAVOURS[flavour])]
+    whole = updated(native.NativeKernel(isa="portable"), gradients, segments, params=params)
+    ends = sorted({0, count, *(cut for cut in cuts if cut < count)})
+    for isa in ISAS:
+        cut = make_memory(count, params)
+        for start, stop in itertools.pairwise(ends):
+            raw_update(cut, gradients, segments, start, stop, tile, isa)
+        assert same_bits(whole, cut), isa
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_number_of_threads_changes_a_bit(isa: str) -> None:
+    count = 40 * native.TILE + 64
+    gradients = make_gradients(count, 2, torch.bfloat16)
+    segments = [segment(64 * 99, (0, 1)), segment(count - 64 * 100, (1,), offset=64 * 100)]
+    alone = updated(native.NativeKernel(threads=1, isa=isa), gradients, segments)
+    for threads in (2, 3, 5):
+        assert same_bits(alone, updated(native.NativeKernel(threads=threads, isa=isa), gradients, segments))
+
+
+def test_progress_is_reported_and_stretches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 64 * 40
+    gradients = make_gradients(count, 1, torch.bfloat16)
+    whole = updated(native.NativeKernel(), gradients, [segment(count)])
+    monkeypatch.setattr(native, "STRETCH", 64 * 9)
+    memory, seen = make_memory(count), list[tuple[int, int]]()
+    native.NativeKernel().update(memory, gradients, [segment(count)], 0.37, lambda *tile: seen.append(tile))
+    assert seen == [(i, 5) for i in range(1, 6)]
+    assert same_bits(whole, memory)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_memory_at_any_address_gives_the_same_bits(isa: str) -> None:
+    count = 64 * 7
+    gradients = make_gradients(count, 2, torch.bfloat16)
+    want = updated(native.NativeKernel(isa=isa), gradients, [segment(count, (0, 1))])
+    for shift in (1, 3, 8, 17):
+        shifted = AdamMemory(
+            **{
+                name: torch.cat([tensor.new_zeros(shift), tensor])[shift:]
+                for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "params")
+                for tensor in [getattr(make_memory(count), name)]
+            }
+        )
+        moved = [torch.cat([g.new_zeros(shift), g])[shift:] for g in gradients]
+        native.NativeKernel(isa=isa).update(shifted, moved, [segment(count, (0, 1))], 0.37, quiet)
+        assert same_bits(want, shifted)
+
+
+def test_subnormals_are_kept_even_where_the_thread_flushes_them() -> None:
+    count, still = 128, replace(ADAMW, lr=0.0)
+    memories = []
+    for flush in (False, True):
+        memory = replace(make_memory(count, params=None), master=torch.full((count,), 1e-40))
+        memory.exp_avg_sq.zero_()
+        assert torch.set_flush_denormal(flush)
+        try:
+            gradients = [torch.full((count,), 1e-19)]
+            native.NativeKernel().update(memory, gradients, [segment(count, options=still)], 1.0, quiet)
+            flushes = float(torch.full((64,), 1e-38).mul_(0.1).view(torch.int32)[0]) == 0.0
+        finally:
+            torch.set_flush_denormal(False)
+        assert flushes is flush  # the thread's own setting is back
+        memories.append(memory)
+    for subnormal in (memories[0].exp_avg_sq, memories[0].master):
+        assert 0 < int(subnormal.view(torch.int32)[0]) < 0x00800000
+    assert same_bits(*memories)
+
+
+# ---- Sums of squares ----------------------------------------------------------------------------------------------
+
+
+def leaf_by_definition(values: Sequence[float]) -> float:
+    lanes = [0.0] * 16
+    for i, value in enumerate(values):
+        lanes[i % 16] += value * value
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+    return lanes[0]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 3, 9])
+def test_sums_of_squares_are_the_written_definition(isa: str, dtype: torch.dtype, ranks: int) -> None:
+    start, stop = 64, 64 + 2 * native.LEAF + 777
+    gradients = make_gradients(stop + 10, ranks, dtype)
+    got = native.NativeSquareSum(isa=isa, threads=2).part(gradients, range(ranks), start, stop)
+    summed = RankSum(stop - start).sum(gradients, range(ranks), start, stop).tolist()
+    want = 0.0
+    for at in range(0, len(summed), native.LEAF):
+        want += leaf_by_definition(summed[at : at + native.LEAF])
+    assert struct.pack("d", got) == struct.pack("d", want)
+
+
+@settings(deadline=None, max_examples=40)
+@given(count=st.integers(0, 5000), start=st.integers(0, 70), ranks=st.integers(1, 17), dtype=st.sampled_from(DTYPES))
+def test_sums_of_squares_are_exact_to_rounding(count: int, start: int, ranks: int, dtype: torch.dtype) -> None:
+    gradients = make_gradients(start + count, ranks, dtype)
+    got = {
+        struct.pack("d", native.NativeSquareSum(isa=isa).part(gradients, range(ranks), start, start + count))
+        for isa in ISAS
+    }
+    assert len(got) == 1
+    summed = RankSum(max(count, 1)).sum(gradients, range(ranks), start, start + count)
+    want = math.fsum(value * value for value in summed.tolist())
+    assert struct.unpack("d", got.pop())[0] == pytest.approx(want, rel=1e-14)
+
+
+def test_no_number_of_threads_changes_the_sum_of_squares() -> None:
+    count = 9 * native.LEAF + 5
+    gradients = make_gradients(count, 2, torch.bfloat16)
+    sums = {native.NativeSquareSum(threads=threads).part(gradients, (0, 1), 0, count) for threads in (1, 2, 4)}
+    assert len(sums) == 1
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_found_counted_and_passed_on(isa: str, bad: float) -> None:
+    count = 64 * 50
+    gradients = make_gradients(count, 2, torch.bfloat16)
+    at = [0, 5, 1000, count - 1]
+    gradients[1][at] = bad
+    squares = native.NativeSquareSum(isa=isa)
+    assert not math.isfinite(squares.part(gradients, (0, 1), 0, count))
+    assert squares.nonfinite(gradients, (0, 1), 0, count) == 4
+    assert math.isfinite(squares.part(gradients, (0,), 0, count))
+    assert squares.nonfinite(gradients, (0,), 0, count) == 0
+    memory = updated(native.NativeKernel(isa=isa), gradients, [segment(count, (0, 1))])
+    assert memory.params is not None
+    hit = torch.zeros(count, dtype=torch.bool)
+    hit[at] = True
+    assert torch.equal(memory.master.isnan(), hit)
+    assert torch.equal(memory.params.isnan(), hit)
+
+
+def test_a_sum_that_overflows_is_not_finite() -> None:
+    gradients = [torch.full((64,), 3e38), torch.full((64,), 3e38)]
+    squares = native.NativeSquareSum()
+    assert squares.nonfinite(gradients, (0, 1), 0, 64) == 64
+    assert math.isfinite(squares.part(gradients, (0,), 0, 64))  # squares of finite gradients never overflow
+
+
+# ---- Refusals, flags, threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gradient", "named"),
+    [
+        (torch.zeros(128, dtype=torch.float64), "gradient of rank 0 is torch.float64"),
+        (torch.zeros(256)[::2], "strides"),
+        (torch.zeros(64), "at least 128"),
+        (torch.zeros(2, 64), "1D"),
+    ],
+)
+def test_what_c_would_misread_is_refused_by_name(gradient: Tensor, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        native.NativeKernel().update(make_memory(128), [gradient], [segment(128)], 1.0, quiet)
+
+
+def test_memory_that_does_not_fit_is_refused_by_name() -> None:
+    kernel, gradients = native.NativeKernel(), make_gradients(128, 1, torch.bfloat16)
+    memory = make_memory(128)
+    for wrong, options, named in [
+        (replace(memory, exp_avg=memory.exp_avg.to(torch.bfloat16)), ADAMW, "exp_avg is torch.bfloat16"),
+        (replace(memory, master=memory.master[:64]), ADAMW, "master"),
+        (replace(memory, max_exp_avg_sq=None), FLAVOURS["amsgrad"], "amsgrad"),
+    ]:
+        with pytest.raises(UnsupportedError, match=named):
+            kernel.update(wrong, gradients, [segment(128, options=options)], 1.0, quiet)
+    with pytest.raises(UnsupportedError, match="two segments have element 64"):
+        kernel.update(memory, gradients, [segment(128), segment(64, offset=64)], 1.0, quiet)
+
+
+def test_an_instruction_set_that_does_not_run_here_is_refused_by_name() -> None:
+    missing = next(isa for isa in (*native.ISAS, "mmx") if isa not in ISAS)
+    with pytest.raises(UnsupportedError, match=missing):
+        native.NativeKernel(isa=missing)
+    assert native.NativeKernel().isa == ISAS[-1]
+
+
+def test_flags_hold_their_full_width_and_touch_no_neighbour() -> None:
+    page = (ctypes.c_uint64 * 3)(7, 0, 7)
+    address = ctypes.addressof(page) + 8
+    LIBRARY.store_release_64(address, 2**64 - 3)
+    assert LIBRARY.load_acquire_64(address) == 2**64 - 3
+    LIBRARY.store_release_32(address, 5)
+    assert LIBRARY.load_acquire_32(address) == 5
+    assert LIBRARY.load_acquire_32(address + 4) == 2**32 - 1
+    assert (page[0], page[2]) == (7, 7)
+
+
+def test_a_team_makes_the_call_in_every_thread_and_raises_what_one_raised() -> None:
+    team, barrier = native.ThreadTeam(3), threading.Barrier(3, timeout=30)
+    seen: list[int] = []
+
+    def work() -> None:
+        barrier.wait()  # passes only when all three threads are in the call
+        seen.append(threading.get_ident())
+
+    team.run(work)
+    assert len(set(seen)) == 3
+
+    def fail() -> None:
+        barrier.wait()
+        if threading.current_thread() is not threading.main_thread():
+            raise ArithmeticError("in a helper")
+
+    with pytest.raises(ArithmeticError, match="in a helper"):
+        team.run(fail)
+    team.close()
+
+
+def test_the_kernel_uses_as_many_threads_as_torch() -> None:
+    kernel, count = native.NativeKernel(), 8 * native.TILE
+    gradients, before = make_gradients(count, 1, torch.bfloat16), torch.get_num_threads()
+    try:
+        for threads in (2, 1, 3):
+            torch.set_num_threads(threads)
+            updated(kernel, gradients, [segment(count)])
+            assert kernel._team.threads == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_it_is_chosen_where_it_is_there_and_its_sums_with_it() -> None:
+    assert isinstance(choose_kernel("auto"), TorchKernel if native.why_not() else native.NativeKernel)
+    assert isinstance(choose_kernel(ZeroConfig(kernel="native").kernel), native.NativeKernel)
+    assert isinstance(choose_squares(choose_kernel("native").name), native.NativeSquareSum)
+    assert isinstance(choose_squares(choose_kernel("torch").name), SquareSum)
+
+
+def test_a_processor_without_fused_multiply_add_gets_the_torch_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIBRARY, "has_fma", False)
+    assert native.why_not() == "this processor has no fused multiply-add: it would be slower"
+    monkeypatch.setattr(LIBRARY, "has_fma", True)
+    assert native.why_not() is None

@@ -1,0 +1,176 @@
+"""The host plan is what an owner allocates, and too little is said with the sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.errors import MemoryPlanError
+from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.layout.shard_map import shard_map_for
+from rayzero.memory.planner import HostLimits, OwnerPlan, check_plan, format_bytes, host_limits, plan_owner
+from rayzero.optimizer.landing import RankGradients
+from rayzero.optimizer.state import allocate
+
+MIB = 1 << 20
+
+
+def layout_of(*units: tuple[int, torch.dtype, bool], shard_numel: int = 1024) -> ModelLayout:
+    laid_out = (lay_out_unit(i, f"u{i}", dtype, trained, [("w", (n,))]) for i, (n, dtype, trained) in enumerate(units))
+    return ModelLayout(units=tuple(laid_out), shard_numel=shard_numel)
+
+
+def plan(layout: ModelLayout, *, owner: int = 0, owners: int = 1, ranks: int = 1, steps: int = 1) -> OwnerPlan:
+    return plan_owner(layout, shard_map_for(layout, owners, "balanced"), owner, ranks, steps)
+
+
+# ---- the equation -----------------------------------------------------------------------------------------------
+
+
+def test_fp32_is_12_bytes_an_element_and_4_a_rank() -> None:
+    found = plan(layout_of((4096, torch.float32, True)), ranks=3)
+    assert (found.params, found.master, found.moments, found.gradients) == (0, 4 * 4096, 8 * 4096, 3 * 4 * 4096)
+    assert found.staging == 3 * 2 * 4 * 1024  # two shards a rank: fp32 memory can add an unplanned push
+
+
+def test_bf16_is_14_bytes_an_element_and_2_a_rank() -> None:
+    found = plan(layout_of((4096, torch.bfloat16, True)), ranks=3)
+    assert found.total == (2 + 12 + 3 * 2) * 4096
+
+
+def test_accumulation_is_4_bytes_a_rank_and_staging_for_two_largest_units() -> None:
+    found = plan(layout_of((4096, torch.bfloat16, True), (1024, torch.bfloat16, True)), ranks=3, steps=2)
+    assert found.gradients == 3 * 4 * 5120
+    assert found.staging == 3 * 2 * (2 * 4096)
+
+
+def test_a_frozen_unit_has_its_parameters_only() -> None:
+    found = plan(layout_of((4096, torch.bfloat16, False), (64, torch.float32, False)), ranks=3, steps=4)
+    assert (found.params, found.total) == (2 * 4096 + 4 * 64, 2 * 4096 + 4 * 64)
+
+
+def test_an_owner_without_shards_needs_nothing() -> None:
+    assert plan(layout_of((64, torch.float32, True)), owner=1, owners=2).total == 0
+
+
+units = st.tuples(st.integers(0, 9000), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+
+
+@given(st.lists(units, max_size=6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
+def test_the_owners_plans_add_up_to_the_model(
+    described: list[tuple[int, torch.dtype, bool]], owners: int, ranks: int, steps: int
+) -> None:
+    layout = layout_of(*described)
+    plans = [plan(layout, owner=k, owners=owners, ranks=ranks, steps=steps) for k in range(owners)]
+    trained = sum(unit.numel for unit in layout.units if unit.trainable)
+    assert sum(p.master for p in plans) == 4 * trained
+    assert sum(p.moments for p in plans) == 8 * trained
+    published = sum(u.size_bytes for u in layout.units if not (u.trainable and u.dtype is torch.float32))
+    assert sum(p.params for p in plans) == published
+    assert all(p.total == p.params + p.master + p.moments + p.gradients + p.staging for p in plans)
+
+
+@given(st.lists(units, max_size=6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
+def test_a_plan_is_what_the_owner_allocates(
+    described: list[tuple[int, torch.dtype, bool]], owners: int, ranks: int, steps: int
+) -> None:
+    layout = layout_of(*described)
+    for owner in range(owners):
+        shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
+        owned = list(allocate(layout, shards, [[0]] * len(layout.units), ("exp_avg", "exp_avg_sq")).values())
+        gradients = [RankGradients(rank, owned, accumulate=steps > 1) for rank in range(ranks)]
+        tensors = [tensor for shard in owned for tensor in (shard.params, shard.master, *shard.states.values())]
+        tensors += [landing.buffer for rank in gradients for landing in rank.landings.values()]
+        tensors += [tensor for rank in gradients for tensor in all_staging(rank)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+        assert sum(storages.values()) == plan(layout, owner=owner, owners=owners, ranks=ranks, steps=steps).total
+
+
+def all_staging(rank: RankGradients) -> list[torch.Tensor]:
+    """Every staging entry of a rank, taken."""
+    some = next((landing.owned for landing in rank.landings.values()), None)
+    return list(iter(lambda: rank.lease(some), None)) if some is not None else []
+
+
+# ---- the check --------------------------------------------------------------------------------------------------
+
+ROOMY = HostLimits(available=1 << 40, total=1 << 40, source="RAM")
+
+
+def test_a_plan_over_the_budget_is_one_line_with_the_sum_and_the_setting() -> None:
+    wanted = plan(layout_of((MIB, torch.bfloat16, True)), owners=2, ranks=2)
+    check_plan(wanted, ROOMY, wanted.total)
+    with pytest.raises(MemoryPlanError) as caught:
+        check_plan(wanted, ROOMY, wanted.total - 1)
+    line = str(caught.value)
+    assert line == (
+        "optimizer 0 of 2 needs 9 MiB = parameters 1 MiB + master 2 MiB + moments 4 MiB + gradients of 2 ranks 2 MiB, "
+        "but cpu_memory_budget is 9 MiB; raise cpu_memory_budget or num_optimizers"
+    )
+
+
+def test_a_plan_over_what_the_host_has_is_refused_naming_who_measured_it() -> None:
+    wanted = plan(layout_of((MIB, torch.float32, True)))
+    tight = HostLimits(available=2 * wanted.total - 1, total=1 << 40, source="/sys/fs/cgroup/memory.max")
+    check_plan(wanted, tight, None)
+    with pytest.raises(MemoryPlanError, match=r"a share of 2.*measured by /sys/fs/cgroup/memory.max; raise num_optim"):
+        check_plan(wanted, tight, None, owners_on_host=2)
+
+
+def test_bytes_are_shown_in_the_unit_that_fits() -> None:
+    shown = [format_bytes(size) for size in (0, 1023, 1536, 5 << 20, 1 << 30, 3 << 40, 5000 << 40)]
+    assert shown == ["0 B", "1023 B", "1.5 KiB", "5 MiB", "1 GiB", "3 TiB", "5000 TiB"]
+
+
+# ---- what the host has ------------------------------------------------------------------------------------------
+
+
+def make_cgroup(folder: Path, version: int, *, limit: str, usage: int, cache: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    v2 = version == 2
+    (folder / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(f"{limit}\n")
+    (folder / ("memory.current" if v2 else "memory.usage_in_bytes")).write_text(f"{usage}\n")
+    name = "inactive_file" if v2 else "total_inactive_file"
+    (folder / "memory.stat").write_text(f"anon 5\n{name} {cache}\n")
+
+
+def limits_with(tmp_path: Path, cgroup_lines: str) -> HostLimits:
+    proc = tmp_path / "proc_cgroup"
+    proc.write_text(cgroup_lines)
+    return host_limits(tmp_path / "cgroup", proc)
+
+
+def test_the_tightest_cgroup_above_the_process_counts_and_cache_is_free(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    make_cgroup(root / "pod", 2, limit=str(3 * MIB), usage=2 * MIB, cache=MIB // 2)
+    make_cgroup(root / "pod/box", 2, limit="max", usage=MIB)
+    found = limits_with(tmp_path, "0::/pod/box\n")
+    assert found == HostLimits(available=3 * MIB // 2, total=3 * MIB, source=str(root / "pod/memory.max"))
+
+
+def test_version_1_cgroups_are_read_and_their_no_limit_is_none(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup/memory"
+    make_cgroup(root, 1, limit=str(0x7FFFFFFFFFFFF000), usage=MIB)
+    make_cgroup(root / "docker/abc", 1, limit=str(2 * MIB), usage=3 * MIB)
+    found = limits_with(tmp_path, "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n")
+    assert (found.available, found.source) == (0, str(root / "docker/abc/memory.limit_in_bytes"))
+
+
+def test_a_namespaced_path_falls_back_to_the_visible_root(tmp_path: Path) -> None:
+    make_cgroup(tmp_path / "cgroup", 2, limit=str(MIB), usage=0)
+    assert limits_with(tmp_path, "0::/not/visible/here\n").total == MIB
+
+
+def test_without_cgroups_ram_counts(tmp_path: Path) -> None:
+    found = host_limits(tmp_path, tmp_path / "missing")
+    assert (found.source, found.total) == ("RAM", psutil.virtual_memory().total)
+
+
+def test_this_host_has_some_memory() -> None:
+    found = host_limits()
+    assert 0 < found.available <= psutil.virtual_memory().total

@@ -1,0 +1,154 @@
+"""Reused byte buffers: counted, bounded, never handed out twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.errors import ConfigError
+from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+
+
+def acquire(pool: BufferPool, nbytes: int) -> Buffer:
+    buffer = pool.acquire(nbytes)
+    assert buffer is not None
+    return buffer
+
+
+def address(buffer: Buffer) -> int:
+    return buffer.tensor.untyped_storage().data_ptr()
+
+
+def test_a_released_buffer_serves_the_next_request_of_about_its_size() -> None:
+    pool = BufferPool()
+    first = acquire(pool, 9000)
+    where = address(first)
+    first.release()
+    again = acquire(pool, 8500)
+    assert address(again) == where
+    assert (again.size_bytes, again.tensor.dtype, again.tensor.shape) == (8500, torch.uint8, (8500,))
+    assert (pool.stats.num_reused, pool.stats.allocated) == (1, buffer_bytes(9000))
+
+
+def test_a_buffer_much_larger_than_the_request_is_not_used_for_it() -> None:
+    pool = BufferPool()
+    acquire(pool, 9000).release()
+    small = acquire(pool, 4000)
+    assert (pool.stats.num_reused, pool.stats.leased) == (0, buffer_bytes(4000))
+    small.release()
+
+
+def test_the_tightest_kept_buffer_is_taken() -> None:
+    pool = BufferPool()
+    sizes = [9216, 8704, 9728]
+    held = [acquire(pool, size) for size in sizes]
+    where = {size: address(buffer) for size, buffer in zip(sizes, held, strict=True)}
+    for buffer in held:
+        buffer.release()
+    assert address(acquire(pool, 8700)) == where[8704]
+    assert address(acquire(pool, 8700)) == where[9216]
+
+
+def test_the_budget_says_no_without_waiting_and_counts_exactly() -> None:
+    budget = MemoryBudget(4096)
+    pool = BufferPool(budget=budget)
+    first = acquire(pool, 3000)
+    assert budget.used == buffer_bytes(3000) == 3072
+    assert pool.acquire(2000) is None
+    second = acquire(pool, 1024)
+    assert (pool.stats.leased, pool.stats.num_leased) == (4096, 2)
+    first.release()
+    second.release()
+    assert (budget.used, pool.stats.leased, pool.stats.free, pool.stats.peak_leased) == (0, 0, 4096, 4096)
+
+
+def test_kept_buffers_make_room_for_new_ones_within_the_limit() -> None:
+    pool = BufferPool(budget=MemoryBudget(4096))
+    for size in (1024, 2048):
+        acquire(pool, size).release()
+    assert pool.stats.free == 3072
+    acquire(pool, 3584)
+    assert (pool.stats.leased, pool.stats.free) == (3584, 0)
+
+
+def test_one_oversize_buffer_is_let_through_alone() -> None:
+    pool = BufferPool(budget=MemoryBudget(1024))
+    big = acquire(pool, 10_000)
+    assert pool.acquire(1) is None
+    big.release()
+    acquire(pool, 1)
+
+
+def test_trim_drops_the_longest_unused_first() -> None:
+    pool = BufferPool()
+    held = [acquire(pool, size) for size in (1024, 2048, 4096)]
+    for buffer in held:
+        buffer.release()
+    assert pool.trim(6144) == 1024
+    assert pool.trim() == 6144
+    assert (pool.stats.free, pool.stats.allocated) == (0, 7168)
+
+
+def test_a_second_release_is_caught_and_changes_nothing() -> None:
+    pool = BufferPool()
+    buffer = acquire(pool, 100)
+    buffer.release()
+    with pytest.raises(RuntimeError, match="100 bytes was released twice"):
+        buffer.release()
+    assert (pool.stats.leased, pool.stats.free, buffer.live) == (0, 512, False)
+    with acquire(pool, 100) as inner:
+        assert pool.stats.leased == 512
+    assert not inner.live
+
+
+def test_a_poisoned_buffer_reads_as_nan_after_release() -> None:
+    pool = BufferPool(poison=True)
+    buffer = acquire(pool, 64)
+    floats = buffer.tensor.view(torch.float32)
+    floats.fill_(1.0)
+    buffer.release()
+    assert bool(floats.isnan().all())
+    assert bool(floats.view(torch.bfloat16).isnan().all())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6000)), max_size=50))
+def test_live_buffers_never_share_memory_and_the_counts_agree(actions: list[tuple[bool, int]]) -> None:
+    budget = MemoryBudget(16384)
+    pool = BufferPool(budget=budget)
+    live: list[Buffer] = []
+    for take, number in actions:
+        if take:
+            buffer = pool.acquire(number)
+            live += [buffer] if buffer is not None else []
+        elif live:
+            live.pop(number % len(live)).release()
+        whole = [buffer.tensor.untyped_storage().nbytes() for buffer in live]
+        assert len({address(buffer) for buffer in live}) == len(live)
+        assert pool.stats.leased == budget.used == sum(whole)
+        assert pool.stats.num_leased == len(live)
+        assert pool.stats.leased + pool.stats.free <= 16384
+
+
+def test_pinned_memory_needs_cuda() -> None:
+    if torch.cuda.is_available():
+        assert acquire(BufferPool(pinned=True), 100).tensor.is_pinned()
+    else:
+        with pytest.raises(ConfigError, match="need host memory and CUDA"):
+            BufferPool(pinned=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_buffers_live_on_the_pools_device() -> None:
+    pool = BufferPool("cuda")
+    before = torch.cuda.memory_allocated()
+    buffer = acquire(pool, 1 << 20)
+    assert buffer.tensor.is_cuda
+    assert torch.cuda.memory_allocated() - before == 1 << 20
+    buffer.release()
+    del buffer
+    pool.trim()
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,53 @@
+"""The thread that computes."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from rayzero.optimizer.updater import Updater
+
+
+def test_tasks_run_in_order_with_the_threads_asked_for() -> None:
+    seen: list[object] = []
+    errors: list[BaseException] = []
+    before = torch.get_num_threads()
+    updater = Updater("test", before + 2, errors.append)
+    for index in range(5):
+        updater.submit(lambda index=index: seen.append((index, torch.get_num_threads())))  # type: ignore[misc]
+    updater.close()
+    updater.close()
+    assert seen == [(index, before + 2) for index in range(5)]
+    assert torch.get_num_threads() == before
+    assert not errors
+
+
+def test_a_count_set_elsewhere_does_not_reach_its_tasks() -> None:
+    counts: list[int] = []
+    before = torch.get_num_threads()
+    updater = Updater("test", 3, lambda exc: None)
+    held = threading.Event()
+    updater.submit(lambda: counts.append(torch.get_num_threads()))
+    updater.submit(lambda: held.wait(20) and None)
+    updater.submit(lambda: counts.append(torch.get_num_threads()))
+    try:
+        torch.set_num_threads(1)
+        held.set()
+        updater.close()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [3, 3]
+
+
+def test_a_task_that_raises_is_told_and_the_next_one_runs() -> None:
+    seen: list[str] = []
+    updater = Updater("test", 1, lambda exc: seen.append(repr(exc)))
+
+    def broken() -> None:
+        raise ValueError("no")
+
+    updater.submit(broken)
+    updater.submit(lambda: seen.append("next"))
+    updater.close()
+    assert seen == ["ValueError('no')", "next"]

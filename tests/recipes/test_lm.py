@@ -1,0 +1,167 @@
+"""The loop on real ranks and owners: it learns, reports what it measured, and goes on from a checkpoint bit by bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rayzero.checkpoint import CheckpointReader, export_full
+from rayzero.recipes.lm import (
+    StepReport,
+    lr_factor,
+    next_token_loss,
+    param_groups,
+    recipe_text,
+    train_loop,
+    unigram_baseline,
+    validation_batch,
+)
+from rayzero.recipes.model import build_model
+from rayzero.recipes.recipe import RecipeConfig
+from rayzero.recipes.run_log import merge_reports
+from rayzero.recipes.text import batch_seed, train_batch
+from rayzero.testing import run_ranks
+
+VERSE = b"the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> RecipeConfig:
+    (tmp_path / "verse.txt").write_bytes(VERSE * 200)
+    return RecipeConfig(
+        data=str(tmp_path / "verse.txt"), dim=32, num_layers=2, num_heads=2, seq_len=32, batch_size=4, steps=6,
+        lr=1e-2, eval_every=4, eval_batches=2, scaling={"num_workers": 2, "num_optimizers": 2},
+    )  # fmt: skip
+
+
+def train(recipe: RecipeConfig, run_dir: Path | None = None, **options: Any) -> list[list[dict[str, Any]]]:
+    """Each rank's reports."""
+
+    def loop(ctx):
+        train_loop(recipe.model_dump(mode="json"))
+        return ctx.reports
+
+    scaling = {"world_size": recipe.scaling.num_workers, "num_optimizers": recipe.scaling.num_optimizers}
+    return run_ranks(loop, **scaling | {"run_dir": run_dir} | options)
+
+
+def digest(run_dir: Path, step: int) -> str:
+    return CheckpointReader(run_dir / "checkpoints" / f"step-{step:06d}").digest
+
+
+def test_two_ranks_learn_a_text_far_below_its_unigram_loss(recipe):
+    recipe = recipe.replace(steps=60)
+    reports = train(recipe)
+    baseline = unigram_baseline(recipe, recipe_text(recipe))
+    assert reports[0][-1]["validation_loss"] < baseline - 1.0
+
+
+def test_every_rank_reports_every_step_and_validates_its_share(recipe):
+    ranks = train(recipe)
+    for reports in ranks:
+        assert [report["step"] for report in reports] == [1, 2, 3, 4, 5, 6]
+        assert all(report.keys() == set(StepReport.__dataclass_fields__) for report in reports)
+        assert all(report["tokens"] == 4 * 32 for report in reports)
+        assert all(report["step_seconds"] > 0 and report["memory_bytes"] > 1 << 20 for report in reports)
+        assert [report["step"] for report in reports if report["validation_loss"] is not None] == [4, 6]
+        assert [report["validation_batches"] for report in reports] == [0, 0, 0, 1, 0, 1]
+    assert [r["grad_norm"] for r in ranks[0]] == [r["grad_norm"] for r in ranks[1]]
+    assert [r["loss"] for r in ranks[0]] != [r["loss"] for r in ranks[1]]
+
+
+def test_the_losses_are_those_of_the_plain_loop(recipe):
+    recipe = recipe.replace(scaling={"num_workers": 1, "num_optimizers": 2}, gradient_accumulation_steps=2)
+    (reports,) = train(recipe)
+    losses, norms = plain_training(recipe)
+    assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-4)
+    assert [report["grad_norm"] for report in reports] == pytest.approx(norms, rel=1e-3)
+
+
+def plain_training(recipe: RecipeConfig) -> tuple[list[float], list[float]]:
+    """The same training in plain PyTorch."""
+    text = recipe_text(recipe)
+    model = build_model(recipe, text.vocab_size)
+    adamw = torch.optim.AdamW(param_groups(recipe, model), betas=recipe.betas)
+    losses, norms = [], []
+    for step in range(recipe.steps):
+        total = 0.0
+        for micro_batch in range(2):
+            seed = batch_seed(recipe.seed, step, 0, micro_batch)
+            batch = train_batch(text.train, size=recipe.batch_size, seq_len=recipe.seq_len, seed=seed)
+            loss = next_token_loss(model, *batch) / 2
+            loss.backward()
+            total += loss.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for group in adamw.param_groups:
+            group["lr"] = recipe.lr * lr_factor(recipe, step)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(total)
+    return losses, norms
+
+
+@pytest.mark.parametrize("num_optimizers", [2, 3])
+def test_a_resumed_run_ends_with_the_same_hash_as_one_that_never_stopped(recipe, tmp_path, num_optimizers):
+    recipe = recipe.replace(run={"checkpoint_every": 3})
+    train(recipe, tmp_path / "whole")
+    resumed = train(
+        recipe, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoints" / "step-000003",
+        num_optimizers=num_optimizers,
+    )  # fmt: skip
+    assert [report["step"] for report in resumed[0]] == [4, 5, 6]
+    assert digest(tmp_path / "resumed", 6) == digest(tmp_path / "whole", 6)
+    assert digest(tmp_path / "whole", 6) != digest(tmp_path / "whole", 3)
+
+
+def test_the_learning_rate_goes_on_where_it_was(recipe, tmp_path):
+    recipe = recipe.replace(run={"checkpoint_every": 2})
+    whole = train(recipe, tmp_path / "whole")
+    resumed = train(recipe, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoints" / "step-000002")
+    assert [report["lr"] for report in resumed[0]] == [report["lr"] for report in whole[0]][2:]
+
+
+def test_a_run_resumes_with_another_number_of_ranks(recipe, tmp_path):
+    recipe = recipe.replace(run={"checkpoint_every": 3})
+    train(recipe, tmp_path / "two")
+    start = tmp_path / "two" / "checkpoints" / "step-000003"
+    one = recipe.replace(scaling={"num_workers": 1, "num_optimizers": 1})
+    reports = train(one, tmp_path / "one", resume=start)
+    assert [report["step"] for report in reports[0]] == [4, 5, 6]
+    assert CheckpointReader(tmp_path / "one" / "checkpoints" / "step-000006").world_size == 1
+
+
+def test_what_is_exported_is_what_was_trained(recipe, tmp_path):
+    recipe = recipe.replace(tie_embeddings=True)
+    reports = train(recipe, tmp_path / "run")
+    out = export_full(tmp_path / "run" / "checkpoints" / "step-000006", tmp_path)
+    model = build_model(recipe, 256)
+    model.load_state_dict(load_file(out), strict=True)
+    last = merge_reports({rank: ranks[-1] for rank, ranks in enumerate(reports)}, 0)
+    assert plain_validation(recipe, model) == pytest.approx(last.validation_loss, rel=1e-4)
+
+
+@torch.no_grad()
+def plain_validation(recipe: RecipeConfig, model: torch.nn.Module) -> float:
+    text = recipe_text(recipe)
+    batches = [validation_batch(recipe, text, index) for index in range(recipe.eval_batches)]
+    losses = [float(next_token_loss(model, *batch)) for batch in batches]
+    return sum(losses) / len(losses)
+
+
+def test_bf16_learns_too(recipe):
+    reports = train(recipe.replace(precision="bf16", steps=30))
+    assert reports[0][-1]["validation_loss"] < 0.7 * math.log(256)
+
+
+def test_a_transformers_model_trains(recipe, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 256}'
+    )
+    reports = train(recipe.replace(model=f"hf:{tmp_path / 'config.json'}", steps=12), tmp_path / "run")
+    assert reports[0][-1]["loss"] < reports[0][0]["loss"] - 1.0

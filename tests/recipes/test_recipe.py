@@ -1,0 +1,168 @@
+"""The recipe: every wrong setting is one line, and the model it names is the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from rayzero.errors import ConfigError
+from rayzero.recipes.gpt import GPT, GPTConfig
+from rayzero.recipes.lm import lr_factor, param_groups
+from rayzero.recipes.model import build_model, logits_of
+from rayzero.recipes.recipe import RecipeConfig, load_recipe
+
+HF_CONFIG = {
+    "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 256,
+}  # fmt: skip
+
+
+def test_a_recipe_survives_yaml():
+    recipe = RecipeConfig(
+        data=["a.txt", "b"], zero={"precision": "bf16"}, clip=None, betas=[0.8, 0.9], run={"name": "x"}
+    )
+    assert RecipeConfig.from_yaml(recipe.to_yaml()) == recipe
+
+
+def test_overrides_reach_every_group(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("steps: 5\nzero: {overlap: none}\nlr: 1e-4\n")
+    overrides = ["zero.prefetch_buffer_size=3", "precision=bf16", "scaling.num_workers=4", "data=[a, b]"]
+    recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
+    assert (recipe.steps, recipe.lr, recipe.zero.overlap, recipe.zero.prefetch_buffer_size) == (5, 1e-4, "none", 3)
+    assert (recipe.zero.precision, recipe.scaling.num_workers, recipe.data) == ("bf16", 4, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", "unknown setting 'stepz'.*did you mean 'steps'"),
+        ("steps=0", "steps is 0 but must be greater than 0"),
+        ("steps=three", "steps is 'three' but must be a valid integer"),
+        ("lr=-1", "lr is -1"),
+        ("zero.prcision=bf16", "unknown setting 'prcision'.*did you mean 'precision'"),
+        ("zero.cpu_memory_budget=0", "cpu_memory_budget is 0 but must be greater than 0"),
+        ("scaling.num_workers=0", "num_workers is 0"),
+        ("dim=65", "dim 65 must split into 4 heads of an even size"),
+        ("model=bert", "must be 'gpt' or 'hf:<config.json>'"),
+        ("data=[]", "must be a file, folder, glob or 'stdlib'"),
+        ("zero.max_grad_norm=0.5", "clip is 1.0 and zero.max_grad_norm is 0.5; set one of them"),
+        ("betas=[0.9, 1.0]", "betas"),
+        ("gradient_accumulation_steps=0", "gradient_accumulation_steps is 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_line_that_names_it(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(None, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_clip_is_what_the_step_clips_with():
+    assert RecipeConfig(clip=0.5).zero_config.max_grad_norm == 0.5
+    assert RecipeConfig(clip=None, zero={"max_grad_norm": 2.0}).zero_config.max_grad_norm == 2.0
+    assert RecipeConfig(clip=None).zero_config.max_grad_norm is None
+
+
+def test_paths_are_made_absolute_and_names_are_not(tmp_path):
+    recipe = RecipeConfig(data=["stdlib", "text/*.txt", "/abs"], tokenizer="tok.json", model="hf:c.json").at(tmp_path)
+    assert recipe.data == ("stdlib", str(tmp_path / "text/*.txt"), "/abs")
+    assert recipe.tokenizer == str(tmp_path / "tok.json")
+    assert recipe.model == f"hf:{tmp_path / 'c.json'}"
+    assert RecipeConfig().at(tmp_path).tokenizer == "bytes"
+
+
+def test_the_learning_rate_rises_then_falls_to_its_floor():
+    recipe = RecipeConfig(steps=100, warmup=0.1, min_lr_ratio=0.2)
+    factors = [lr_factor(recipe, step) for step in range(101)]
+    assert factors[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert factors[10] == 1.0
+    assert all(a > b for a, b in itertools.pairwise(factors[10:100]))
+    assert factors[99] == factors[100] == pytest.approx(0.2)
+    assert lr_factor(RecipeConfig(steps=1, warmup=0.0), 0) == 1.0
+
+
+def test_the_model_is_the_same_on_every_rank_and_leaves_the_random_state_alone():
+    recipe = RecipeConfig(dim=32, num_layers=2)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = build_model(recipe, 256)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    second = build_model(recipe, 256)
+    for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    third = build_model(recipe.replace(seed=1), 256)
+    assert not torch.equal(third.embed.weight, first.embed.weight)
+
+
+def test_a_token_sees_only_what_came_before_it():
+    model = GPT(GPTConfig(vocab_size=50, seq_len=16, num_layers=2, num_heads=2, dim=16))
+    tokens = torch.randint(0, 50, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 50
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_positions_matter():
+    model = GPT(GPTConfig(vocab_size=50, seq_len=8, num_layers=1, num_heads=2, dim=16))
+    torch.nn.init.normal_(model.embed.weight)
+    torch.nn.init.normal_(model.blocks[0].attention.qkv.weight, std=0.5)
+    torch.nn.init.normal_(model.blocks[0].attention.out.weight, std=0.5)
+    with torch.no_grad():
+        one, other = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
+    assert not torch.allclose(one[0, -1], other[0, -1])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_may_share_the_embedding(tied):
+    model = GPT(GPTConfig(vocab_size=50, seq_len=8, num_layers=1, num_heads=2, dim=16, tie_embeddings=tied))
+    assert (model.head.weight is model.embed.weight) is tied
+
+
+def test_a_sequence_longer_than_the_model_is_refused():
+    model = GPT(GPTConfig(vocab_size=50, seq_len=8, num_layers=1, num_heads=2, dim=16))
+    with pytest.raises(ConfigError, match="9 tokens, the model was built for seq_len 8"):
+        model(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_matrices_decay_and_vectors_do_not():
+    recipe = RecipeConfig(dim=32, weight_decay=0.3)
+    model = build_model(recipe, 256)
+    matrices, vectors = param_groups(recipe, model)
+    assert {p.dim() for p in matrices["params"]} == {2}
+    assert {p.dim() for p in vectors["params"]} == {1}
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
+
+
+def test_a_transformers_model_is_built_from_its_config_offline(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    model = build_model(RecipeConfig(model=f"hf:{tmp_path / 'config.json'}", seq_len=32), 256)
+    assert logits_of(model(torch.zeros(1, 32, dtype=torch.long))).shape == (1, 32, 256)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_positions": 16}, "has 16 positions, seq_len is 32"),
+        ({"vocab_size": 100}, "vocab_size 100, the tokenizer has 256 tokens"),
+        ({"model_type": "nonsense"}, "not the config of a causal language model"),
+    ],
+)
+def test_a_transformers_config_that_does_not_fit_is_one_line(tmp_path, change, message):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | change))
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(RecipeConfig(model=f"hf:{tmp_path / 'config.json'}", seq_len=32), 256)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_transformers_config_is_named(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"no such file .*missing\.json"):
+        build_model(RecipeConfig(model=f"hf:{tmp_path / 'missing.json'}"), 256)

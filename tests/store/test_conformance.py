@@ -1,0 +1,705 @@
+"""What every store must do: one suite over all of ``STORES``, a test for each rule of the store's design.
+
+Schedules are written out: one thread drives all ranks, so the order of events is the order of the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.writer import staging_path, write_rank_state
+from rayzero.errors import (
+    AccumulationError,
+    HandshakeError,
+    NonFiniteGradientError,
+    RankLeftError,
+    StallError,
+    StepMismatchError,
+    StoreError,
+)
+from rayzero.messages import COMPUTE, MASTER, Action, ModelSpec
+from store.stores import STORES, StoreFactory
+from store.toy import (
+    HYPER,
+    UNITS,
+    WAIT,
+    Grads,
+    PlainAdamW,
+    Rank,
+    equal,
+    initial_values,
+    make_spec,
+    masters,
+    random_grads,
+    start,
+    take_step,
+)
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=list(STORES))
+def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
+    return STORES[request.param]
+
+
+def train(make_stores: StoreFactory, spec: ModelSpec, num_owners: int, schedule: Sequence[Sequence[Grads]]) -> Grads:
+    """Run whole steps with clipping and return the masters."""
+    with make_stores(spec.world_size, num_owners) as stores:
+        ranks = start(stores, spec)
+        for grads in schedule:
+            take_step(ranks, grads, 0.5)
+        return masters(ranks[0])
+
+
+def random_schedule(spec: ModelSpec, steps: int = 3) -> list[list[Grads]]:
+    return [[random_grads(spec, 100 * step + rank) for rank in range(spec.world_size)] for step in range(steps)]
+
+
+# ---- a plain step
+
+
+def test_a_step_reads_version_n_and_publishes_n_plus_1(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        assert equal(rank.fetch(0), initial_values(spec))
+        norm = take_step([rank], [random_grads(spec, 1)])
+        assert norm.step == 0
+        assert not equal(rank.fetch(1), initial_values(spec))
+        assert equal(rank.fetch(1), masters(rank, 1))
+
+
+def test_frozen_units_are_published_and_never_updated(make_stores: StoreFactory) -> None:
+    spec = make_spec(1, frozen=[1], dtypes=[torch.float32, BF16, BF16])
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        before = rank.fetch(0)
+        take_step([rank], [random_grads(spec, 1)])
+        after = rank.fetch(1)
+        for unit, (_, params) in enumerate(UNITS):
+            for name, shape in params:
+                assert torch.equal(before[name], after[name]) == (unit == 1 or 0 in shape), name
+        with pytest.raises(StoreError, match=r"'layers.0' has no 'master'"):
+            rank.fetch_unit(1, 1, MASTER)[0].result(WAIT)
+
+
+def test_bf16_units_publish_their_fp32_master_rounded(make_stores: StoreFactory) -> None:
+    spec = make_spec(2, dtypes=[BF16, BF16, torch.float32])
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        master, compute = masters(ranks[0]), ranks[1].fetch()
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in master.values())
+        assert equal({name: value.to(compute[name].dtype) for name, value in master.items()}, compute)
+
+
+def test_moments_can_be_fetched_by_name(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        grads = random_grads(spec, 1)
+        take_step([rank], [grads])
+        assert all(torch.allclose(v, 0.1 * grads[n]) for n, v in rank.fetch(1, "exp_avg").items())
+        with pytest.raises(
+            StoreError, match=r"'emb' has no 'momentum_buffer' to fetch; it has compute, master, exp_avg"
+        ):
+            rank.fetch_unit(0, 1, "momentum_buffer")[0].result(WAIT)
+
+
+# ---- rule 1: a push waits only for its own rank
+
+
+def test_a_rank_that_skips_units_and_waits_blocks_nobody(make_stores: StoreFactory) -> None:
+    spec = make_spec(3)
+    with make_stores(3, 2) as stores:
+        slow, skipping, other = start(stores, spec)
+        grads = random_grads(spec, 1)
+        skipping.push(grads, [2])  # units 0 and 1 never come from this rank
+        norm = skipping.finish()
+        waits = [skipping.fetch_unit(unit, 1)[0] for unit in (0, 1, 2) for _ in range(4)]  # far more than any pool
+        other.push(grads)
+        slow.push(grads)
+        assert not norm.done()
+        assert not any(wait.done() for wait in waits)
+        slow.finish()
+        other.finish()
+        norm.result(WAIT)
+        for wait in waits:
+            wait.result(WAIT)
+
+
+def test_a_rank_pushes_everything_while_the_others_have_not_begun(make_stores: StoreFactory) -> None:
+    spec = make_spec(3, accumulation_steps=3)
+    with make_stores(3, 2) as stores:
+        ranks = start(stores, spec)
+        for seed in range(3):
+            ranks[2].push(random_grads(spec, seed))  # waits for each
+
+
+# ---- rule 2: accumulation is per rank, one sum across ranks in fixed groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_accumulation_adds_in_each_ranks_own_order(make_stores: StoreFactory, dtype: torch.dtype) -> None:
+    spec = make_spec(2, accumulation_steps=3, dtypes=[dtype] * 3)
+    grads = {(rank, seq): random_grads(spec, 10 * rank + seq) for rank in range(2) for seq in range(3)}
+    expected = [
+        {name: (grads[rank, 0][name] + grads[rank, 1][name]) + grads[rank, 2][name] for name in grads[0, 0]}
+        for rank in range(2)
+    ]
+    arrivals = [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, seq in arrivals:
+            ranks[rank].push(grads[rank, seq])
+        for rank in ranks:
+            rank.finish()
+        accumulated = masters(ranks[0])
+    whole = make_spec(2, accumulation_steps=1)
+    with make_stores(2, 1) as stores:
+        ranks = start(stores, whole)
+        take_step(ranks, expected)
+        assert equal(accumulated, masters(ranks[0]))
+
+
+def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory) -> None:
+    spec = make_spec(10, optimizer="torch.optim.sgd:SGD", hyper=[{"lr": 1.0}])
+    grads = [random_grads(spec, seed) for seed in range(10)]
+    with make_stores(10, 2) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, grads)
+        found = masters(ranks[0])
+
+    def total(ranks: Sequence[int], name: str) -> torch.Tensor:
+        values = [grads[rank][name] for rank in ranks]
+        return sum(values[1:], values[0])
+
+    grouped, plain = 0, 0
+    for name, value in initial_values(spec).items():
+        in_groups = (total(range(8), name) + total(range(8, 10), name)) * 0.1
+        assert torch.equal(found[name], value - in_groups), name
+        grouped += value.numel()
+        plain += int((in_groups == total(range(10), name) * 0.1).sum())
+    assert plain < grouped  # the order matters for these numbers
+
+
+def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_stores: StoreFactory) -> None:
+    spec = make_spec(1, dtypes=[BF16, torch.float32, torch.float32])
+    with make_stores(1, 1) as stores:
+        (rank,) = start(stores, spec)
+        first, second = random_grads(spec, 1), random_grads(spec, 2)
+        rank.push(first)
+        rank.push(second, [1, 2])  # fp32 memory adds in place
+        with pytest.raises(AccumulationError, match=r"rank 0 pushed 'emb' a 2. time.*gradient_accumulation_steps"):
+            rank.push_unit(0, second).result(WAIT)
+
+
+# ---- rule 3: counted finish, sequence numbers, duplicates
+
+
+def test_a_finish_that_overtakes_its_pushes_waits_for_them(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        grads = random_grads(spec, 1)
+        rank.push(grads, [2])
+        early = replace(rank.report(), counts=(1, 1, 1))
+        norm = rank.store.finish(early, None)
+        rank.push(grads, [1])
+        assert not norm.done()
+        rank.push(grads, [0])
+        squares = sum(float(g.double().square().sum()) for g in grads.values())
+        assert norm.result(WAIT).total == pytest.approx(squares**0.5, rel=1e-12)
+
+
+def test_pushes_of_one_unit_may_arrive_in_any_order(make_stores: StoreFactory) -> None:
+    spec = make_spec(1, accumulation_steps=2)
+    first, second = random_grads(spec, 1), random_grads(spec, 2)
+    results = []
+    for order in ((0, 1), (1, 0)):
+        with make_stores(1, 2) as stores:
+            (rank,) = start(stores, spec)
+            landed = [rank.push_unit(1, (first, second)[seq], seq=seq) for seq in order]
+            for future in landed:
+                future.result(WAIT)
+            rank.counts = {1: 2}
+            rank.finish()
+            results.append(masters(rank))
+    assert equal(*results)
+
+
+def test_late_duplicates_change_nothing(make_stores: StoreFactory) -> None:
+    spec = make_spec(2, accumulation_steps=2)
+    schedule = random_schedule(spec, 2)
+
+    def run(duplicates: bool) -> Grads:
+        with make_stores(2, 2) as stores:
+            ranks = start(stores, spec)
+            for grads in schedule:
+                for rank, mine in zip(ranks, grads, strict=True):
+                    rank.fetch()
+                    rank.push(mine)
+                    rank.push(mine)
+                    if duplicates:
+                        noise = random_grads(spec, 999)
+                        rank.push_unit(1, noise, seq=0).result(WAIT)  # both landed already in this step
+                        rank.push_unit(1, noise, seq=1).result(WAIT)
+                        if rank.step:
+                            rank.push_unit(2, noise, step=rank.step - 1, seq=0).result(WAIT)  # decided already
+                for rank in ranks:
+                    rank.finish()
+            return masters(ranks[0])
+
+    assert equal(run(duplicates=False), run(duplicates=True))
+
+
+def test_a_rank_that_pushed_more_than_it_counted_is_named(make_stores: StoreFactory) -> None:
+    spec = make_spec(1, accumulation_steps=2)
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        rank.push(random_grads(spec, 1))
+        rank.push(random_grads(spec, 2))
+        norm = rank.store.finish(replace(rank.report(), counts=(1, 1, 1)), None)
+        with pytest.raises(StepMismatchError, match=r"rank 0 finished step 0 with 1 pushes of '.*', but 2 arrived"):
+            norm.result(WAIT)
+
+
+# ---- rule 4: discards and clips
+
+
+def test_a_lower_attempt_counts_no_more(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    kept, dropped = random_schedule(spec, 2)
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        ranks[0].push(dropped[0])
+        ranks[0].zero_grad()  # rank 1 does not notice
+        ranks[1].push(kept[1])
+        ranks[0].push(kept[0], [0, 1])
+        ranks[0].push_unit(2, dropped[0], attempt=0, seq=0).result(WAIT)  # late, of the attempt that was dropped
+        kept[0] = {name: g for name, g in kept[0].items() if not name.startswith("layers.1")}
+        for rank in ranks:
+            rank.finish(0.5)
+        found = masters(ranks[0])
+    assert equal(found, train(make_stores, spec, 1, [kept]))
+
+
+def test_all_ranks_may_discard_after_the_norm_and_try_again(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    dropped, kept = random_schedule(spec, 2)
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, grads in zip(ranks, dropped, strict=True):
+            rank.push(grads)
+        for norm in [rank.ask_norm() for rank in ranks]:
+            norm.result(WAIT)
+        ranks[0].discard().result(WAIT)
+        ranks[0].push(kept[0])
+        ahead = ranks[0].ask_norm()  # its second try, while rank 1 has not discarded its first
+        assert not ahead.done()
+        ranks[1].discard().result(WAIT)
+        ranks[1].push(kept[1])
+        ranks[1].ask_norm().result(WAIT)
+        ahead.result(WAIT)
+        decisions = [rank.commit(0.5) for rank in ranks]
+        assert {d.result(WAIT).attempts for d in decisions} == {(1, 1)}
+        found = masters(ranks[0])
+    assert equal(found, train(make_stores, spec, 1, [kept]))
+
+
+def test_some_discard_and_some_commit_fails_all_naming_them(make_stores: StoreFactory) -> None:
+    spec = make_spec(3)
+    with make_stores(3, 2) as stores:
+        ranks = start(stores, spec)
+        for rank in ranks:
+            rank.push(random_grads(spec, 1))
+        for norm in [rank.ask_norm() for rank in ranks]:
+            norm.result(WAIT)
+        ranks[1].discard().result(WAIT)
+        commits = [ranks[0].commit(), ranks[2].commit()]
+        for commit in commits:
+            with pytest.raises(StepMismatchError, match=r"step 0 cannot be decided: ranks \[1\] discarded.*ranks \[\d"):
+                commit.result(WAIT)
+
+
+def test_repeated_clips_multiply(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    grads = random_grads(spec, 1)
+    with make_stores(1, 1) as stores:
+        (rank,) = start(stores, spec)
+        rank.push(grads)
+        norm = rank.ask_norm().result(WAIT)
+        decision = rank.commit(2.0, 0.5, 1.0).result(WAIT)
+        first = 2.0 / (norm.total + 1e-6)
+        second = 0.5 / (norm.total * first + 1e-6)
+        assert decision.scale == pytest.approx(first * second, rel=1e-12)
+
+
+def test_finish_and_commit_in_one_message_equal_two(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    grads = random_schedule(spec, 1)[0]
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, mine in zip(ranks, grads, strict=True):
+            rank.push(mine)
+        for norm in [rank.ask_norm() for rank in ranks]:
+            norm.result(WAIT)
+        for decision in [rank.commit(0.5) for rank in ranks]:
+            decision.result(WAIT)
+        found = masters(ranks[0])
+    assert equal(found, train(make_stores, spec, 1, [grads]))
+
+
+# ---- rule 5: one decision record
+
+
+def test_different_inputs_fail_the_step_before_the_first_tile(make_stores: StoreFactory) -> None:
+    spec = make_spec(3)
+    with make_stores(3, 2) as stores:
+        ranks = start(stores, spec)
+        for rank in ranks:
+            rank.push(random_grads(spec, 1))
+        norms = [ranks[0].finish(1.0), ranks[1].finish(1.0), ranks[2].finish(1.0, hyper=[HYPER | {"lr": 0.5}])]
+        with pytest.raises(StepMismatchError, match=r"ranks 0 and 2.*lr of parameter group 0 is 0.01 against 0.5"):
+            norms[2].result(WAIT)
+        with pytest.raises(StepMismatchError, match="ranks 0 and 2"):
+            ranks[1].store.decision(0).result(WAIT)
+        with pytest.raises(StepMismatchError, match="ranks 0 and 2"):
+            ranks[0].fetch_unit(0, 1)[0].result(WAIT)
+        assert equal(ranks[1].fetch(0), initial_values(spec))
+
+
+def test_different_clips_are_named(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 1) as stores:
+        ranks = start(stores, spec)
+        norms = [ranks[0].finish(1.0), ranks[1].finish()]
+        with pytest.raises(StepMismatchError, match=r"ranks 0 and 1 .*max_norm \[1.0\] against \[\]"):
+            norms[1].result(WAIT)
+
+
+def test_ranks_at_different_steps_fail_by_name(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 1) as stores:
+        ranks = start(stores, spec)
+        waiting = ranks[0].finish()
+        ranks[1].step = 3
+        with pytest.raises(StepMismatchError, match="rank 1 is in step 3, but step 0 is not decided yet: rank"):
+            ranks[1].finish().result(WAIT)
+        with pytest.raises(StepMismatchError, match="rank 1 is in step 3"):
+            waiting.result(WAIT)
+
+
+def test_a_rank_that_leaves_fails_the_others_at_once_by_name(make_stores: StoreFactory) -> None:
+    spec = make_spec(3)
+    with make_stores(3, 2) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)] * 3)
+        ranks[0].push(random_grads(spec, 2))
+        norm = ranks[0].finish()
+        next_version = ranks[0].fetch_unit(0)[0]
+        stores[2].close("its data ended")
+        for future in (norm, next_version, ranks[1].finish()):
+            with pytest.raises(
+                RankLeftError, match=r"rank 2 left after step 0 \(its data ended\), rank [01] is in step 1"
+            ):
+                future.result(WAIT)
+        assert masters(ranks[1], 1).keys() == masters(ranks[0], 1).keys()  # what is decided stays readable
+
+
+def test_a_step_is_decided_although_a_rank_left_after_its_finish(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    grads = random_schedule(spec, 1)[0]
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, mine in zip(ranks, grads, strict=True):
+            rank.push(mine)
+        ranks[0].finish(0.5)
+        stores[0].close()
+        ranks[1].finish(0.5).result(WAIT)
+        found = masters(ranks[1])
+    assert equal(found, train(make_stores, spec, 1, [grads]))
+
+
+def test_anyone_may_ask_for_a_decision_before_and_after_it_is_made(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        early = ranks[1].store.decision(0)
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)], 0.25)
+        decision = early.result(WAIT)
+        assert decision == ranks[0].store.decision(0).result(WAIT)
+        assert (decision.step, decision.action, decision.attempts) == (0, Action.APPLY, (0, 0))
+
+
+def test_a_rank_without_gradients_may_be_a_step_ahead(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 2) as stores:
+        ahead, other = start(stores, spec)
+        norms = [ahead.finish(), ahead.finish()]
+        for seed in (1, 2):
+            other.fetch()
+            other.push(random_grads(spec, seed))
+            norms.append(other.finish())
+        assert [norm.result(WAIT).step for norm in norms] == [0, 1, 0, 1]
+
+
+# ---- rule 6: norms and what is not finite
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bits_do_not_depend_on_the_number_of_owners(
+    make_stores: StoreFactory, world_size: int, num_owners: int
+) -> None:
+    spec = make_spec(world_size, dtypes=[torch.float32, BF16, torch.float32])
+    schedule = random_schedule(spec)
+    assert equal(train(make_stores, spec, num_owners, schedule), train(make_stores, spec, 1, schedule))
+
+
+def test_the_norm_does_not_depend_on_owners_threads_or_arrival(make_stores: StoreFactory) -> None:
+    spec = make_spec(3)
+    grads = random_schedule(spec, 1)[0]
+    totals = set()
+    for num_owners, threads, order in ((1, 1, (0, 1, 2)), (2, 2, (2, 1, 0)), (3, 1, (1, 0, 2)), (5, 2, (0, 2, 1))):
+        with make_stores(3, num_owners, owner_threads=threads) as stores:
+            ranks = start(stores, spec)
+            for unit in (2, 1, 0):
+                for rank in order:
+                    ranks[rank].push_unit(unit, grads[rank]).result(WAIT)
+            norms = [ranks[rank].ask_norm() for rank in order]
+            totals |= {norm.result(WAIT).total for norm in norms}
+    assert len(totals) == 1
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_skips_the_step_for_all(make_stores: StoreFactory, bad: float) -> None:
+    spec = make_spec(2)
+    good, poisoned, last = random_schedule(spec, 3)
+    poisoned[1]["layers.1.b"][3] = bad
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, good, 0.5)
+        before = masters(ranks[0], 1)
+        norm = take_step(ranks, poisoned, 0.5)
+        assert not norm.finite
+        assert ranks[0].store.decision(1).result(WAIT).action is Action.SKIP
+        assert equal(masters(ranks[1], 2), before)
+        take_step(ranks, last, 0.5)
+        found = masters(ranks[0])
+    assert equal(found, train(make_stores, spec, 1, [good, last]))
+
+
+def test_nonfinite_raise_names_the_parameter_and_updates_nothing(make_stores: StoreFactory) -> None:
+    spec = make_spec(2, nonfinite="raise")
+    grads = random_schedule(spec, 1)[0]
+    grads[0]["layers.0.b"][0] = torch.nan
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, mine in zip(ranks, grads, strict=True):
+            rank.push(mine)
+        norms = [rank.finish() for rank in ranks]
+        for norm in norms:
+            with pytest.raises(NonFiniteGradientError, match=r"step 0: the gradient of 'layers.0.b' is inf or nan"):
+                norm.result(WAIT)
+        assert equal(masters(ranks[0], 1), initial_values(spec))
+
+
+# ---- presence
+
+
+def test_a_parameter_without_any_gradient_stands_still(make_stores: StoreFactory) -> None:
+    spec = make_spec(2, hyper=[HYPER, HYPER | {"lr": 0.1, "weight_decay": 0.0}])
+    full = random_schedule(spec, 4)
+    schedule: list[list[Grads]] = []
+    for step, grads in enumerate(full):
+        absent = {0: [(), ()], 1: [("emb.weight", "layers.0.w"), ("emb.weight",)], 2: [("layers.1.w",), ()]}
+        names = absent.get(step, [("layers.0.b", "layers.1.w", "layers.1.b"), ("layers.0.s",)])
+        schedule.append([{n: g for n, g in mine.items() if n not in names[i]} for i, mine in enumerate(grads)])
+    plain = PlainAdamW(spec, fused=True)
+    with make_stores(2, 3) as stores:
+        ranks = start(stores, spec)
+        for grads in schedule:
+            take_step(ranks, grads, 0.5)
+            plain.step(grads, 0.5)
+        found = masters(ranks[0])
+    for name, value in plain.values.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+# ---- parity
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_20_clipped_steps_equal_torch(make_stores: StoreFactory, world_size: int, num_owners: int) -> None:
+    spec = make_spec(world_size)
+    plain = PlainAdamW(spec)
+    with make_stores(world_size, num_owners) as stores:
+        ranks = start(stores, spec)
+        for grads in random_schedule(spec, 20):
+            norm = take_step(ranks, grads, 1.0)
+            assert norm.total > 1.0
+            plain.step(grads, 1.0)
+        found = masters(ranks[-1])
+    for name, value in plain.values.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_owners", [1, 3])
+def test_one_rank_without_clipping_is_bit_equal_to_fused_adamw(make_stores: StoreFactory, num_owners: int) -> None:
+    spec = make_spec(1, kernel="torch")
+    plain = PlainAdamW(spec, fused=True)
+    with make_stores(1, num_owners) as stores:
+        (rank,) = start(stores, spec)
+        for (grads,) in random_schedule(spec, 20):
+            take_step([rank], [grads])
+            plain.step([grads])
+        found = masters(rank)
+    for name, value in plain.values.items():
+        whole = value.numel() // 64 * 64  # the fused kernel rounds a tail otherwise; padded slices have none
+        assert torch.equal(found[name].flatten()[:whole], value.flatten()[:whole]), name
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+# ---- rule 7: one region
+
+
+def test_a_version_that_is_overwritten_cannot_be_read(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        take_step([rank], [random_grads(spec, 1)])
+        rank.fetch(1)
+        with pytest.raises(StoreError, match="'emb' v0 is gone: shard"):
+            rank.fetch_unit(0, 0)[0].result(WAIT)
+
+
+@pytest.mark.parametrize("num_owners", [3, 12])  # of 11 shards: one owner has nothing
+def test_a_checkpoint_is_exactly_its_version_although_ranks_go_on(
+    make_stores: StoreFactory, num_owners: int, tmp_path: Path
+) -> None:
+    spec = make_spec(2, dtypes=[torch.float32, BF16, torch.float32])
+    schedule = random_schedule(spec, 3)
+    directory = tmp_path / "step-000001"
+    with make_stores(2, num_owners) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, schedule[0], 0.5)
+        saves = []
+        for rank in ranks:
+            file = write_rank_state(staging_path(directory), rank.rank, {"at": rank.step}, {})
+            saves.append(rank.store.save(1, directory, (file,)))
+        for grads in schedule[1:]:
+            take_step(ranks, grads, 0.5)
+        infos = [save.result(WAIT) for save in saves]
+        end = masters(ranks[0])
+    assert {info.step for info in infos} == {1}
+    assert not staging_path(directory).exists()
+    with CheckpointReader(directory) as reader:
+        once = train(make_stores, spec, 1, schedule[:1])
+        saved = {n: reader.read_slice(n, MASTER, 0, v.numel()) for n, v in once.items() if v.numel()}
+        assert equal(saved, {name: once[name].flatten() for name in saved})
+
+    for other in (1, 2):  # resumed with another number of owners
+        with make_stores(2, other) as stores:
+            ranks = start(stores, replace(spec, restore_from=str(directory)))
+            assert [rank.step for rank in ranks] == [1, 1]
+            for grads in schedule[1:]:
+                take_step(ranks, grads, 0.5)
+            assert equal(masters(ranks[0]), end)
+
+
+def test_ranks_that_save_different_things_are_named(make_stores: StoreFactory, tmp_path: Path) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 1) as stores:
+        start(stores, spec)
+        asked = [stores[rank].save(0, tmp_path / f"step-00000{rank}", ()) for rank in range(2)]
+        refused, _ = wait(asked, WAIT, FIRST_COMPLETED)  # the one that arrived last
+        with pytest.raises(StepMismatchError, match=r"rank \d saves v0 to .*step-00000\d, rank \d saves v0 to"):
+            refused.pop().result(0)
+
+
+# ---- rule 8: waits name who waits for what
+
+
+def test_a_stalled_fetch_names_who_waits_for_what(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 2, stall_timeout=0.3) as stores:
+        ranks = start(stores, spec)
+        waiting, _ = ranks[1].fetch_unit(1, 1)
+        with pytest.raises(StallError, match=r"rank 1 waits \S+ s for layers.0 v1 from optimizer \d: .*not decided"):
+            waiting.result(WAIT)
+
+
+def test_a_stalled_finish_names_the_rank_that_has_not_finished(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 2, stall_timeout=0.3) as stores:
+        ranks = start(stores, spec)
+        with pytest.raises(StallError, match=r"rank 0 waits \S+ s for the .*norm of step 0.*: rank 1 has not finished"):
+            ranks[0].finish().result(WAIT)
+
+
+# ---- rule 9: handshake
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (partial(replace, world_size=3), "world_size: 3 against 2"),
+        (partial(replace, optimizer="torch.optim.adam:Adam"), "optimizer: 'torch.optim.adam:Adam' against"),
+        (partial(replace, hyper=(HYPER | {"lr": 0.5},)), "lr 0.5 against 0.01 in parameter group 0; all ranks"),
+        (partial(replace, hyper=(HYPER, HYPER)), "hyper: 2 against 1 parameter groups"),
+        (partial(replace, kernel="reference"), "kernel: 'reference' against 'auto'"),
+        (lambda spec: replace(spec, layout=make_spec(shard_numel=1024).layout), "layout"),
+        (lambda spec: replace(spec, layout=make_spec(dtypes=[BF16] * 3).layout), "layout.*bfloat16.*float32"),
+    ],
+)
+def test_a_rank_that_differs_is_refused_naming_both_sides(make_stores: StoreFactory, change, what: str) -> None:  # type: ignore[no-untyped-def]
+    spec = make_spec(2)
+    with make_stores(2, 1) as stores:
+        stores[0].attach(spec)
+        with pytest.raises(HandshakeError, match=f"rank 1 differs from rank 0 in {what}"):
+            stores[1].attach(change(spec))
+
+
+# ---- misuse
+
+
+def test_a_buffer_of_the_wrong_size_is_refused(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    with make_stores(1, 1) as stores:
+        start(stores, spec)
+        with pytest.raises(StoreError, match=r"emb.*960 elements"):
+            stores[0].fetch(0, 0, COMPUTE, torch.zeros(5)).result(WAIT)
+
+
+def test_close_is_idempotent_and_ends_the_store(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    with make_stores(1, 1) as stores:
+        (rank,) = start(stores, spec)
+        stores[0].close()
+        stores[0].close()
+        with pytest.raises(StoreError, match="rank 0"):
+            rank.fetch_unit(0, 0)[0].result(WAIT)
+
+
+def test_ranks_in_a_row_use_every_verb_without_waiting_for_each_other(make_stores: StoreFactory) -> None:
+    """Rank by rank instead of step by step: no verb but finish waits for a peer."""
+    spec = make_spec(3)
+    schedule = random_schedule(spec, 1)[0]
+    with make_stores(3, 2) as stores:
+        ranks: list[Rank] = start(stores, spec)
+        norms = []
+        for rank, grads in zip(ranks, schedule, strict=True):
+            rank.fetch()
+            rank.push(grads)
+            norms.append(rank.finish(0.5))
+        assert len({norm.result(WAIT).total for norm in norms}) == 1

@@ -1,0 +1,606 @@
+"""What only the gRPC store has: tokens, certificates, damaged and broken streams, long polls, lost connections."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rayzero import errors
+from rayzero.config import ZeroConfig
+from rayzero.errors import (
+    ConfigError,
+    HandshakeError,
+    RankLeftError,
+    RayZeroError,
+    StoreClosedError,
+    StoreError,
+    TransferError,
+    UnsupportedError,
+)
+from rayzero.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
+from rayzero.optimizer.service import ShardService
+from rayzero.store import translate
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.grpc_client import GrpcStore
+from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.rpc import (
+    _CODES,
+    OWNER_SERVICE,
+    STORE_SERVICE,
+    TlsFiles,
+    from_failure,
+    from_status,
+    methods,
+    to_failure,
+    to_status,
+    token_metadata,
+)
+from rayzero.store.select import connect_store
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
+from rayzero.telemetry.recorder import MemoryRecorder
+from store.stores import TOKEN
+from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BF16 = torch.bfloat16
+
+
+@contextmanager
+def serving(num_owners: int = 1, **options: Any) -> Iterator[list[OwnerServer]]:
+    """Connected servers of fresh owners."""
+    with ExitStack() as stack:
+        servers = []
+        for owner in range(num_owners):
+            service = ShardService(owner, num_owners)
+            stack.callback(service.close)
+            servers.append(stack.enter_context(OwnerServer(service, token=TOKEN, **options)))
+        for server in servers:
+            server.connect_peers([other.address for other in servers])
+        yield servers
+
+
+@contextmanager
+def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: Any) -> Iterator[list[GrpcStore]]:
+    """One store a rank."""
+    with ExitStack() as stack:
+        stores = []
+        for rank in range(world_size):
+            store = GrpcStore(rank, [s.address for s in servers], **{"token": TOKEN, "chunk_bytes": 1000} | options)
+            stack.callback(store.close)
+            stores.append(store)
+        yield stores
+
+
+@contextmanager
+def channel_to(server: OwnerServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address) as channel:
+        yield channel
+
+
+# ---- who may talk
+
+
+def test_a_wrong_token_is_refused() -> None:
+    with (
+        serving() as servers,
+        connected(servers, token="guess") as (store,),
+        pytest.raises(HandshakeError, match=r"rank 0, optimizer 0 at 127.0.0.1:.*token"),
+    ):
+        store.attach(make_spec(1))
+
+
+@pytest.mark.parametrize("service", [STORE_SERVICE, OWNER_SERVICE])
+@pytest.mark.parametrize("metadata", [(), token_metadata(""), token_metadata(TOKEN + "x")])
+def test_every_method_wants_the_token(service: str, metadata: Any) -> None:
+    with serving() as (server,), channel_to(server) as channel:
+        for method in methods(service).values():
+            call = method.bind(channel)
+            request: Any = iter([b""]) if method.client_streaming else method.request()
+
+            def ask(call: Any = call, request: Any = request, streams: bool = method.server_streaming) -> None:
+                answer = call(request, metadata=metadata, timeout=WAIT)
+                list(answer if streams else [])
+
+            with pytest.raises(grpc.RpcError) as refused:
+                ask()
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.path
+
+
+def test_health_is_answered_without_a_token() -> None:
+    with serving() as (server,), channel_to(server) as channel:
+        for service in ("", STORE_SERVICE, OWNER_SERVICE):
+            request = health_pb2.HealthCheckRequest(service=service)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_an_empty_token_is_refused_where_it_is_set() -> None:
+    service = ShardService(0, 1)
+    with pytest.raises(ConfigError, match="token must not be empty"):
+        OwnerServer(service, token="")
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TlsFiles]:
+    """Makes certificates: ``authority("server")`` is signed by this run's authority, "stranger" by itself."""
+    folder = tmp_path_factory.mktemp("tls")
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make certificates with")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([openssl, *arguments], check=True, cwd=folder, capture_output=True)
+
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    run("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=run")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
+
+    def make(name: str) -> TlsFiles:
+        run("req", *new, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signer = ["-signkey", f"{name}.key"] if name == "stranger" else ["-CA", "ca.pem", "-CAkey", "ca.key"]
+        serial = [] if name == "stranger" else ["-CAcreateserial"]
+        run("x509", "-req", "-in", f"{name}.csr", *signer, *serial, "-out", f"{name}.pem", "-extfile", "names")
+        return TlsFiles(certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=folder / "ca.pem")
+
+    return make
+
+
+def test_a_step_over_mutual_tls(authority: Callable[[str], TlsFiles]) -> None:
+    files, spec = authority("server"), make_spec(1)
+    with serving(2, tls=files) as servers, connected(servers, tls=files) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)], 0.5)
+        assert masters(ranks[0])
+
+
+@pytest.mark.parametrize("client", ["stranger", None])
+def test_a_client_without_a_certificate_of_the_run_is_refused(
+    authority: Callable[[str], TlsFiles], client: str | None
+) -> None:
+    tls = None if client is None else authority(client)
+    with (
+        serving(tls=authority("server")) as servers,
+        connected(servers, tls=tls) as (store,),
+        pytest.raises(TransferError, match=r"optimizer 0 at .*UNAVAILABLE"),
+    ):
+        store.attach(make_spec(1))
+
+
+# ---- handshake (rule 9); what two ranks disagree on is in the conformance suite
+
+
+def attach_request(spec: ModelSpec, **changes: Any) -> pb.AttachRequest:
+    fields: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "rank": 0,
+        "spec": translate.spec_to_bytes(spec),
+        "layout_digest": spec.layout.digest,
+        "owner": 0,
+        "num_owners": 1,
+    }
+    return pb.AttachRequest(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"protocol_version": PROTOCOL_VERSION + 1}, "rank 0 speaks protocol 2, optimizer 0 speaks 1"),
+        ({"owner": 1, "num_owners": 2}, "takes this server for optimizer 1 of 2, it is optimizer 0 of 1"),
+        ({"layout_digest": "0" * 64}, "rank 0 describes a layout with digest 0000.*, optimizer 0 computes"),
+    ],
+)
+def test_a_handshake_that_does_not_fit_names_both_sides(changes: dict[str, Any], what: str) -> None:
+    with serving() as (server,), channel_to(server) as channel:
+        attach = methods(STORE_SERVICE)["Attach"].bind(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            attach(attach_request(make_spec(1), **changes), metadata=token_metadata(TOKEN), timeout=WAIT)
+        error = from_status(refused.value, "optimizer 0")
+        assert isinstance(error, HandshakeError)
+        with pytest.raises(HandshakeError, match=what):
+            raise error
+
+
+def test_addresses_in_the_wrong_order_are_refused() -> None:
+    with (
+        serving(2) as servers,
+        connected(servers[::-1]) as (store,),
+        pytest.raises(HandshakeError, match="takes this server for optimizer 0 of 2, it is optimizer 1 of 2"),
+    ):
+        store.attach(make_spec(1))
+
+
+def test_owners_with_different_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardService, "kernel", property(lambda service: f"kernel {service.owner}"))
+    both = r"optimizer 0 at .* has kernel 'kernel 0', optimizer 1 at .*'kernel 1'"
+    with serving(2) as servers, connected(servers) as (store,), pytest.raises(HandshakeError, match=both):
+        store.attach(make_spec(1))
+
+
+def test_the_lead_must_know_its_peers() -> None:
+    service = ShardService(0, 1)
+    with (
+        OwnerServer(service, token=TOKEN) as server,
+        connected([server]) as (store,),
+        pytest.raises(StoreError, match="optimizer 0 leads but was not told its peers"),
+    ):
+        store.attach(make_spec(1))
+    service.close()
+
+
+# ---- bytes
+
+
+def test_the_byte_counters_equal_the_arithmetic() -> None:
+    spec = make_spec(1, dtypes=[BF16, torch.float32, BF16], frozen=[2])
+    recorder = MemoryRecorder()
+    with serving(3) as servers, connected(servers, recorder=recorder) as stores:
+        (rank,) = start(stores, spec)
+
+        def moved(direction: str) -> float:
+            return recorder.total(TRANSFER_BYTES, direction=direction, transport="grpc")
+
+        units = spec.layout.units
+        assert moved("load") == sum(u.numel * (4 if u.trainable else u.dtype.itemsize) for u in units)
+        assert moved("fetch") == moved("push") == 0
+        rank.fetch()
+        rank.fetch()
+        assert moved("fetch") == 2 * sum(u.numel * u.dtype.itemsize for u in units)
+        rank.push(random_grads(spec, 1))
+        assert moved("push") == sum(u.numel * u.dtype.itemsize for u in units if u.trainable)
+        rank.push_unit(1, random_grads(spec, 2), seq=0).result(WAIT)  # a repeat travels too
+        assert moved("push") == sum(u.numel * u.dtype.itemsize for u in units if u.trainable) + units[1].size_bytes
+        assert recorder.timing(FETCH_SECONDS, transport="grpc").count == 6
+        assert recorder.timing(PUSH_SECONDS, transport="grpc").count == 3
+
+
+class Meddler(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Damages the first chunk of a method's first streams, or breaks those streams there."""
+
+    def __init__(self, method: str, streams: int, *, flip: bool) -> None:
+        self.method, self.left, self.flip = method, streams, flip
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if not details.method.endswith(f"/{self.method}") or self.left == 0:
+            return handler
+        self.left -= 1
+        formats = handler.request_deserializer, handler.response_serializer
+
+        async def receive(requests: AsyncIterator[bytes], context: Any) -> Any:
+            return await handler.stream_unary(Spoilt(self.flip, context, requests), context)
+
+        async def send(request: Any, context: Any) -> None:
+            await handler.unary_stream(request, Spoilt(self.flip, context))
+
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(receive, *formats)
+        return grpc.unary_stream_rpc_method_handler(send, *formats)
+
+
+class Spoilt:
+    """A request iterator, or a context with a ``write``, whose first chunk is spoilt."""
+
+    def __init__(self, flip: bool, context: Any, requests: AsyncIterator[bytes] | None = None) -> None:
+        self._flip, self._context, self._requests = flip, context, requests
+        self._first = True
+
+    async def _spoil(self, message: bytes) -> bytes:
+        if not self._first:
+            return message
+        self._first = False
+        if not self._flip:
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the link went away")
+        middle = len(message) // 2  # of the payload
+        return message[:middle] + bytes([message[middle] ^ 0x10]) + message[middle + 1 :]
+
+    def __aiter__(self) -> Spoilt:
+        return self
+
+    async def __anext__(self) -> bytes:
+        assert self._requests is not None
+        return await self._spoil(await anext(self._requests))
+
+    async def write(self, message: bytes) -> None:
+        await self._context.write(await self._spoil(message))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+@pytest.mark.parametrize("flip", [True, False])
+@pytest.mark.parametrize("method", ["Push", "Fetch", "Load"])
+def test_a_stream_that_breaks_or_is_damaged_is_sent_again_whole(method: str, flip: bool) -> None:
+    spec = make_spec(1, accumulation_steps=2)
+    grads = [random_grads(spec, 1), random_grads(spec, 2)]
+
+    def train(meddler: Meddler | None) -> tuple[Any, float]:
+        recorder = MemoryRecorder()
+        interceptors = [] if meddler is None else [meddler]
+        with serving(interceptors=interceptors) as servers, connected(servers, recorder=recorder) as stores:
+            ranks = start(stores, spec)
+            ranks[0].fetch()
+            for each in grads:
+                ranks[0].push(each)
+            ranks[0].finish(0.5).result(WAIT)
+            return masters(ranks[0]), recorder.total(TRANSFER_RETRIES, direction=method.lower(), transport="grpc")
+
+    expected, none = train(None)
+    found, retries = train(Meddler(method, 2, flip=flip))
+    assert equal(found, expected)
+    assert (none, retries) == (0, 2)
+
+
+@pytest.mark.parametrize("method", ["Push", "Fetch"])
+def test_damage_that_does_not_end_is_an_error_that_names_the_shard(method: str) -> None:
+    spec = make_spec(1)
+    with serving() as servers, connected(servers) as stores:
+        start(stores, spec)
+    with serving(interceptors=[Meddler(method, 1000, flip=True)]) as servers, connected(servers) as stores:
+        (rank,) = start(stores, spec)
+        moving = rank.push_unit(0, random_grads(spec, 1)) if method == "Push" else rank.fetch_unit(0)[0]
+        with pytest.raises(TransferError, match=r"shard 0 bytes 0\.\..*checksum"):
+            moving.result(WAIT)
+
+
+def test_a_fetch_can_be_cancelled_until_its_bytes_come(caplog: pytest.LogCaptureFixture) -> None:
+    spec = make_spec(2)
+    with serving(3) as servers, connected(servers, 2) as stores:
+        ranks = start(stores, spec)
+        waiting, out = ranks[0].fetch_unit(1, 1)
+        assert waiting.cancel()
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        ranks[0].fetch()  # the new version is there
+        assert torch.isnan(out).all()
+    assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
+
+
+def test_a_wrong_dtype_is_refused() -> None:
+    spec = make_spec(1)
+    with serving() as servers, connected(servers) as stores:
+        start(stores, spec)
+        out = torch.zeros(spec.layout.units[0].numel, dtype=BF16)
+        with pytest.raises(StoreError, match="fetch of 'emb' takes float32, got bfloat16"):
+            stores[0].fetch(0, 0, COMPUTE, out).result(WAIT)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, (32 << 20) + 1])
+def test_chunk_sizes_are_bounded(chunk_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=r"chunk_bytes must be in 1\.\.33,554,432"):
+        GrpcStore(0, ["127.0.0.1:1"], token=TOKEN, chunk_bytes=chunk_bytes)
+
+
+# ---- waits
+
+
+def test_many_waiting_ranks_do_not_block_a_push() -> None:
+    """A server that gave each waiting call a thread would have none left for the push they all wait for."""
+    waiting_ranks = 60
+    spec = make_spec(waiting_ranks + 1)
+    inputs = StepInputs(max_norms=(), hyper=(HYPER,))
+    with serving() as servers, connected(servers, 2) as (many, last):
+        start([many], spec)
+        norms = [
+            many.finish(FinishReport(step=0, attempt=0, rank=rank, counts=(0, 0, 0)), inputs)
+            for rank in range(1, waiting_ranks + 1)
+        ]
+        last_rank = start([last], spec)[0]
+        last_rank.push(random_grads(spec, 1))
+        assert not any(norm.done() for norm in norms)
+        total = last_rank.finish().result(WAIT).total
+        assert {norm.result(WAIT).total for norm in norms} == {total}
+
+
+def test_a_wait_outlasts_many_polls() -> None:
+    spec = make_spec(2)
+    with serving(poll_s=0.01) as servers, connected(servers, 2) as stores:
+        ranks = start(stores, spec)
+        norm = ranks[0].finish()
+        decision = stores[0].decision(0)
+        ranks[1].fetch()
+        ranks[1].push(random_grads(spec, 1))
+        assert not norm.done()
+        ranks[1].finish().result(WAIT)
+        assert norm.result(WAIT).total == decision.result(WAIT).norm
+
+
+def test_a_dead_process_is_noticed_at_once() -> None:
+    spec = make_spec(2)
+    with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
+        program = f"""
+            import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+            from rayzero.store.grpc_client import GrpcStore
+            from store.toy import make_spec
+            store = GrpcStore(1, {[s.address for s in servers]!r}, token={TOKEN!r})
+            store.attach(make_spec(2))
+            print("attached", flush=True)
+            input()
+        """
+        with run_python(program) as process:
+            ranks = start(stores[:1], spec)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "attached\n"
+            norm, fetch = ranks[0].finish(), ranks[0].fetch_unit(0, 1)[0]
+            process.send_signal(signal.SIGKILL)
+            for future in (norm, fetch):
+                with pytest.raises(RankLeftError, match=r"rank 1 left .*\(connection lost\), rank 0 is in step 0"):
+                    future.result(WAIT)
+
+
+@contextmanager
+def run_python(program: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, text=True, env=environment, cwd=REPOSITORY, **streams) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+# ---- the end
+
+
+def test_a_server_that_stops_ends_what_waits_for_it_and_frees_its_port() -> None:
+    spec = make_spec(2)
+    with serving(2) as servers, connected(servers, 2) as stores:
+        ranks = start(stores, spec)
+        fetch, norm = ranks[0].fetch_unit(1, 1)[0], ranks[1].finish()
+        for server in servers:
+            server.stop()
+            server.stop()
+        with pytest.raises(StoreError):
+            fetch.result(WAIT)
+        with pytest.raises(StoreError):
+            norm.result(WAIT)
+        for server in servers:
+            host, port = server.address.rsplit(":", 1)
+            with socket.socket() as probe:
+                assert probe.connect_ex((host, int(port))) != 0
+            service = ShardService(0, 1)
+            OwnerServer(service, token=TOKEN, port=int(port)).stop()
+            service.close()
+
+
+def test_an_owner_that_stops_is_named() -> None:
+    spec = make_spec(1)
+    with serving(2) as servers, connected(servers) as stores:
+        (rank,) = start(stores, spec)
+        fetch = rank.fetch_unit(1, 1)[0]
+        servers[1].stop()
+        with pytest.raises(StoreError, match="optimizer 1 was stopped"):
+            fetch.result(WAIT)
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    service = ShardService(0, 1)
+    with serving() as (server,), pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"):
+        OwnerServer(service, token=TOKEN, port=int(server.address.rsplit(":", 1)[1]))
+    service.close()
+
+
+def test_close_ends_threads_and_what_waits() -> None:
+    before = set(threading.enumerate())
+    with serving(2) as servers, connected(servers, 2) as stores:
+        ranks = start(stores, make_spec(2))
+        waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), stores[0].decision(4)]
+        stores[0].close()
+        for wait in waits:
+            with pytest.raises((StoreClosedError, RankLeftError)):
+                wait.result(WAIT)
+        stores[1].close()
+        left = {thread.name for thread in set(threading.enumerate()) - before}
+        assert not [name for name in left if name.startswith(("rayzero-rank", "stall-watch"))]
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left <= {"rayzero-grpc-loop"}, left
+
+
+def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
+    program = f"""
+        import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+        from rayzero.optimizer.service import ShardService
+        from rayzero.store.grpc_client import GrpcStore
+        from rayzero.store.grpc_server import OwnerServer
+        from store.toy import make_spec, random_grads, start, take_step
+        spec = make_spec(1, kernel="torch")
+        server = OwnerServer(ShardService(0, 1), token="t")
+        server.connect_peers([server.address])
+        ranks = start([GrpcStore(0, [server.address], token="t")], spec)
+        take_step(ranks, [random_grads(spec, 1)])
+        ranks[0].fetch_unit(0, 2)
+        print("done")
+    """
+    with run_python(program) as process:
+        out, err = process.communicate(timeout=3 * WAIT)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+# ---- errors on the wire
+
+
+class Failed(grpc.RpcError):
+    """A failed call as grpc gives it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
+        self._sent = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._sent[0]
+
+    def details(self) -> str:
+        return self._sent[1]
+
+    def trailing_metadata(self) -> Any:
+        return self._sent[2]
+
+
+def every_error(cls: type[RayZeroError] = RayZeroError) -> Iterator[type[RayZeroError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from every_error(child)
+
+
+@pytest.mark.parametrize("cls", list(every_error()))
+def test_every_error_crosses_the_wire_as_itself(cls: type[RayZeroError]) -> None:
+    assert cls in _CODES
+    for text in ("rank 1: ünïts & \n lines", "x" * 5000):
+        code, details, metadata = to_status(cls(text))
+        assert len(details) < 250
+        for found in (from_status(Failed(code, details, metadata), "x"), from_failure(to_failure(cls(text)))):
+            assert (type(found), str(found)) == (cls, text)
+
+
+def test_an_unknown_failure_is_a_store_error_that_says_it() -> None:
+    error = from_status(Failed(grpc.StatusCode.UNKNOWN, "Unexpected <class 'KeyError'>", ()), "rank 1, optimizer 0")
+    assert (type(error), str(error)) == (
+        StoreError,
+        "rank 1, optimizer 0: UNKNOWN: Unexpected <class 'KeyError'>",
+    )
+    assert str(from_failure(pb.Failure(error="NewError", message="m"))) == "NewError: m"
+
+
+# ---- select, generated code
+
+
+def test_select_says_why_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as servers, caplog.at_level(logging.INFO, "rayzero.store.select"):
+        addresses = [server.address for server in servers]
+        store = connect_store(0, addresses, token=TOKEN, config=ZeroConfig(), recorder=MemoryRecorder())
+        assert store.attach(make_spec(1)).needs_load
+        store.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0: gRPC to 1 owners (owners are in other processes)"
+    ]
+    with pytest.raises(UnsupportedError, match="transport='inproc'"):
+        connect_store(0, addresses, token=TOKEN, config=ZeroConfig(transport="inproc"), recorder=MemoryRecorder())
+
+
+def test_the_generated_code_is_current() -> None:
+    pytest.importorskip("grpc_tools", reason="needs grpcio-tools, pinned in protos/generate.py")
+    subprocess.run([sys.executable, "protos/generate.py", "--check"], check=True, cwd=REPOSITORY)
+
+
+def test_masters_and_values_of_rank_0_reach_the_others() -> None:
+    spec = make_spec(2)
+    with serving(2) as servers, connected(servers, 2) as stores:
+        ranks = start(stores, spec)
+        assert equal(ranks[1].fetch(0), initial_values(spec))
+        assert equal(ranks[1].fetch(0, MASTER), initial_values(spec))

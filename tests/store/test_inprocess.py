@@ -1,0 +1,131 @@
+"""What only the in-process store promises: cancelled fetches, counted bytes, its own threads."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+from optimizer.owner import Gate
+
+from rayzero.errors import StoreClosedError, StoreError
+from rayzero.messages import COMPUTE
+from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+from store.toy import WAIT, make_spec, random_grads, start, take_step
+
+
+def test_a_cancelled_fetch_never_writes_its_buffer() -> None:
+    spec = make_spec(1)
+    with ExitStack() as stack:
+        owners = LocalOwners(2)
+        stack.callback(owners.close)
+        store = InProcessStore(0, owners)
+        stack.callback(store.close)
+        (rank,) = start([store], spec)
+        future, out = rank.fetch_unit(1, 1)
+        assert future.cancel()
+        take_step([rank], [random_grads(spec, 1)])
+        rank.fetch(1)
+        assert out.isnan().all()
+
+
+def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
+    spec = make_spec(1)
+    with ExitStack() as stack:
+        owners = LocalOwners(1)
+        stack.callback(owners.close)
+        store = InProcessStore(0, owners)
+        stack.callback(store.close)
+        (rank,) = start([store], spec)
+        gate = Gate(owners.services[0], hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
+        rank.push(random_grads(spec, 1))
+        rank.finish()
+        gate.wait()
+        future, out = rank.fetch_unit(1, 1)
+        probe, _ = rank.fetch_unit(0, 1)  # the pool works in order
+        probe.result(WAIT)
+        assert not future.cancel()
+        gate.release()
+        future.result(WAIT)
+        assert not out.isnan().any()
+
+
+def test_bytes_and_seconds_are_counted_by_direction() -> None:
+    spec = make_spec(1, dtypes=[torch.bfloat16, torch.float32, torch.float32])
+    recorder = MemoryRecorder()
+    with ExitStack() as stack:
+        owners = LocalOwners(2)
+        stack.callback(owners.close)
+        store = InProcessStore(0, owners, recorder=recorder)
+        stack.callback(store.close)
+        (rank,) = start([store], spec)
+        take_step([rank], [random_grads(spec, 1)])
+    sizes = [unit.size_bytes for unit in spec.layout.units]
+    numels = [unit.numel for unit in spec.layout.units]
+    assert recorder.total(TRANSFER_BYTES, direction="load", transport="inproc") == 4 * sum(numels)
+    assert recorder.total(TRANSFER_BYTES, direction="fetch", transport="inproc") == sum(sizes)
+    assert recorder.total(TRANSFER_BYTES, direction="push", transport="inproc") == sum(sizes)
+    assert recorder.timing(FETCH_SECONDS, transport="inproc").count == 3
+    assert recorder.timing(PUSH_SECONDS, transport="inproc").count == 3
+
+
+def test_nothing_is_left_after_close() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    owners = LocalOwners(3)
+    store = InProcessStore(0, owners)
+    start([store], make_spec(1))
+    future = store.fetch(0, 1, COMPUTE, torch.zeros(960))
+    store.close("done")
+    with pytest.raises(StoreClosedError, match=r"rank 0 closed its store \(done\)"):
+        future.result(WAIT)
+    owners.close()
+    owners.close()
+    assert {thread.ident for thread in threading.enumerate()} <= before
+
+
+def test_owners_do_not_change_torchs_thread_count_for_others() -> None:
+    before = torch.get_num_threads()
+    owners = LocalOwners(2, threads=before + 1)
+    store = InProcessStore(0, owners)
+    start([store], make_spec(1))
+    store.close()
+    owners.close()
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert [torch.get_num_threads(), *found] == [before, before]
+
+
+def test_use_before_attach_is_an_error() -> None:
+    owners = LocalOwners(1)
+    store = InProcessStore(4, owners)
+    with pytest.raises(StoreError, match="rank 4 has not attached"):
+        store.fetch(0, 0, COMPUTE, torch.zeros(1)).result(WAIT)
+    with pytest.raises(StoreError, match="rank 4 has not attached"):
+        store.decision(0).result(WAIT)
+    store.close()
+    owners.close()
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 5])
+def test_every_unit_is_spread_over_as_many_owners_as_it_has_shards(num_owners: int) -> None:
+    spec = make_spec(1)
+    with ExitStack() as stack:
+        owners = LocalOwners(num_owners)
+        stack.callback(owners.close)
+        store = InProcessStore(0, owners)
+        stack.callback(store.close)
+        start([store], spec)
+        published: list[set[int]] = []
+        for service in owners.services:
+            gate = Gate(service)
+            service.close()  # after everything it was given
+            published.append({shard for batch in gate.seen for shard, _ in batch})
+    assert sorted(shard for mine in published for shard in mine) == list(range(11))  # the grid knows no owners
+    for shards in spec.layout.shards_by_unit:
+        having = [mine for mine in published if mine & {shard.index for shard in shards}]
+        assert len(having) == min(num_owners, len(shards))

@@ -1,0 +1,338 @@
+"""Settings: defaults, one-line errors that name the setting, YAML in and out, overrides."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.config import (
+    GIB,
+    MIB,
+    AutoMemoryStrategy,
+    ConfigModel,
+    CpuCompressionMethod,
+    RunConfig,
+    ScalingConfig,
+    ZeroConfig,
+    apply_overrides,
+    load_yaml,
+    read_yaml,
+)
+from rayzero.errors import ConfigError, UnsupportedError
+
+
+def error_line(make: Callable[[], Any]) -> str:
+    """The message of the ConfigError that ``make`` raises; it must be one line."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- defaults and values ----------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_specification() -> None:
+    config = ZeroConfig()
+    assert (config.offload_params, config.offload_grads, config.offload_optimizer_states) == (True, True, True)
+    assert (config.cpu_memory_budget, config.gpu_param_memory_budget) == (32 * GIB, 2 * GIB)
+    assert (config.max_gpu_memory_mb, config.max_cpu_memory_mb) == (8192, 65536)
+    assert (config.prefetch_buffer_size, config.async_prefetch) == (16, True)
+    assert (config.overlap_computation, config.pin_cpu_memory) == (True, True)
+    assert config.cpu_compression is CpuCompressionMethod.NONE
+    assert config.auto_memory_management is AutoMemoryStrategy.AGGRESSIVE
+    assert (config.precision, config.overlap, config.shard_bytes) == ("fp32", "forward", 8 * MIB)
+
+
+def test_fluent_setters_return_new_configs() -> None:
+    config = ZeroConfig()
+    changed = (
+        config.with_offload_params(False)
+        .with_compression(CpuCompressionMethod.FP16)
+        .with_memory_strategy(AutoMemoryStrategy.CONSERVATIVE)
+        .with_prefetch_buffer_size(32)
+    )
+    assert (changed.offload_params, changed.cpu_compression) == (False, CpuCompressionMethod.FP16)
+    assert (changed.auto_memory_management, changed.prefetch_buffer_size) == (AutoMemoryStrategy.CONSERVATIVE, 32)
+    assert config == ZeroConfig()
+
+
+@pytest.mark.parametrize(
+    ("setter", "field", "value"),
+    [
+        ("with_offload_params", "offload_params", False),
+        ("with_offload_grads", "offload_grads", False),
+        ("with_offload_optimizer_states", "offload_optimizer_states", False),
+        ("with_cpu_memory_budget", "cpu_memory_budget", GIB),
+        ("with_gpu_param_memory_budget", "gpu_param_memory_budget", GIB),
+        ("with_max_gpu_memory_mb", "max_gpu_memory_mb", 4096),
+        ("with_max_cpu_memory_mb", "max_cpu_memory_mb", 40000),
+        ("with_prefetch_buffer_size", "prefetch_buffer_size", 2),
+        ("with_compression", "cpu_compression", CpuCompressionMethod.INT8),
+        ("with_memory_strategy", "auto_memory_management", AutoMemoryStrategy.EXTREME),
+        ("with_async_prefetch", "async_prefetch", False),
+        ("with_overlap_computation", "overlap_computation", False),
+        ("with_pin_cpu_memory", "pin_cpu_memory", False),
+    ],
+)
+def test_each_setter_changes_its_field_and_no_other(setter: str, field: str, value: object) -> None:
+    changed = getattr(ZeroConfig(), setter)(value)
+    assert changed == ZeroConfig().replace(**{field: value})
+    assert getattr(changed, field) == value != getattr(ZeroConfig(), field)
+
+
+def test_setters_check_like_the_constructor() -> None:
+    assert "prefetch_buffer_size is 0" in error_line(lambda: ZeroConfig().with_prefetch_buffer_size(0))
+
+
+def test_compression_ratios_and_losses() -> None:
+    ratios = {method.name: method.ratio() for method in CpuCompressionMethod}
+    assert ratios == {"NONE": 1.0, "FP16": 0.5, "BF16": 0.5, "INT8": 0.25, "QUANTIZATION": 0.25, "LOSSLESS": 0.7}
+    lossless = {method.name for method in CpuCompressionMethod if not method.is_lossy()}
+    assert lossless == {"NONE", "LOSSLESS"}
+    assert len({method.description() for method in CpuCompressionMethod}) == len(CpuCompressionMethod)
+
+
+def test_memory_strategies() -> None:
+    table = {s.name: (s.pressure_threshold, s.aggressiveness) for s in AutoMemoryStrategy}
+    assert table == {"CONSERVATIVE": (0.9, 0.2), "BALANCED": (0.75, 0.5), "AGGRESSIVE": (0.6, 0.8), "EXTREME": (0.4, 1)}
+    assert len({s.description() for s in AutoMemoryStrategy}) == len(AutoMemoryStrategy)
+
+
+def test_effective_budget_counts_uncompressed_bytes() -> None:
+    config = ZeroConfig(cpu_memory_budget=1000)
+    assert config.effective_cpu_memory_budget == 1000
+    assert config.with_compression("fp16").effective_cpu_memory_budget == 2000
+    assert config.with_compression("fp16").compression_ratio == 0.5
+    assert config.with_compression("lossless").effective_cpu_memory_budget == 1428  # 1428.57 rounded down
+
+
+@given(st.integers(1, 1 << 50))
+def test_effective_budget_is_exact_where_fp32_would_round(budget: int) -> None:
+    config = ZeroConfig(cpu_memory_budget=budget, max_cpu_memory_mb=1 << 40)
+    assert config.effective_cpu_memory_budget == budget
+    assert config.with_compression("int8").effective_cpu_memory_budget == 4 * budget
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("2 gib", 2 << 30),
+        ("1.5KiB", 1536),
+        ("3MB", 3_000_000),
+        ("4096", 4096),
+        ("1TB", 10**12),
+        ("7 B", 7),
+    ],
+)
+def test_sizes_may_be_text(text: str, size: int) -> None:
+    assert ZeroConfig(cpu_memory_budget=text, max_cpu_memory_mb=1 << 30).cpu_memory_budget == size  # type: ignore[arg-type]
+
+
+def test_configs_are_frozen_hashable_and_picklable() -> None:
+    config = ZeroConfig(units=("Block",))
+    assert "frozen" in error_line(lambda: setattr(config, "precision", "bf16"))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(ZeroConfig(units=["Block"]))  # type: ignore[arg-type]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_wins_in_the_specified_order() -> None:
+    wrong: dict[str, Any] = {
+        "cpu_memory_budget": 0,
+        "gpu_param_memory_budget": 0,
+        "prefetch_buffer_size": 0,
+        "max_gpu_memory_mb": 0,
+        "max_cpu_memory_mb": 0,
+    }
+    for field in list(wrong):
+        assert error_line(lambda: ZeroConfig(**wrong)).startswith(
+            f"ZeroConfig: {field} is 0 but must be greater than 0"
+        )
+        del wrong[field]
+    both: dict[str, Any] = {"gpu_param_memory_budget": 3 * MIB, "max_gpu_memory_mb": 2, "cpu_memory_budget": 5 * MIB}
+    line = error_line(lambda: ZeroConfig(**both, max_cpu_memory_mb=4))
+    assert "gpu_param_memory_budget is 3 MB but max_gpu_memory_mb allows 2 MB" in line
+    line = error_line(lambda: ZeroConfig(cpu_memory_budget=5 * MIB, max_cpu_memory_mb=4))
+    assert "cpu_memory_budget is 5 MB but max_cpu_memory_mb allows 4 MB" in line
+
+
+def test_an_excess_below_one_mib_passes() -> None:
+    assert ZeroConfig(gpu_param_memory_budget=3 * MIB - 1, max_gpu_memory_mb=2).max_gpu_memory_mb == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"prefetch_buffer": 3}, ["'prefetch_buffer' = 3", "did you mean 'prefetch_buffer_size'"]),
+        ({"zzzzz": 1}, ["unknown setting 'zzzzz'", "offload_params", "chunk_bytes"]),
+        ({"precision": "fp8"}, ["precision is 'fp8'", "'fp32', 'bf16' or 'fp16'"]),
+        ({"async_prefetch": "maybe"}, ["async_prefetch is 'maybe'", "boolean"]),
+        ({"prefetch_buffer_size": True}, ["prefetch_buffer_size is True", "integer"]),
+        ({"prefetch_buffer_size": "3"}, ["prefetch_buffer_size is '3'", "integer"]),
+        ({"cpu_memory_budget": "2 foo"}, ["cpu_memory_budget is '2 foo'", "GiB"]),
+        ({"cpu_memory_budget": "0.3 B"}, ["cpu_memory_budget is '0.3 B'", "whole number"]),
+        ({"cpu_compression": "zip"}, ["cpu_compression is 'zip'", "'lossless'"]),
+        ({"max_grad_norm": math.nan}, ["max_grad_norm is nan"]),
+        ({"max_grad_norm": -1.0}, ["max_grad_norm is -1.0", "greater than 0"]),
+        ({"shard_bytes": 100}, ["shard_bytes is 100", "multiple of 256"]),
+        ({"units": 3}, ["units is 3", "list of names"]),
+        ({"units": []}, ["units is []", "at least one"]),
+        ({"keep_fp32": [1]}, ["keep_fp32 is [1]", "list of names"]),
+        ({"stall_timeout": 0}, ["stall_timeout is 0", "greater than 0"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_its_value_and_what_is_allowed(
+    settings: dict[str, Any], parts: list[str]
+) -> None:
+    line = error_line(lambda: ZeroConfig(**settings))
+    assert all(part in line for part in parts), line
+
+
+def test_a_config_inside_another_is_checked_as_itself() -> None:
+    class Recipe(ConfigModel):
+        zero: ZeroConfig = ZeroConfig()
+
+    assert Recipe.from_mapping({"zero": {"precision": "bf16"}}).zero.precision == "bf16"
+    line = error_line(lambda: Recipe.from_mapping({"zero": {"precison": "bf16"}}))
+    assert "zero" in line
+    assert "did you mean 'precision'" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"offload_optimizer_states": False}, "offload_optimizer_states=False"),
+        ({"cpu_compression": "int8"}, "cpu_compression='int8'"),
+        ({"precision": "fp16"}, "precision='fp16'"),
+        ({"overlap": "backward"}, "overlap='backward'"),
+        ({"transport": "shm"}, "transport='shm'"),
+        ({"placement": "cpu_nodes"}, "placement='cpu_nodes'"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(settings: dict[str, Any], setting: str) -> None:
+    config = ZeroConfig(**settings)
+    with pytest.raises(UnsupportedError) as caught:
+        config.require_supported()
+    message = str(caught.value)
+    assert message.startswith(setting)
+    assert "; use " in message or "; leave " in message
+    assert "\n" not in message
+
+
+def test_the_default_config_is_supported() -> None:
+    ZeroConfig().require_supported()
+    ZeroConfig(precision="bf16", overlap="none", transport="grpc", offload_params=False).require_supported()
+
+
+def test_scaling_and_run_settings_are_checked() -> None:
+    assert (ScalingConfig().num_workers, ScalingConfig().num_optimizers, ScalingConfig().use_gpu) == (2, 2, False)
+    assert "num_workers is 0" in error_line(lambda: ScalingConfig(num_workers=0))
+    assert "cpus_per_worker is 0" in error_line(lambda: ScalingConfig(cpus_per_worker=0))
+    assert "name is 'a/b' but must be a plain folder name" in error_line(lambda: RunConfig(name="a/b"))
+    assert "name is '..'" in error_line(lambda: RunConfig(name=".."))
+    assert "checkpoint_every is 0" in error_line(lambda: RunConfig(checkpoint_every=0))
+    assert "resume is 3" in error_line(lambda: RunConfig(resume=3))  # type: ignore[arg-type]
+    assert "resume is ''" in error_line(lambda: RunConfig(resume=""))
+    assert RunConfig(name="demo", storage_path="runs").path == Path("runs/demo")
+
+
+# ---- YAML -------------------------------------------------------------------------------------------------------
+
+zero_configs = st.builds(
+    ZeroConfig,
+    offload_params=st.booleans(),
+    cpu_memory_budget=st.integers(1, 64 * GIB),
+    cpu_compression=st.sampled_from(CpuCompressionMethod),
+    auto_memory_management=st.sampled_from(AutoMemoryStrategy),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    max_grad_norm=st.none() | st.floats(1e-30, 1e30),
+    units=st.just("auto") | st.lists(st.text(min_size=1), min_size=1).map(tuple),
+    keep_fp32=st.lists(st.text(min_size=1)).map(tuple),
+)
+
+
+@given(zero_configs)
+def test_yaml_out_and_in_gives_an_equal_config(config: ZeroConfig) -> None:
+    assert ZeroConfig.from_yaml(config.to_yaml()) == config
+
+
+@given(zero_configs)
+def test_the_schema_accepts_what_to_yaml_writes(config: ZeroConfig) -> None:
+    jsonschema.validate(yaml.safe_load(config.to_yaml()), ZeroConfig.json_schema())
+
+
+def test_the_schema_describes_every_field_and_refuses_unknown_ones() -> None:
+    for model in (ZeroConfig, ScalingConfig, RunConfig):
+        schema = model.json_schema()
+        assert all(field.get("description") for field in schema["properties"].values())
+        assert schema["additionalProperties"] is False
+        assert model.from_yaml("") == model()
+        assert model.from_yaml(model().to_yaml()) == model()
+
+
+def test_yaml_floats_without_a_point_are_numbers() -> None:
+    assert load_yaml("lr: 1e-4\nmin_lr: -2E3\nname: e4\nplain: 3") == {
+        "lr": 1e-4,
+        "min_lr": -2000.0,
+        "name": "e4",
+        "plain": 3,
+    }
+
+
+def test_yaml_errors_name_the_source_and_the_line(tmp_path: Path) -> None:
+    assert "recipe.yaml line 2, column 1: not valid YAML: 'a' is set twice" in error_line(
+        lambda: load_yaml("a: 1\na: 2", source="recipe.yaml")
+    )
+    assert "line 1" in error_line(lambda: load_yaml("a: [1"))
+    assert "must be a mapping" in error_line(lambda: load_yaml("- 1"))
+    assert "must be a mapping" in error_line(lambda: load_yaml("1: 2"))
+    missing = tmp_path / "none.yaml"
+    assert error_line(lambda: read_yaml(missing)) == f"cannot read {missing}: No such file or directory"
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00a")
+    assert "not UTF-8" in error_line(lambda: read_yaml(tmp_path / "bytes.yaml"))
+
+
+# ---- overrides --------------------------------------------------------------------------------------------------
+
+
+def test_overrides_set_nested_values_read_as_yaml() -> None:
+    settings = {"zero": {"precision": "fp32", "shard_bytes": 512}, "steps": 10}
+    changed = apply_overrides(settings, ["zero.precision=bf16", "lr=1e-4", "new.part=[1, x]", "steps=null", "text="])
+    assert changed == {
+        "zero": {"precision": "bf16", "shard_bytes": 512},
+        "steps": None,
+        "lr": 1e-4,
+        "new": {"part": [1, "x"]},
+        "text": None,
+    }
+    assert settings == {"zero": {"precision": "fp32", "shard_bytes": 512}, "steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("steps", "must look like key=value"),
+        ("=3", "must look like key=value"),
+        ("a..b=3", "must look like key=value"),
+        ("steps.x=3", "steps is 10, not a group of settings"),
+        ("a=[1", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_one_line(override: str, part: str) -> None:
+    line = error_line(lambda: apply_overrides({"steps": 10}, [override]))
+    assert part in line
+    assert override.partition("=")[0] in line
