@@ -82,6 +82,17 @@ class Contribution:
     presence: bytes  # bit i (least significant first) set: slot i of the unit has a gradient
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """All that one rank has pushed of one unit in an attempt, where the bytes lie in that rank's own memory and owners
+    read them there: the sum of its contributions so far."""
+
+    step: int
+    attempt: int
+    count: int  # contributions
+    presence: bytes  # bit i set: slot i has a gradient
+
+
 def pack_presence(present: list[bool]) -> bytes:
     """Bits, least significant first, as ``Contribution.presence`` holds them."""
     bits = sum(1 << i for i, p in enumerate(present) if p)

@@ -18,7 +18,7 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerPlan:
-    """Bytes one owner allocates for its shards, by purpose."""
+    """Bytes a host keeps for one owner's shards, by purpose."""
 
     owner: int
     num_owners: int
@@ -26,7 +26,7 @@ class OwnerPlan:
     params: int  # published parameters; those of fp32 trained units are their master
     master: int  # fp32
     moments: int  # fp32 optimizer states
-    gradients: int  # landing regions of all ranks; fp32 accumulators with gradient accumulation
+    gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
     staging: int  # of all ranks: bytes that landed and are not yet added to those before
 
     @property
@@ -54,8 +54,12 @@ def plan_owner(
     accumulation_steps: int,
     *,
     num_states: int = 2,
+    own_gradients: bool = False,
 ) -> OwnerPlan:
-    """Sum up what ``owner`` allocates; ``num_states``: fp32 states per element of the optimizer (2 for Adam)."""
+    """Sum up what the host keeps for ``owner``'s shards.
+
+    num_states: fp32 states per element of the optimizer (2 for Adam). own_gradients: ranks of this host keep their
+    gradients themselves, where no staging is needed."""
     params = master = gradients = 0
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -72,7 +76,7 @@ def plan_owner(
         master=master,
         moments=master * num_states,
         gradients=gradients * world_size,
-        staging=staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
+        staging=0 if own_gradients else staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
     )
 
 

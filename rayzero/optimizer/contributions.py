@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rayzero.errors import StepMismatchError, StoreError
-from rayzero.messages import Contribution, FinishReport, NormParts
+from rayzero.messages import Contribution, FinishReport, NormParts, Pushed
 from rayzero.optimizer.landing import Admission, Landing, RankGradients, check_push
 from rayzero.optimizer.state import OwnedShard
 
@@ -40,15 +40,32 @@ class Contributions:
     Knows ranks, shards and counts; not who adds them up, or decisions. Called under the service's lock."""
 
     def __init__(self, shards: Mapping[int, OwnedShard], world_size: int, accumulation_steps: int) -> None:
-        owned = list(shards.values())
-        self.ranks = [RankGradients(r, owned, accumulate=accumulation_steps > 1) for r in range(world_size)]
+        self.ranks: dict[int, RankGradients] = {}  # those that have attached
+        self._world_size, self._accumulate = world_size, accumulation_steps > 1
         self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
+        self._by_unit: dict[int, list[OwnedShard]] = {}
+        for shard in self._shards.values():
+            self._by_unit.setdefault(shard.unit.index, []).append(shard)
         self._waiting: list[Reservation] = []
         self._parts: dict[int, tuple[PartKey, tuple[float, ...]]] = {}
-        units = max((shard.unit.index for shard in owned), default=-1) + 1
+        units = max((shard.unit.index for shard in shards.values()), default=-1) + 1
         self._expected = {rank: (accumulation_steps,) * units for rank in range(world_size)}  # a hint, never a rule
 
     # ---- memory for pushes
+
+    def add_rank(self, rank: int, own_memory: Mapping[int, Tensor] | None) -> None:
+        """A rank attached; ``own_memory``: see ``RankGradients``."""
+        self.ranks[rank] = RankGradients(
+            rank, list(self._shards.values()), accumulate=self._accumulate, own_memory=own_memory
+        )
+
+    def shards_of(self, unit: int) -> Sequence[OwnedShard]:
+        """The trained shards here of one unit."""
+        return self._by_unit.get(unit, ())
+
+    def observe(self, rank: int, owned: OwnedShard, pushed: Pushed) -> bool:
+        """Take note of what a rank has in its own memory; False where that is no news."""
+        return self.ranks[rank].landings[owned.shard.index].observe(pushed)
 
     def reserve(self, push: Contribution, owned: OwnedShard, open_step: int) -> tuple[bool, Tensor | None]:
         """(answered, memory): not answered means that the push has to wait for its own rank's memory."""
@@ -125,9 +142,11 @@ class Contributions:
 
     def looks_complete(self, owned: OwnedShard, step: int) -> bool:
         """True when every rank has pushed as often as in the last step: its norm part may be computed early."""
-        for rank in self.ranks:
-            landing = rank.landings[owned.shard.index]
-            if landing.count(step, landing.attempt) != self._expected[rank.rank][owned.unit.index]:
+        if len(self.ranks) < self._world_size:
+            return False
+        for rank, gradients in self.ranks.items():
+            landing = gradients.landings[owned.shard.index]
+            if landing.count(step, landing.attempt) != self._expected[rank][owned.unit.index]:
                 return False
         return True
 
@@ -144,8 +163,8 @@ class Contributions:
 
     def landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
         """The ranks that have something of this shard now, whatever will be counted."""
-        landings = [rank.landings[owned.shard.index] for rank in self.ranks]
-        return [rank for rank, landing in enumerate(landings) if landing.count(step, landing.attempt)]
+        landings = [(rank, self.ranks[rank].landings[owned.shard.index]) for rank in sorted(self.ranks)]
+        return [rank for rank, landing in landings if landing.count(step, landing.attempt)]
 
     def key(self, owned: OwnedShard, ranks: Sequence[int]) -> PartKey:
         """What a norm part over ``ranks`` would be computed from now."""
@@ -159,8 +178,8 @@ class Contributions:
         )
 
     def gradients(self, owned: OwnedShard) -> list[Tensor]:
-        """Per rank, its buffer for this shard."""
-        return [rank.landings[owned.shard.index].buffer for rank in self.ranks]
+        """Per rank, its memory for this shard; all have attached."""
+        return [self.ranks[rank].landings[owned.shard.index].buffer for rank in range(self._world_size)]
 
     def keep_part(self, owned: OwnedShard, key: PartKey, squares: tuple[float, ...]) -> bool:
         """Keep a norm part unless what it was computed from has changed since."""

@@ -1,5 +1,9 @@
 """Where gradients land: memory that belongs to one rank, so that its pushes wait for nobody else.
 
+[Note: whose memory] A rank on this host gathers and adds its gradients in memory of its own that the owner maps and
+only reads; it tells what is there (``observe``). For a rank on another host the owner keeps that memory: bytes are
+reserved for, copied in and ``landed``.
+
 [Note: landing and accumulator] With one planned backward a step, a push lands in the unit's dtype and the owner
 reads it there. With more, each rank has an fp32 accumulator per shard: bytes are staged, then added in the rank's
 push order. fp32 memory takes further pushes either way; 16-bit landings refuse them, naming the setting.
@@ -8,7 +12,7 @@ push order. fp32 memory takes further pushes either way; 16-bit landings refuse 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -16,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import AccumulationError, StoreError
-from rayzero.messages import Contribution, unpack_presence
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.messages import Contribution, Pushed, unpack_presence
 from rayzero.optimizer.state import OwnedShard, carve
 
 
@@ -76,7 +81,7 @@ class Landing:
         if push.seq > landed or self._adding:
             return Admission.WAIT
         if push.seq > 0 and self.buffer.dtype is not torch.float32:
-            raise AccumulationError(_unplanned(self.owned, push))
+            raise AccumulationError(unplanned(self.owned.unit, push))
         direct = push.seq == 0 and self.buffer.dtype is self.owned.unit.dtype
         return Admission.LAND if direct else Admission.STAGE
 
@@ -103,7 +108,7 @@ class Landing:
             assert self.staged is not None
             buffer, staged = self.buffer[part.start : part.stop], self.staged[part.start : part.stop]
             if present[index] and self._present[index]:
-                _add(buffer, staged)
+                add_widened(buffer, staged)
             elif present[index]:
                 buffer.copy_(staged)
         for start, stop in self.owned.padding:
@@ -119,7 +124,17 @@ class Landing:
         staged, self.staged = self.staged, None
         return staged
 
-    def _slices_present(self, push: Contribution) -> list[bool]:
+    def observe(self, pushed: Pushed) -> bool:
+        """Take note of what the rank has in its own memory; False where that is no news."""
+        key = _Key(pushed.step, pushed.attempt)
+        if key < self._key or pushed.count <= self.count(pushed.step, pushed.attempt):
+            return False
+        self._key, self._landed = key, pushed.count
+        self._present = self._slices_present(pushed)
+        self.generation += 1
+        return True
+
+    def _slices_present(self, push: Contribution | Pushed) -> list[bool]:
         slots = unpack_presence(push.presence, len(self.owned.unit.slots))
         return [slots[part.slot] for part in self.owned.slices]
 
@@ -129,17 +144,29 @@ class RankGradients:
 
     Knows the rank's shards and free staging entries; not steps or other ranks."""
 
-    def __init__(self, rank: int, shards: Sequence[OwnedShard], *, accumulate: bool) -> None:
-        """``accumulate``: more than one backward a step is planned."""
+    def __init__(
+        self,
+        rank: int,
+        shards: Sequence[OwnedShard],
+        *,
+        accumulate: bool,
+        own_memory: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """``accumulate``: more than one backward a step is planned. ``own_memory``: per unit, the rank's own flat
+        gradients (1D, unit.numel elements of the landing dtype), which are read in place; None: allocate."""
         self.rank = rank
         trained = [owned for owned in shards if owned.trainable]
+        self._free: list[Tensor] = []
+        if own_memory is not None:
+            self.landings = {o.shard.index: Landing(o, _part(own_memory, o)) for o in trained}
+            return
         buffers: dict[int, Tensor] = {}
-        for dtype in {landing_dtype(owned, accumulate) for owned in trained}:
-            sizes = [(o.shard.index, o.shard.numel) for o in trained if landing_dtype(o, accumulate) is dtype]
+        for dtype in {landing_dtype(owned.unit, accumulate) for owned in trained}:
+            sizes = [(o.shard.index, o.shard.numel) for o in trained if landing_dtype(o.unit, accumulate) is dtype]
             buffers |= carve(sizes, dtype)
         self.landings = {o.shard.index: Landing(o, buffers[o.shard.index]) for o in trained}
         entries, entry_bytes = staging_entries(trained, accumulate)
-        self._free = [torch.zeros(entry_bytes, dtype=torch.uint8) for _ in range(entries)]
+        self._free += [torch.zeros(entry_bytes, dtype=torch.uint8) for _ in range(entries)]
 
     def lease(self, owned: OwnedShard) -> Tensor | None:
         """Staging for one shard, 1D in the unit's dtype; None while all of it is in use."""
@@ -154,6 +181,10 @@ class RankGradients:
             self._free.append(entry.as_strided((entry.untyped_storage().nbytes(),), (1,), 0))
 
 
+def _part(memory: Mapping[int, Tensor], owned: OwnedShard) -> Tensor:
+    return memory[owned.unit.index][owned.shard.start : owned.shard.stop]
+
+
 class _Wide(threading.local):
     """fp32 scratch of a thread that adds 16-bit gradients, made at its first use: ``add_`` of mixed dtypes would
     allocate at every one."""
@@ -166,8 +197,8 @@ _WIDE = 1 << 16  # elements
 _wide = _Wide()
 
 
-def _add(total: Tensor, values: Tensor) -> None:
-    """``total += values`` in fp32."""
+def add_widened(total: Tensor, values: Tensor) -> None:
+    """``total += values`` in fp32; 16-bit values are widened piece by piece, without allocating."""
     if values.dtype is torch.float32:
         total.add_(values)
         return
@@ -176,9 +207,9 @@ def _add(total: Tensor, values: Tensor) -> None:
         total[start : start + _WIDE].add_(_wide.values[: piece.numel()].copy_(piece))
 
 
-def landing_dtype(owned: OwnedShard, accumulate: bool) -> torch.dtype:
+def landing_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:
     """fp32 where a rank's pushes are added up, the unit's dtype where there is one."""
-    return torch.float32 if accumulate else owned.unit.dtype
+    return torch.float32 if accumulate else unit.dtype
 
 
 def staging_entries(trained: Sequence[OwnedShard], accumulate: bool) -> tuple[int, int]:
@@ -204,9 +235,10 @@ def check_push(push: Contribution, owned: OwnedShard) -> None:
         )
 
 
-def _unplanned(owned: OwnedShard, push: Contribution) -> str:
+def unplanned(unit: UnitLayout, push: Contribution) -> str:
+    """What to say of a second push where one was planned."""
     return (
-        f"rank {push.rank} pushed {owned.unit.name!r} a {push.seq + 1}. time in step {push.step}, but one backward "
-        f"a step was planned and its {str(owned.unit.dtype).removeprefix('torch.')} gradient memory holds one: set "
+        f"rank {push.rank} pushed {unit.name!r} a {push.seq + 1}. time in step {push.step}, but one backward "
+        f"a step was planned and its {str(unit.dtype).removeprefix('torch.')} gradient memory holds one: set "
         "gradient_accumulation_steps to the number of backwards between two optimizer.step()"
     )

@@ -38,15 +38,23 @@ class OwnedModel:
         return self.spec.restore_from is None
 
 
-def build_model(spec: ModelSpec, rank: int, owner: int, num_owners: int, memory_budget: int | None) -> OwnedModel:
-    """Plan, check, allocate, and restore where the spec says so.
+def build_model(
+    spec: ModelSpec, rank: int, owner: int, num_owners: int, memory_budget: int | None, *, own_gradients: bool
+) -> OwnedModel:
+    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``: see ``plan_owner``.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
     rule = choose_rule(spec)
     shard_map = shard_map_for(spec.layout, num_owners, spec.shard_map)
     plan = plan_owner(
-        spec.layout, shard_map, owner, spec.world_size, spec.accumulation_steps, num_states=len(rule.state_kinds)
+        spec.layout,
+        shard_map,
+        owner,
+        spec.world_size,
+        spec.accumulation_steps,
+        num_states=len(rule.state_kinds),
+        own_gradients=own_gradients,
     )
     check_plan(plan, host_limits(), memory_budget)
     shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from rayzero.errors import StepMismatchError, StoreError
-from rayzero.messages import Contribution, FinishReport, NormParts
+from rayzero.messages import FinishReport, NormParts
 from rayzero.optimizer.contributions import Collection, check_reports
 from rayzero.optimizer.futures import fail, settle
 from rayzero.optimizer.model import OwnedModel
@@ -47,13 +47,13 @@ class NormPass:
         self._submit(lambda: self._sum_missing(new))
         return new.future
 
-    def arrived(self, owned: OwnedShard, push: Contribution, open_step: int) -> None:  # locked
-        """A push landed: compute the shard's part if it was the last one that is counted, or expected."""
+    def arrived(self, owned: OwnedShard, rank: int, open_step: int) -> None:  # locked
+        """A push of ``rank`` landed: compute the shard's part if it was the last one that is counted, or expected."""
         contributions, collection = self._model.contributions, self.collection
         if collection is None:
             complete = contributions.looks_complete(owned, open_step)
         else:
-            complete = contributions.arrived(collection, owned, push.rank)
+            complete = contributions.arrived(collection, owned, rank)
         if complete:
             self._submit(lambda: self._sum(owned, open_step))
 

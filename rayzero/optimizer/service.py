@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from rayzero.messages import (
     FinishReport,
     ModelSpec,
     NormParts,
+    Pushed,
 )
 from rayzero.optimizer.contributions import Collection, Contributors, Reservation
 from rayzero.optimizer.futures import fail, failed, settle
@@ -87,9 +88,12 @@ class ShardService:
 
     # ---- attach and initial values
 
-    def attach(self, rank: int, spec: ModelSpec) -> Attached:
+    def attach(self, rank: int, spec: ModelSpec, *, own_gradients: bool = False) -> Attached:
         """Shake hands with a rank. The first call allocates, and restores from ``spec.restore_from``: it may take
         long, so call it off an event loop.
+
+        own_gradients: the rank keeps its gradients in memory of its own on this host: ``map_gradients`` comes next,
+        and it tells of its pushes by ``observe``. Otherwise they are kept here: ``reserve`` and ``landed``.
 
         Raises HandshakeError naming what differs between two ranks, MemoryPlanError, UnsupportedError,
         CheckpointError."""
@@ -97,12 +101,24 @@ class ShardService:
             raise HandshakeError(f"optimizer {self.owner}: rank {rank} is not in 0..{spec.world_size - 1}")
         with self._attaching:
             if self._model is None:
-                model = build_model(spec, rank, self.owner, self.num_owners, self._memory_budget)
+                model = build_model(
+                    spec, rank, self.owner, self.num_owners, self._memory_budget, own_gradients=own_gradients
+                )
                 self._start(model)
             else:
                 model = self._model
                 check_same(model, spec, rank, self.owner)
+        if not own_gradients:
+            self.map_gradients(rank, None)
         return Attached(version=model.version, needs_load=model.needs_load)
+
+    def map_gradients(self, rank: int, flats: Mapping[int, Tensor] | None) -> None:
+        """Read a rank's gradients from ``flats``: per unit 1D, unit.numel elements, fp32 with accumulation, else the
+        unit's dtype. None: keep memory for them here. A repeat changes nothing."""
+        contributions = self._attached().contributions
+        with self._lock:
+            if rank not in contributions.ranks:
+                contributions.add_rank(rank, flats)
 
     @property
     def kernel(self) -> str:
@@ -115,7 +131,7 @@ class ShardService:
             self._open_step = model.version
             restored = [] if model.needs_load else list(model.shards.values())
             for owned in restored:
-                owned.published = model.version
+                owned.published = owned.content = model.version
                 owned.move(ShardState.PUBLISHED)
         self._updater.submit(lambda: self._announce(restored))
 
@@ -133,7 +149,7 @@ class ShardService:
             self._loading.add(shard)
         owned.fill(values)
         with self._lock:
-            owned.published = 0
+            owned.published = owned.content = 0
             owned.move(ShardState.PUBLISHED)
         self._updater.submit(lambda: self._announce([owned]))
 
@@ -169,6 +185,11 @@ class ShardService:
     def _read_state(self, owned: OwnedShard, kind: str) -> Tensor:
         states = self._attached().rule.states(owned) if owned.trainable else {}
         return states[kind] if kind in states else owned.read(kind)
+
+    def content(self, shard: int) -> int:
+        """The version at which the shard's published parameters last changed."""
+        with self._lock:
+            return self._shard(shard).content
 
     def on_publish(self, listener: Listener) -> None:
         """Tell ``listener`` of published (shard, version) lists, from the updater thread; what is published
@@ -238,14 +259,25 @@ class ShardService:
         landing.absorb(contribution)
         with self._lock:
             contributions.ranks[contribution.rank].release(landing.complete(contribution))
-            excess = self._note_arrival(owned, contribution)
+            excess = self._note_arrival(owned, contribution.rank)
         if excess is not None:
             self.abort(excess)
         self._retry_reservations()
 
-    def _note_arrival(self, owned: OwnedShard, contribution: Contribution) -> StoreError | None:
+    def observe(self, rank: int, unit: int, pushed: Pushed) -> None:
+        """``rank`` tells what it has of a unit in its own memory, where it stays until the unit's next version is
+        published. Later news replaces earlier; what is not of the open step is dropped."""
+        contributions, excess = self._attached().contributions, None
+        with self._lock:
+            for owned in contributions.shards_of(unit) if pushed.step == self._open_step else ():
+                if contributions.observe(rank, owned, pushed):
+                    excess = self._note_arrival(owned, rank) or excess
+        if excess is not None:
+            self.abort(excess)
+
+    def _note_arrival(self, owned: OwnedShard, rank: int) -> StoreError | None:
         try:
-            self._norm_pass().arrived(owned, contribution, self._open_step)
+            self._norm_pass().arrived(owned, rank, self._open_step)
         except StepMismatchError as exc:  # more pushes than were counted
             return exc
         return None
@@ -355,7 +387,9 @@ class ShardService:
             return
         with self._lock:
             for owned in shards:
-                owned.pending_reads -= owned.state is ShardState.UPDATING
+                if owned.state is ShardState.UPDATING:
+                    owned.pending_reads -= 1
+                    owned.content = version
                 owned.pending -= 1
                 owned.published = version
                 owned.move(ShardState.PUBLISHED)

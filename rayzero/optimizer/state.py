@@ -51,6 +51,7 @@ class OwnedShard:
     padding: tuple[tuple[int, int], ...] = field(init=False)  # ranges from a slice's end to a multiple of 64 elements
     state: ShardState = field(default=S.EMPTY, init=False)
     published: int = field(default=-1, init=False)
+    content: int = field(default=-1, init=False)  # the version at which the published parameters last changed
     pending: int = field(default=0, init=False)  # decisions queued or being worked on
     pending_reads: int = field(default=0, init=False)  # of them, those that still read this shard's gradients
 

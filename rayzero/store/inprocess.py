@@ -16,6 +16,7 @@ from rayzero.errors import StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.messages import (
+    COMPUTE,
     Attached,
     CheckpointInfo,
     Contribution,
@@ -24,12 +25,16 @@ from rayzero.messages import (
     FinishReport,
     ModelSpec,
     Norm,
+    Pushed,
     StepInputs,
 )
 from rayzero.optimizer.futures import fail, failed, settle, when_all
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
+from rayzero.optimizer.state import carve
 from rayzero.optimizer.threads import use_torch_threads
+from rayzero.store.gradient_region import GradientRegion
+from rayzero.store.gradient_writer import GradientWriter
 from rayzero.store.local_peer import LocalPeer
 from rayzero.store.stall import StallWatch
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
@@ -83,6 +88,7 @@ class InProcessStore:
         self._pool = ThreadPoolExecutor(
             _POOL, thread_name_prefix=f"store-{rank}", initializer=use_torch_threads, initargs=(1,)
         )
+        self._writer: GradientWriter | None = None  # its memory is read by the owners. freed with the last of them
         self._spec: ModelSpec | None = None
         self._map: ShardMap | None = None
         self._closed = False
@@ -90,7 +96,12 @@ class InProcessStore:
     def attach(self, spec: ModelSpec) -> Attached:
         """See ``ParameterStore.attach``."""
         self._check_open()
-        answers = [service.attach(self.rank, spec) for service in self._owners.services]
+        services = self._owners.services
+        answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
+        if self._writer is None:
+            self._writer = GradientWriter(GradientRegion(spec, carve), self._announce, f"store-{self.rank}")
+        for service in services:
+            service.map_gradients(self.rank, self._writer.region.flats)
         self._spec, self._map = spec, shard_map_for(spec.layout, len(self._owners.services), spec.shard_map)
         self._owners.lead.attach(self.rank, spec, answers[0].version)
         return answers[0]
@@ -112,27 +123,55 @@ class InProcessStore:
         claim = _Claim(done)
 
         def fetch_shard(shard: Shard) -> Future[None]:
-            read = self._service(shard).read(shard.index, version, kind)
-            what = f"{self._unit(unit).name} v{version} from optimizer {self._owner(shard)}"
-            self._watch.watch(read, what, partial(self._service(shard).describe, shard.index))
+            read = self._read(shard, version, kind)
             return self._then(read, lambda memory: claim.copy(out[shard.start : shard.stop], memory))
 
         return self._each_shard(unit, out, fetch_shard, "fetch", done)
 
+    def _read(self, shard: Shard, version: int, kind: str) -> Future[Tensor]:
+        read = self._service(shard).read(shard.index, version, kind)
+        what = f"{self._unit(shard.unit).name} v{version} from optimizer {self._owner(shard)}"
+        return self._watch.watch(read, what, partial(self._service(shard).describe, shard.index))
+
+    def published(self, unit: int, version: int) -> Future[int]:
+        """See ``ParameterStore.published``."""
+        done: Future[int] = Future()
+        try:
+            shards = self._attached()[0].layout.shards_by_unit[unit]
+        except StoreError as exc:
+            return failed(exc)
+        reads = [self._read(shard, version, COMPUTE) for shard in shards]
+        when_all(reads, lambda _: settle(done, self._content(shards)), partial(fail, done))
+        return done
+
+    def _content(self, shards: Sequence[Shard]) -> int:
+        return max((self._service(shard).content(shard.index) for shard in shards), default=0)
+
+    def mapped(self, unit: int) -> Tensor | None:
+        """See ``ParameterStore.mapped``."""
+        return None
+
+    def revert(self, unit: int) -> None:
+        """See ``ParameterStore.revert``."""
+
+    def landing(self, contribution: Contribution) -> Tensor | None:
+        """See ``ParameterStore.landing``."""
+        free = self.published(contribution.unit, contribution.step)
+        return self._writer.landing(contribution, free) if self._writer is not None else None
+
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """See ``ParameterStore.push``."""
+        try:
+            self._check_size(contribution.unit, grads)
+        except StoreError as exc:
+            return failed(exc)
+        assert self._writer is not None
+        done = self._writer.push(contribution, grads, self.published(contribution.unit, contribution.step))
+        return self._timed("push", grads, done)
 
-        def push_shard(shard: Shard) -> Future[None]:
-            service = self._service(shard)
-
-            def land(memory: Tensor | None) -> None:
-                if memory is not None:
-                    memory.copy_(grads[shard.start : shard.stop])
-                    service.landed(contribution, shard.index)
-
-            return self._then(service.reserve_when_free(contribution, shard.index), land)
-
-        return self._each_shard(contribution.unit, grads, push_shard, "push")
+    def _announce(self, unit: int, pushed: Pushed) -> None:
+        for service in self._owners.services:
+            service.observe(self.rank, unit, pushed)
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``ParameterStore.finish``."""
@@ -163,6 +202,8 @@ class InProcessStore:
         if self._spec is not None:
             self._owners.lead.leave(self.rank, reason)
         self._watch.close(StoreClosedError(f"rank {self.rank} closed its store ({reason})"))
+        if self._writer is not None:
+            self._writer.close()
         self._pool.shutdown(wait=True)
 
     # ---- helpers
@@ -203,23 +244,28 @@ class InProcessStore:
     ) -> Future[None]:
         """Move every shard of a unit; done when all are, counted in bytes and seconds."""
         done = done if done is not None else Future()
-        started = time.perf_counter()
-
-        def finished(_: Sequence[None]) -> None:
-            self._recorder.add(
-                TRANSFER_BYTES, tensor.numel() * tensor.itemsize, direction=direction, transport=_TRANSPORT
-            )
-            name = {"fetch": FETCH_SECONDS, "push": PUSH_SECONDS}.get(direction)
-            if name is not None:
-                self._recorder.observe(name, time.perf_counter() - started, transport=_TRANSPORT)
-            settle(done, None)
-
         try:
             self._check_size(unit, tensor)
             shards = self._attached()[0].layout.shards_by_unit[unit]
-            when_all([move(shard) for shard in shards], finished, partial(fail, done))
+            self._timed(direction, tensor, done)
+            when_all([move(shard) for shard in shards], lambda _: settle(done, None), partial(fail, done))
         except StoreError as exc:
             return failed(exc)
+        return done
+
+    def _timed(self, direction: str, tensor: Tensor, done: Future[None]) -> Future[None]:
+        """Count the bytes and the seconds of a transfer that ends well."""
+        started, size = time.perf_counter(), tensor.numel() * tensor.itemsize
+
+        def ended(over: Future[None]) -> None:
+            if over.cancelled() or over.exception() is not None:
+                return
+            self._recorder.add(TRANSFER_BYTES, size, direction=direction, transport=_TRANSPORT)
+            name = {"fetch": FETCH_SECONDS, "push": PUSH_SECONDS}.get(direction)
+            if name is not None:
+                self._recorder.observe(name, time.perf_counter() - started, transport=_TRANSPORT)
+
+        done.add_done_callback(ended)
         return done
 
     def _check_size(self, unit: int, tensor: Tensor) -> None:

@@ -61,6 +61,31 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def published(self, unit: int, version: int) -> Future[int]:
+        """Done once every shard of the unit has ``version``. The result is the version that its content is from: older
+        than ``version`` where the last decisions changed nothing, so that a copy of that content is still good.
+        """
+        ...
+
+    def mapped(self, unit: int) -> Tensor | None:
+        """The unit's published parameters where the owners write them: 1D, unit.numel elements, the unit's dtype, host
+        memory that stays there as long as a tensor over it. None: only ``fetch`` reaches them.
+
+        It holds version ``v`` from ``published(unit, v)`` until the finish of step ``v``. Nobody may write to it;
+        ``revert`` undoes writes that happened.
+        """
+        ...
+
+    def revert(self, unit: int) -> None:
+        """Throw away what this rank has written into the unit's mapped memory; no owner has seen it."""
+        ...
+
+    def landing(self, contribution: Contribution) -> Tensor | None:
+        """This rank's memory that the gradients of a push may be gathered in, before ``push`` of that very tensor,
+        which then copies nothing: 1D, unit.numel elements, the unit's dtype. None: bring memory of your own.
+        """
+        ...
+
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Hand over one unit's gradients (1D, unit.numel elements, the unit's dtype; absent slots' bytes are
         never read). Done when every owner holds the bytes in memory that belongs to this rank: it waits for

@@ -1,0 +1,75 @@
+"""Pushes into a rank's own memory: when each may be written, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.errors import StoreClosedError, StoreError
+from rayzero.messages import Contribution, Pushed
+from rayzero.optimizer.futures import fail, failed, settle, settled, when_all
+from rayzero.optimizer.threads import use_torch_threads
+from rayzero.store.gradient_region import GradientRegion
+from rayzero.store.push_order import PushOrder
+
+
+class GradientWriter:
+    """Writes one rank's pushes, each in its turn and not before the range is free.
+
+    Knows pushes and their memory; not owners. A push that may be written at once is written by its caller; one that
+    has to wait, by a thread of its own."""
+
+    def __init__(self, region: GradientRegion, announce: Callable[[int, Pushed], None], name: str) -> None:
+        """``announce(unit, pushed)`` tells the owners, after the bytes are there."""
+        self.region = region
+        self._announce = announce
+        self._order = PushOrder()
+        self._worker = ThreadPoolExecutor(1, f"{name}-push", initializer=use_torch_threads, initargs=(1,))
+
+    def landing(self, push: Contribution, free: Future[Any]) -> Tensor | None:
+        """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
+        return self.region.landing(push) if _is_well(free) else None
+
+    def push(self, push: Contribution, grads: Tensor, free: Future[Any]) -> Future[None]:
+        """Write a push once ``free`` is done: the owners have read what the unit's range held before."""
+        done: Future[None] = Future()
+        try:
+            if self.region.is_stale(push):  # what a repeat would wait for may be long gone
+                return settled(None)
+        except StoreError as exc:
+            return failed(exc)
+        turn = self._order.turn(0, push)
+        if _is_well(turn) and _is_well(free):
+            self._write(push, grads, done)
+        else:
+            when_all([turn, free], lambda _: self._write_later(push, grads, done), lambda error: fail(done, error))
+        return done
+
+    def _write_later(self, push: Contribution, grads: Tensor, done: Future[None]) -> None:
+        try:
+            self._worker.submit(self._write, push, grads, done)
+        except RuntimeError:  # shut down by close()
+            fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
+
+    def _write(self, push: Contribution, grads: Tensor, done: Future[None]) -> None:
+        try:
+            with self._order.sending(0, push):
+                pushed = self.region.put(push, grads)
+                if pushed is not None:
+                    self._announce(push.unit, pushed)
+        except Exception as exc:  # whatever it is belongs to the push
+            fail(done, exc)
+        else:
+            settle(done, None)
+
+    def close(self) -> None:
+        """Write what waits for nothing any more, then end the thread. Idempotent."""
+        self._order.fail(StoreClosedError("the store was closed before the push had its turn"))
+        self._worker.shutdown(wait=True)
+
+
+def _is_well(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
