@@ -19,7 +19,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("rayzero/kernels")
-SOURCES = ("adam.c", "adam_body.h")
+UNITS = ("adam.c", "signals.c")
+SOURCES = (*UNITS, "adam_body.h")
 LIBRARY = f"_native.{sysconfig.get_platform()}.so"
 REASON = "_native.reason"
 COMPILERS = ("cc", "gcc", "clang")
@@ -58,7 +59,8 @@ def build(source: Path, target: Path) -> Path:
         return _say(target, f"no C compiler when rayzero was installed ({tried}); install one, then rayzero again")
     library = target / LIBRARY
     define = f'-DRZ_SOURCE="{digest(source)}"'
-    command = [*compiler, *FLAGS, define, str(source / SOURCES[0]), "-o", str(library), "-lm"]
+    units = [str(source / name) for name in UNITS]
+    command = [*compiler, *FLAGS, define, *units, "-o", str(library), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])

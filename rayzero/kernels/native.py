@@ -12,7 +12,7 @@ import math
 import sysconfig
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,16 +85,11 @@ class NativeLibrary:
         self.source: str = library.rz_source().decode()  # digest of the C source: hatch_build.py
         self.isas = tuple(isa for isa, name in enumerate(ISAS) if library.rz_isa(isa) == name.encode())  # slowest first
         self.has_fma = bool(library.rz_has_fma())  # without it, the torch kernel is faster
-        self.adam = _typed(library.rz_adam, None, c_int32, *[c_void_p] * 2, *[c_int64] * 4, c_void_p)
-        self.squares = _typed(library.rz_squares, None, c_int32, c_void_p, *[c_int64] * 3, *[c_void_p] * 2)
-        self.sum = _typed(library.rz_sum, c_double, c_void_p, c_int64)
-        self.nonfinite = _typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
-        self.rewrite = _typed(library.rz_rewrite, None, *[c_void_p] * 3, c_int64, c_float, c_int64, c_void_p)
-        quick = ctypes.PyDLL(str(path))  # a call keeps the interpreter lock: it takes nanoseconds
-        self.store_release_32 = _typed(quick.rz_store_release_32, None, c_void_p, c_uint32)  # (address, value)
-        self.store_release_64 = _typed(quick.rz_store_release_64, None, c_void_p, c_uint64)
-        self.load_acquire_32 = _typed(quick.rz_load_acquire_32, c_uint32, c_void_p)  # (address) -> value
-        self.load_acquire_64 = _typed(quick.rz_load_acquire_64, c_uint64, c_void_p)
+        self.adam = typed(library.rz_adam, None, c_int32, *[c_void_p] * 2, *[c_int64] * 4, c_void_p)
+        self.squares = typed(library.rz_squares, None, c_int32, c_void_p, *[c_int64] * 3, *[c_void_p] * 2)
+        self.sum = typed(library.rz_sum, c_double, c_void_p, c_int64)
+        self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
+        self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 3, c_int64, c_float, c_int64, c_void_p)
 
     def isa(self, name: str | None = None) -> int:
         """Number of an instruction set by name, or of the best. Raises UnsupportedError where it does not run here."""
@@ -106,7 +101,8 @@ class NativeLibrary:
         return ISAS.index(name)
 
 
-def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+def typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A function of a C library with its types set."""
     function.restype, function.argtypes = result, arguments
     return cast("Callable[..., Any]", function)
 

@@ -428,17 +428,6 @@ def test_an_instruction_set_that_does_not_run_here_is_refused_by_name() -> None:
     assert native.NativeKernel().isa == ISAS[-1]
 
 
-def test_flags_hold_their_full_width_and_touch_no_neighbour() -> None:
-    page = (ctypes.c_uint64 * 3)(7, 0, 7)
-    address = ctypes.addressof(page) + 8
-    LIBRARY.store_release_64(address, 2**64 - 3)
-    assert LIBRARY.load_acquire_64(address) == 2**64 - 3
-    LIBRARY.store_release_32(address, 5)
-    assert LIBRARY.load_acquire_32(address) == 5
-    assert LIBRARY.load_acquire_32(address + 4) == 2**32 - 1
-    assert (page[0], page[2]) == (7, 7)
-
-
 def test_a_team_makes_the_call_in_every_thread_and_raises_what_one_raised() -> None:
     team, barrier = native.ThreadTeam(3), threading.Barrier(3, timeout=30)
     seen: list[int] = []

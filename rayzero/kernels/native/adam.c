@@ -536,9 +536,3 @@ EXPORT void rz_rewrite(float *a, float *b, float *c, int64_t count, float factor
         }
     }
 }
-
-/* Flags in shared memory: what was written before a store_release is seen after the load_acquire that reads it. */
-EXPORT void rz_store_release_32(uint32_t *flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
-EXPORT void rz_store_release_64(uint64_t *flag, uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
-EXPORT uint32_t rz_load_acquire_32(const uint32_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
-EXPORT uint64_t rz_load_acquire_64(const uint64_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
