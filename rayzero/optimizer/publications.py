@@ -11,7 +11,7 @@ from rayzero.errors import StoreError
 from rayzero.optimizer.futures import fail, settle
 from rayzero.optimizer.state import OwnedShard, ShardState
 
-Published = list[tuple[int, int]]  # (shard, version)
+Published = list[tuple[int, int, int]]  # (shard, its version, the version that its content is from)
 Listener = Callable[[Published], None]
 _Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
 

@@ -192,11 +192,11 @@ class ShardService:
             return self._shard(shard).content
 
     def on_publish(self, listener: Listener) -> None:
-        """Tell ``listener`` of published (shard, version) lists, from the updater thread; what is published
+        """Tell ``listener`` of published (shard, version, content version) lists, from the updater thread; what is published
         already comes first."""
 
         def subscribe() -> None:
-            present = [(o.shard.index, o.published) for o in self._shards() if o.published >= 0]
+            present = [(o.shard.index, o.published, o.content) for o in self._shards() if o.published >= 0]
             if present:
                 listener(present)
             self._listeners.append(listener)
@@ -404,7 +404,7 @@ class ShardService:
             with self._lock:
                 reads = self._publications.ready(owned)
             self._answer(owned, reads)
-        published: Published = [(owned.shard.index, owned.published) for owned in shards]
+        published: Published = [(owned.shard.index, owned.published, owned.content) for owned in shards]
         for listener in self._listeners if published else ():
             listener(published)
 

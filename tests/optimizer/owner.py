@@ -123,9 +123,9 @@ class Gate:
         """Let it go on."""
         self._open.set()
 
-    def _listen(self, published: list[tuple[int, int]]) -> None:
-        self.seen.append(published)
-        if self._hold in published and not self._reached.is_set():
+    def _listen(self, published: list[tuple[int, int, int]]) -> None:
+        self.seen.append([(shard, version) for shard, version, _ in published])
+        if self._hold in self.seen[-1] and not self._reached.is_set():
             self._reached.set()
             assert self._open.wait(WAIT)
 
