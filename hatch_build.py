@@ -19,12 +19,21 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("rayzero/kernels")
-UNITS = ("adam.c", "signals.c")
-SOURCES = (*UNITS, "adam_body.h")
+UNITS = ("adam.c", "team.c", "signals.c")
+SOURCES = (*UNITS, "adam_body.h", "team.h")
 LIBRARY = f"_native.{sysconfig.get_platform()}.so"
 REASON = "_native.reason"
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+)
 
 
 class NativeBuildHook(BuildHookInterface[Any]):

@@ -10,8 +10,8 @@ import ctypes
 import functools
 import math
 import sysconfig
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from torch import Tensor
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.base import AdamMemory, Segment
 
-ABI = 1  # of the tables below: RZ_ABI in adam.c
+ABI = 2  # of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = 1 << 15  # elements a thread claims at once: small, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, then progress is reported
@@ -85,11 +85,14 @@ class NativeLibrary:
         self.source: str = library.rz_source().decode()  # digest of the C source: hatch_build.py
         self.isas = tuple(isa for isa, name in enumerate(ISAS) if library.rz_isa(isa) == name.encode())  # slowest first
         self.has_fma = bool(library.rz_has_fma())  # without it, the torch kernel is faster
-        self.adam = typed(library.rz_adam, None, c_int32, *[c_void_p] * 2, *[c_int64] * 4, c_void_p)
-        self.squares = typed(library.rz_squares, None, c_int32, c_void_p, *[c_int64] * 3, *[c_void_p] * 2)
+        self.team_create = typed(library.rz_team_create, c_void_p, c_int32)
+        self.team_destroy = typed(library.rz_team_destroy, None, c_void_p)
+        self.team_size = typed(library.rz_team_size, c_int32, c_void_p)
+        self.adam = typed(library.rz_adam, None, c_void_p, c_int32, *[c_void_p] * 2, *[c_int64] * 4)
+        self.squares = typed(library.rz_squares, None, c_void_p, c_int32, c_void_p, *[c_int64] * 3, c_void_p)
         self.sum = typed(library.rz_sum, c_double, c_void_p, c_int64)
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
-        self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 3, c_int64, c_float, c_int64, c_void_p)
+        self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
 
     def isa(self, name: str | None = None) -> int:
         """Number of an instruction set by name, or of the best. Raises UnsupportedError where it does not run here."""
@@ -128,30 +131,22 @@ def why_not() -> str | None:
     return None if library.has_fma else "this processor has no fused multiply-add: it would be slower"
 
 
-class ThreadTeam:
-    """Threads that make one call together: the caller and helpers that wait for it.
+class Team:
+    """Threads of the library that share a call: the caller and helpers that sleep between calls.
 
-    Knows threads; not the work, which must share itself out. Helpers end with the team."""
+    Knows threads; not the work. One caller at a time; in a forked process it gets helpers of its own."""
 
-    def __init__(self, threads: int) -> None:
-        """``threads``: how many, the caller included."""
+    def __init__(self, library: NativeLibrary, threads: int) -> None:
+        """``threads``: how many, the caller included. Raises MemoryError."""
         self.threads = threads
-        self._pool = ThreadPoolExecutor(threads - 1, "rayzero-kernel") if threads > 1 else None
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in every thread; return when all calls have, raising what one of them raised."""
-        helpers = [self._pool.submit(work) for _ in range(self.threads - 1)] if self._pool else []
-        try:
-            work()
-        finally:
-            for helper in helpers:
-                if not helper.cancel():  # it began: what it reads must stay until it ends
-                    helper.result()
-
-    def close(self) -> None:
-        """End the helpers."""
-        if self._pool:
-            self._pool.shutdown()
+        self.address: int | None = None  # for the library; None: the caller alone
+        if threads == 1:
+            return
+        self.address = library.team_create(threads)
+        if self.address is None:
+            raise MemoryError(f"no memory for a team of {threads} threads")
+        self._end = weakref.finalize(self, library.team_destroy, self.address)
+        self._end.atexit = False  # a daemon thread may still be in a call then
 
 
 class _Worker:
@@ -166,21 +161,21 @@ class _Worker:
         self._library = library
         self._isa = library.isa(isa)
         self._threads = threads
-        self._team = ThreadTeam(1)
+        self._team = Team(library, 1)
 
     @property
     def isa(self) -> str:
         """The instruction set in use. All of them give the same bits."""
         return ISAS[self._isa]
 
-    def _run(self, work: Callable[[], None], elements: int) -> None:
+    def _team_for(self, elements: int) -> int | None:
+        """Address of the team that shares a call on ``elements``; None: the caller works alone."""
         if elements < _ALONE:
-            return work()
+            return None
         threads = self._threads or torch.get_num_threads()
         if threads != self._team.threads:
-            self._team.close()
-            self._team = ThreadTeam(threads)
-        self._team.run(work)
+            self._team = Team(self._library, threads)
+        return self._team.address
 
 
 class NativeKernel(_Worker):
@@ -206,9 +201,9 @@ class NativeKernel(_Worker):
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
         cuts = range(start, stop, STRETCH)
         for done, at in enumerate(cuts, 1):
-            end, claimed = min(at + STRETCH, stop), c_int64(0)
-            args = (self._isa, byref(tensors), table, len(table), at, end, TILE, byref(claimed))
-            self._run(functools.partial(self._library.adam, *args), end - at)
+            end = min(at + STRETCH, stop)
+            team = self._team_for(end - at)
+            self._library.adam(team, self._isa, byref(tensors), table, len(table), at, end, TILE)
             on_tile(done, len(cuts))
 
 
@@ -223,10 +218,10 @@ class NativeSquareSum(_Worker):
 
         inf or nan where a summed gradient is."""
         count = -(-(stop - start) // LEAF)
-        leaves, claimed = (c_double * count)(), c_int64(0)
+        leaves = (c_double * count)()
         table = _gradient_table(gradients, ranks, stop)
-        args = (self._isa, table, len(table), start, stop, leaves, byref(claimed))
-        self._run(functools.partial(self._library.squares, *args), stop - start)
+        team = self._team_for(stop - start)
+        self._library.squares(team, self._isa, table, len(table), start, stop, leaves)
         return float(self._library.sum(leaves, count))
 
     def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import math
+import os
+import select
+import signal
 import struct
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,8 +99,7 @@ def raw_update(
     """The C function itself, where nothing needs to be a multiple of 64."""
     table = native._segment_table(segments, gradients, 0.37)
     tensors = native._memory_table(memory, stop, amsgrad=segments[0].options.amsgrad)
-    claimed = ctypes.c_int64(0)
-    LIBRARY.adam(LIBRARY.isa(isa), ctypes.byref(tensors), table, len(table), start, stop, tile, ctypes.byref(claimed))
+    LIBRARY.adam(None, LIBRARY.isa(isa), ctypes.byref(tensors), table, len(table), start, stop, tile)
 
 
 # ---- Right ------------------------------------------------------------------------------------------------------
@@ -428,25 +433,58 @@ def test_an_instruction_set_that_does_not_run_here_is_refused_by_name() -> None:
     assert native.NativeKernel().isa == ISAS[-1]
 
 
-def test_a_team_makes_the_call_in_every_thread_and_raises_what_one_raised() -> None:
-    team, barrier = native.ThreadTeam(3), threading.Barrier(3, timeout=30)
-    seen: list[int] = []
+def helper_states() -> dict[int, str]:
+    """What the system says of each helper thread of this process: "S" is asleep."""
+    stats = [task.joinpath("stat").read_text(encoding="ascii") for task in Path("/proc/self/task").iterdir()]
+    helpers = [stat for stat in stats if "(rayzero-kernel)" in stat]
+    return {int(stat.split()[0]): stat.rpartition(")")[2].split()[0] for stat in helpers}
 
-    def work() -> None:
-        barrier.wait()  # passes only when all three threads are in the call
-        seen.append(threading.get_ident())
 
-    team.run(work)
-    assert len(set(seen)) == 3
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_helpers_begin_with_the_first_large_call_sleep_when_idle_and_end_with_their_kernel() -> None:
+    others, count = helper_states().keys(), 8 * native.TILE
+    kernel, gradients = native.NativeKernel(threads=4), make_gradients(count, 1, torch.bfloat16)
+    updated(kernel, gradients, [segment(64)])
+    assert helper_states().keys() == others
+    updated(kernel, gradients, [segment(count)])
+    mine = helper_states().keys() - others
+    assert len(mine) == 3
+    for _ in range(10_000):  # 10 s: they poll for microseconds before they sleep
+        if all(helper_states()[helper] == "S" for helper in mine):
+            break
+        threading.Event().wait(1e-3)
+    else:
+        pytest.fail(f"helpers are awake without work: {helper_states()}")
+    del kernel
+    assert helper_states().keys() == others
 
-    def fail() -> None:
-        barrier.wait()
-        if threading.current_thread() is not threading.main_thread():
-            raise ArithmeticError("in a helper")
 
-    with pytest.raises(ArithmeticError, match="in a helper"):
-        team.run(fail)
-    team.close()
+def test_calls_in_quick_succession_lose_and_repeat_nothing() -> None:
+    squares, count = native.NativeSquareSum(threads=5), 3 * native.LEAF
+    gradients = make_gradients(count, 1, torch.bfloat16)
+    want = native.NativeSquareSum(threads=1).part(gradients, (0,), 0, count)
+    assert {squares.part(gradients, (0,), 0, count) for _ in range(500)} == {want}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_helpers_of_its_own() -> None:
+    count = 40 * native.TILE
+    gradients, kernel = make_gradients(count, 1, torch.bfloat16), native.NativeKernel(threads=3)
+    mine, childs = make_memory(count), make_memory(count)
+    kernel.update(mine, gradients, [segment(count)], 0.5, quiet)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:  # no torch operation here: its own threads do not outlive a fork
+        kernel.update(childs, gradients, [segment(count)], 0.5, quiet)
+        os.write(
+            writing, hashlib.sha256(childs.master.numpy()).digest() + bytes([LIBRARY.team_size(kernel._team.address)])
+        )
+        os._exit(0)
+    answer = os.read(reading, 33) if select.select([reading], [], [], 30)[0] else b""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reading), os.close(writing)
+    assert answer == hashlib.sha256(mine.master.numpy()).digest() + bytes([3])
 
 
 def test_the_kernel_uses_as_many_threads_as_torch() -> None:
@@ -457,6 +495,7 @@ def test_the_kernel_uses_as_many_threads_as_torch() -> None:
             torch.set_num_threads(threads)
             updated(kernel, gradients, [segment(count)])
             assert kernel._team.threads == threads
+            assert threads == 1 or LIBRARY.team_size(kernel._team.address) == threads
     finally:
         torch.set_num_threads(before)
 

@@ -1,7 +1,7 @@
 /* The native kernel: Adam and AdamW in one pass over memory, and the sums of squares of gradients.
  *
- * Plain pointers, no Python, no torch, no threads, no allocation. rayzero/kernels/native.py is the only caller: it
- * fills the tables below and lets several threads run one call; each claims tiles from a shared counter.
+ * Plain pointers, no Python, no torch, no allocation. rayzero/kernels/native.py is the only caller: it fills the tables
+ * below. The threads of a call are a team's (team.c); each claims tiles from a shared counter.
  *
  * [Note: one result] Every instruction set gives the same bits, and so does any split into tiles and threads:
  *   - each element goes through the same IEEE operations in the same order (adam_body.h is the only text of them);
@@ -13,6 +13,8 @@
  *   - the thread's rounding mode and flush-to-zero flags are set for the call and put back.
  * A NaN's payload is the one thing that may differ.
  */
+
+#include "team.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -36,7 +38,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 1
+#define RZ_ABI 2
 
 enum { F32 = 0, BF16 = 1, FP16 = 2, NONE = 3 }; /* dtypes */
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8 }; /* flags of a segment */
@@ -473,34 +475,66 @@ static int64_t first_after(const rz_segment *segments, int64_t count, int64_t at
     return low;
 }
 
-/* Update the segments' elements within [start, stop): tiles of `tile` elements are claimed from *next (0 at first)
- * until none is left, so threads that make this same call share the work. All stores are done when it returns. */
-EXPORT void rz_adam(int32_t isa, const rz_memory *memory, const rz_segment *segments, int64_t count, int64_t start,
-                    int64_t stop, int64_t tile, int64_t *next) {
+typedef struct {
+    int32_t isa;
+    const rz_memory *memory;
+    const rz_segment *segments;
+    int64_t count, start, stop, tile;
+    int64_t next; /* tile to claim */
+} adam_job;
+
+/* One thread's share: tiles until none is left. All its stores are done when it returns. */
+static void share_adam(void *shared) {
+    adam_job *job = shared;
     rounding before = plain_rounding();
     for (;;) {
-        int64_t from = start + tile * __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), to = least(from + tile, stop);
-        if (from >= stop) break;
-        for (int64_t i = first_after(segments, count, from); i < count && segments[i].offset < to; i++) {
-            const rz_segment *s = &segments[i];
-            TABLE[isa].update(memory, s, most(from, s->offset), least(to, s->offset + s->length));
+        int64_t from = job->start + job->tile * __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        int64_t to = least(from + job->tile, job->stop);
+        if (from >= job->stop) break;
+        for (int64_t i = first_after(job->segments, job->count, from); i < job->count; i++) {
+            const rz_segment *s = &job->segments[i];
+            if (s->offset >= to) break;
+            TABLE[job->isa].update(job->memory, s, most(from, s->offset), least(to, s->offset + s->length));
         }
     }
     finish_stores();
     restore_rounding(before);
 }
 
-/* Sums of squares of the rank-summed gradients: leaves[k] over elements [start + k * LEAF, + LEAF) of [start, stop).
- * Leaves are claimed from *next like tiles. A leaf is inf or nan exactly when an element of it is. */
-EXPORT void rz_squares(int32_t isa, const rz_gradient *gradients, int64_t count, int64_t start, int64_t stop,
-                       double *leaves, int64_t *next) {
+/* Update the segments' elements within [start, stop), in tiles of `tile` elements that the team's threads share (NULL:
+ * the caller alone). All stores are done when it returns. */
+EXPORT void rz_adam(rz_team *team, int32_t isa, const rz_memory *memory, const rz_segment *segments, int64_t count,
+                    int64_t start, int64_t stop, int64_t tile) {
+    adam_job job = {isa, memory, segments, count, start, stop, tile, 0};
+    rz_team_run(team, share_adam, &job);
+}
+
+typedef struct {
+    int32_t isa;
+    const rz_gradient *gradients;
+    int64_t count, start, stop;
+    double *leaves;
+    int64_t next; /* leaf to claim */
+} squares_job;
+
+static void share_squares(void *shared) {
+    squares_job *job = shared;
     rounding before = plain_rounding();
     for (;;) {
-        int64_t leaf = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), from = start + leaf * LEAF;
-        if (from >= stop) break;
-        leaves[leaf] = TABLE[isa].leaf(gradients, count, from, least(from + LEAF, stop));
+        int64_t leaf = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED), from = job->start + leaf * LEAF;
+        if (from >= job->stop) break;
+        int64_t to = least(from + LEAF, job->stop);
+        job->leaves[leaf] = TABLE[job->isa].leaf(job->gradients, job->count, from, to);
     }
     restore_rounding(before);
+}
+
+/* Sums of squares of the rank-summed gradients: leaves[k] over elements [start + k * LEAF, + LEAF) of [start, stop).
+ * The team's threads share the leaves. A leaf is inf or nan exactly when an element of it is. */
+EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients, int64_t count, int64_t start,
+                       int64_t stop, double *leaves) {
+    squares_job job = {isa, gradients, count, start, stop, leaves, 0};
+    rz_team_run(team, share_squares, &job);
 }
 
 /* The sum of `count` leaves, in order. */
@@ -524,15 +558,29 @@ EXPORT int64_t rz_nonfinite(const rz_gradient *gradients, int64_t count, int64_t
     return bad;
 }
 
-/* What benchmarks measure updates against: read, scale and write three arrays of floats in place, tiles claimed as in
- * rz_adam. Nothing that keeps three fp32 states per parameter can be faster. */
-EXPORT void rz_rewrite(float *a, float *b, float *c, int64_t count, float factor, int64_t tile, int64_t *next) {
+typedef struct {
+    float *a, *b, *c, factor;
+    int64_t count, tile;
+    int64_t next; /* tile to claim */
+} rewrite_job;
+
+static void share_rewrite(void *shared) {
+    rewrite_job *job = shared;
+    float *a = job->a, *b = job->b, *c = job->c, factor = job->factor;
     for (;;) {
-        int64_t from = tile * __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), to = least(from + tile, count);
-        if (from >= count) break;
+        int64_t from = job->tile * __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        int64_t to = least(from + job->tile, job->count);
+        if (from >= job->count) break;
         for (int64_t at = from; at < to; at += 64) {
             ask_ahead(a + at, 256, AHEAD), ask_ahead(b + at, 256, AHEAD), ask_ahead(c + at, 256, AHEAD);
             for (int64_t i = at; i < least(at + 64, to); i++) a[i] *= factor, b[i] *= factor, c[i] *= factor;
         }
     }
+}
+
+/* What benchmarks measure updates against: read, scale and write three arrays of floats in place, tiles shared as in
+ * rz_adam. Nothing that keeps three fp32 states per parameter can be faster. */
+EXPORT void rz_rewrite(rz_team *team, float *a, float *b, float *c, int64_t count, float factor, int64_t tile) {
+    rewrite_job job = {a, b, c, factor, count, tile, 0};
+    rz_team_run(team, share_rewrite, &job);
 }

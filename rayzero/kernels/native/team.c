@@ -1,0 +1,170 @@
+/* Helper threads for the kernels.
+ *
+ * They live here and not in Python, because waking one there needs the interpreter lock, which the caller and every
+ * other thread of an owner also want: on shards of 2M elements that cost a sixth of the update.
+ *
+ * [Note: waiting] A helper that has finished polls for the next job for SPIN_NS and then sleeps: shards of one decision
+ * follow each other within that time, and an idle team uses no processor. A sleeping helper that wakes too late, because
+ * others have the processor, finds no job and sleeps on: the caller never waits for one that has not begun.
+ *
+ * [Note: fork] A child process has none of its parent's threads, and a mutex may have been held by one of them. So a
+ * team belongs to a process id: the first run in another process begins with a new mutex and new helpers.
+ */
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* pthread_setname_np */
+#endif
+#include "team.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define SPIN_NS 10000
+
+struct rz_team {
+    int32_t wanted, helpers; /* helpers: how many run; fewer where the system refuses threads */
+    pid_t owner;             /* the process they run in; 0: none do yet */
+    pthread_t *threads;
+    pthread_mutex_t lock;     /* of everything below */
+    pthread_cond_t job_there; /* or the end */
+    pthread_cond_t all_out;
+    void (*share)(void *); /* NULL: no job, or too late to begin */
+    void *job;
+    uint64_t jobs;  /* how many there were; changed under the lock, polled without */
+    int32_t inside; /* helpers at work; likewise */
+    int ending;
+};
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Poll for a job after the `seen`-th, for SPIN_NS. */
+static void poll_for_job(rz_team *team, uint64_t seen) {
+    for (int64_t end = now_ns() + SPIN_NS; now_ns() < end;) {
+        if (__atomic_load_n(&team->jobs, __ATOMIC_ACQUIRE) != seen) return;
+        pause_briefly();
+    }
+}
+
+static void poll_until_all_out(rz_team *team) {
+    for (int64_t end = now_ns() + SPIN_NS; now_ns() < end;) {
+        if (!__atomic_load_n(&team->inside, __ATOMIC_ACQUIRE)) return;
+        pause_briefly();
+    }
+}
+
+static void *help(void *argument) {
+    rz_team *team = argument;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&team->lock);
+    for (;;) {
+        while (team->jobs == seen && !team->ending) pthread_cond_wait(&team->job_there, &team->lock);
+        if (team->ending) break;
+        seen = team->jobs;
+        if (team->share) {
+            void (*share)(void *) = team->share;
+            void *job = team->job;
+            __atomic_store_n(&team->inside, team->inside + 1, __ATOMIC_RELEASE);
+            pthread_mutex_unlock(&team->lock);
+            share(job);
+            pthread_mutex_lock(&team->lock);
+            __atomic_store_n(&team->inside, team->inside - 1, __ATOMIC_RELEASE);
+            if (!team->inside) pthread_cond_signal(&team->all_out);
+        }
+        pthread_mutex_unlock(&team->lock);
+        poll_for_job(team, seen);
+        pthread_mutex_lock(&team->lock);
+    }
+    pthread_mutex_unlock(&team->lock);
+    return 0;
+}
+
+/* Start the helpers, without signals: those are for the interpreter's threads. */
+static void start(rz_team *team) {
+    sigset_t all, before;
+    pthread_mutex_init(&team->lock, 0);
+    pthread_cond_init(&team->job_there, 0);
+    pthread_cond_init(&team->all_out, 0);
+    team->share = 0, team->jobs = 0, team->inside = 0, team->helpers = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (team->helpers < team->wanted && !pthread_create(&team->threads[team->helpers], 0, help, team)) {
+#ifdef __linux__
+        pthread_setname_np(team->threads[team->helpers], "rayzero-kernel");
+#endif
+        team->helpers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    team->owner = getpid();
+}
+
+/* A team of `threads`, the caller included. The helpers start with the first run. NULL: no memory. */
+EXPORT rz_team *rz_team_create(int32_t threads) {
+    rz_team *team = calloc(1, sizeof *team);
+    pthread_t *members = calloc((size_t)threads, sizeof *members);
+    if (!team || !members) {
+        free(team), free(members);
+        return 0;
+    }
+    team->wanted = threads - 1;
+    team->threads = members;
+    return team;
+}
+
+/* End the helpers of this process, between runs. */
+EXPORT void rz_team_destroy(rz_team *team) {
+    if (team->owner == getpid()) {
+        pthread_mutex_lock(&team->lock);
+        team->ending = 1;
+        pthread_cond_broadcast(&team->job_there);
+        pthread_mutex_unlock(&team->lock);
+        for (int32_t i = 0; i < team->helpers; i++) pthread_join(team->threads[i], 0);
+        pthread_cond_destroy(&team->all_out);
+        pthread_cond_destroy(&team->job_there);
+        pthread_mutex_destroy(&team->lock);
+    }
+    free(team->threads);
+    free(team);
+}
+
+/* How many threads of this process share a run, the caller included. */
+EXPORT int32_t rz_team_size(rz_team *team) {
+    if (team->owner != getpid()) start(team);
+    return team->helpers + 1;
+}
+
+void rz_team_run(rz_team *team, void (*share)(void *), void *job) {
+    if (!team || rz_team_size(team) == 1) {
+        share(job);
+        return;
+    }
+    pthread_mutex_lock(&team->lock);
+    team->share = share, team->job = job;
+    __atomic_store_n(&team->jobs, team->jobs + 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&team->job_there);
+    pthread_mutex_unlock(&team->lock);
+    share(job);
+    pthread_mutex_lock(&team->lock);
+    team->share = 0;
+    pthread_mutex_unlock(&team->lock);
+    poll_until_all_out(team);
+    pthread_mutex_lock(&team->lock);
+    while (team->inside) pthread_cond_wait(&team->all_out, &team->lock);
+    pthread_mutex_unlock(&team->lock);
+}
