@@ -22,7 +22,8 @@ from torch import Tensor
 from rayzero.errors import AccumulationError, StoreError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.messages import Contribution, Pushed, unpack_presence
-from rayzero.optimizer.state import OwnedShard, carve
+from rayzero.optimizer.host_memory import carve
+from rayzero.optimizer.state import OwnedShard
 
 
 class Admission(Enum):

@@ -14,6 +14,7 @@ from rayzero.memory.planner import check_plan, host_limits, plan_owner
 from rayzero.messages import Hyper, ModelSpec, canonical_json
 from rayzero.optimizer.contributions import Contributions
 from rayzero.optimizer.elementwise import ElementwiseRule
+from rayzero.optimizer.host_memory import HostMemory, MakeMemory
 from rayzero.optimizer.norm import Squares, choose_squares
 from rayzero.optimizer.rules import AdamRule, UpdateRule, resolve_optimizer
 from rayzero.optimizer.snapshot import restore_snapshot
@@ -30,6 +31,7 @@ class OwnedModel:
     square_sum: Squares
     shards: Mapping[int, OwnedShard]  # by shard index, ascending
     contributions: Contributions
+    memory: HostMemory
     version: int  # what the shards start at: 0, or the checkpoint's step
 
     @property
@@ -39,7 +41,14 @@ class OwnedModel:
 
 
 def build_model(
-    spec: ModelSpec, rank: int, owner: int, num_owners: int, memory_budget: int | None, *, own_gradients: bool
+    spec: ModelSpec,
+    rank: int,
+    owner: int,
+    num_owners: int,
+    memory_budget: int | None,
+    make_memory: MakeMemory,
+    *,
+    own_gradients: bool,
 ) -> OwnedModel:
     """Plan, check, allocate, and restore where the spec says so. ``own_gradients``: see ``plan_owner``.
 
@@ -57,7 +66,8 @@ def build_model(
         own_gradients=own_gradients,
     )
     check_plan(plan, host_limits(), memory_budget)
-    shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds)
+    memory = make_memory(spec)
+    shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory)
     return OwnedModel(
         spec=spec,
         attached_by=rank,
@@ -65,6 +75,7 @@ def build_model(
         square_sum=choose_squares(rule.kernel),
         shards=shards,
         contributions=Contributions(shards, spec.world_size, spec.accumulation_steps),
+        memory=memory,
         version=0 if spec.restore_from is None else restore_snapshot(spec.restore_from, shards, rule, spec.optimizer),
     )
 

@@ -29,6 +29,7 @@ from rayzero.messages import (
 )
 from rayzero.optimizer.contributions import Collection, Contributors, Reservation
 from rayzero.optimizer.futures import fail, failed, settle
+from rayzero.optimizer.host_memory import MakeMemory, PrivateMemory
 from rayzero.optimizer.model import OwnedModel, build_model, check_same
 from rayzero.optimizer.norm_pass import NormPass
 from rayzero.optimizer.publications import Listener, Publications, Published, answer
@@ -64,13 +65,15 @@ class ShardService:
         *,
         threads: int = 1,
         memory_budget: int | None = None,
+        make_memory: MakeMemory | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: what
-        the host has free."""
+        the host has free. ``make_memory``: where its tensors lie; None: in this process alone."""
         self.owner = owner
         self.num_owners = num_owners
         self._memory_budget = memory_budget
+        self._make_memory = make_memory or (lambda spec: PrivateMemory())
         self._recorder = recorder or NullRecorder()
         self._attaching = threading.Lock()
         self._lock = threading.RLock()
@@ -102,7 +105,13 @@ class ShardService:
         with self._attaching:
             if self._model is None:
                 model = build_model(
-                    spec, rank, self.owner, self.num_owners, self._memory_budget, own_gradients=own_gradients
+                    spec,
+                    rank,
+                    self.owner,
+                    self.num_owners,
+                    self._memory_budget,
+                    self._make_memory,
+                    own_gradients=own_gradients,
                 )
                 self._start(model)
             else:
@@ -192,8 +201,8 @@ class ShardService:
             return self._shard(shard).content
 
     def on_publish(self, listener: Listener) -> None:
-        """Tell ``listener`` of published (shard, version, content version) lists, from the updater thread; what is published
-        already comes first."""
+        """Tell ``listener`` of published (shard, version, content version) lists, from the updater thread; what is
+        published already comes first."""
 
         def subscribe() -> None:
             present = [(o.shard.index, o.published, o.content) for o in self._shards() if o.published >= 0]
@@ -484,6 +493,8 @@ class ShardService:
         self.abort(error)
         self._updater.close()
         self._fail(error, -1)
+        if self._model is not None:
+            self._model.memory.close()
 
     # ---- lookups
 

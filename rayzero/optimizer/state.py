@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from rayzero.errors import StoreError
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned
 from rayzero.messages import COMPUTE, MASTER
+from rayzero.optimizer.host_memory import HostMemory, Sizes
 
 
 class ShardState(Enum):
@@ -95,30 +95,36 @@ class OwnedShard:
 
 
 def allocate(
-    layout: ModelLayout, shards: Sequence[int], group_of: Sequence[Sequence[int]], kinds: Sequence[str]
+    layout: ModelLayout,
+    shards: Sequence[int],
+    group_of: Sequence[Sequence[int]],
+    kinds: Sequence[str],
+    memory: HostMemory,
 ) -> dict[int, OwnedShard]:
-    """Allocate and touch the memory of an owner's shards: one block per dtype and kind, freed with the owner."""
+    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind."""
     owned = [layout.shards[index] for index in shards]
-    units = [layout.units[shard.unit] for shard in owned]
-    trained = [shard for shard, unit in zip(owned, units, strict=True) if unit.trainable]
-    master = carve([(shard.index, shard.numel) for shard in trained], torch.float32)
-    states = {kind: carve([(shard.index, shard.numel) for shard in trained], torch.float32) for kind in kinds}
-    params = dict(master)  # what an fp32 unit publishes is its master
-    for dtype in {unit.dtype for unit in units}:
-        apart = [
-            (shard.index, shard.numel)
-            for shard, unit in zip(owned, units, strict=True)
-            if unit.dtype is dtype and not (unit.trainable and dtype is torch.float32)
-        ]
-        params |= carve(apart, dtype)
+    trained = [shard for shard in owned if layout.units[shard.unit].trainable]
+    params: dict[int, Tensor] = {}
+    for dtype in {layout.units[shard.unit].dtype for shard in owned}:
+        params |= memory.params(_runs([s for s in owned if layout.units[s.unit].dtype is dtype]), dtype)
+    apart = [s for s in trained if layout.units[s.unit].dtype is not torch.float32]
+    master = {shard.index: params[shard.index] for shard in trained}  # what an fp32 unit publishes is its master
+    master |= memory.state(_sizes(apart), torch.float32)
+    states = {kind: memory.state(_sizes(trained), torch.float32) for kind in kinds}
     return {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
 
 
-def carve(sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> dict[int, Tensor]:
-    """One zeroed block cut into 1D tensors: ``sizes`` is (key, elements), elements multiples of 64."""
-    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype)
-    ends = accumulate(numel for _, numel in sizes)
-    return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}
+def _sizes(shards: Sequence[Shard]) -> Sizes:
+    return [(shard.index, shard.numel) for shard in shards]
+
+
+def _runs(shards: Sequence[Shard]) -> list[Sizes]:
+    """Shards that follow each other in a unit, together."""
+    runs: list[list[Shard]] = []
+    for shard in shards:
+        follows = runs and runs[-1][-1].unit == shard.unit and runs[-1][-1].stop == shard.start
+        runs[-1].append(shard) if follows else runs.append([shard])
+    return [_sizes(run) for run in runs]
 
 
 def _owned_shard(
@@ -135,7 +141,7 @@ def _owned_shard(
         unit=unit,
         slices=slices,
         groups=tuple(group_of[shard.unit][part.slot] for part in slices) if unit.trainable else (),
-        params=master[shard.index] if unit.trainable and unit.dtype is torch.float32 else params,
+        params=params,
         master=master.get(shard.index),
         states={kind: region[shard.index] for kind, region in states.items()} if unit.trainable else {},
     )

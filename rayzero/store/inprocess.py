@@ -29,9 +29,9 @@ from rayzero.messages import (
     StepInputs,
 )
 from rayzero.optimizer.futures import fail, failed, settle, when_all
+from rayzero.optimizer.host_memory import carve
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
-from rayzero.optimizer.state import carve
 from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.gradient_writer import GradientWriter

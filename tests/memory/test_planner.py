@@ -14,6 +14,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import HostLimits, OwnerPlan, check_plan, format_bytes, host_limits, plan_owner
+from rayzero.optimizer.host_memory import PrivateMemory
 from rayzero.optimizer.landing import RankGradients
 from rayzero.optimizer.state import allocate
 
@@ -82,7 +83,9 @@ def test_a_plan_is_what_the_owner_allocates(
     layout = layout_of(*described)
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
-        owned = list(allocate(layout, shards, [[0]] * len(layout.units), ("exp_avg", "exp_avg_sq")).values())
+        owned = list(
+            allocate(layout, shards, [[0]] * len(layout.units), ("exp_avg", "exp_avg_sq"), PrivateMemory()).values()
+        )
         gradients = [RankGradients(rank, owned, accumulate=steps > 1) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master, *shard.states.values())]
         tensors += [landing.buffer for rank in gradients for landing in rank.landings.values()]

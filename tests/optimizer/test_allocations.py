@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
 from rayzero.messages import Contribution, pack_presence
+from rayzero.optimizer.host_memory import PrivateMemory
 from rayzero.optimizer.landing import RankGradients
 from rayzero.optimizer.norm import choose_squares
 from rayzero.optimizer.state import allocate
@@ -63,7 +64,7 @@ def test_a_norm_part_allocates_nothing(kernel: str, ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_landing_a_push_allocates_nothing(accumulation_steps: int, dtype: torch.dtype) -> None:
     spec = make_spec(1, dtypes=[dtype] * 3)
-    shards = allocate(spec.layout, range(11), spec.group_of, ())
+    shards = allocate(spec.layout, range(11), spec.group_of, (), PrivateMemory())
     rank = RankGradients(0, list(shards.values()), accumulate=accumulation_steps > 1)
     owned, landing = shards[3], rank.landings[3]
     seq = 0

@@ -22,6 +22,7 @@ from rayzero.errors import (
     StoreError,
 )
 from rayzero.messages import MASTER, Action, FileEntry
+from rayzero.optimizer.host_memory import PrivateMemory
 from rayzero.optimizer.service import ShardService
 from rayzero.optimizer.state import ShardState, allocate
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
@@ -446,7 +447,7 @@ def test_padding_stays_zero_whatever_ranks_send() -> None:
 
 def test_what_an_fp32_unit_publishes_is_its_master() -> None:
     spec = make_spec(dtypes=[torch.float32, BF16, torch.float32], frozen=[2])
-    shards = allocate(spec.layout, range(11), spec.group_of, ("exp_avg",))
+    shards = allocate(spec.layout, range(11), spec.group_of, ("exp_avg",), PrivateMemory())
     assert shards[0].params is shards[0].master
     assert shards[2].master is not None
     assert shards[2].params.dtype is BF16
@@ -455,7 +456,7 @@ def test_what_an_fp32_unit_publishes_is_its_master() -> None:
 
 
 def test_a_shard_only_makes_moves_of_its_table() -> None:
-    (owned, *_) = allocate(make_spec().layout, range(1), ((0,), (0,) * 4, (0,) * 2), ()).values()
+    (owned, *_) = allocate(make_spec().layout, range(1), ((0,), (0,) * 4, (0,) * 2), (), PrivateMemory()).values()
     with pytest.raises(StoreError, match="shard 0 of 'emb' cannot go"):
         owned.move(ShardState.UPDATING)
     for state in (ShardState.PUBLISHED, ShardState.DECIDED, ShardState.UPDATING, ShardState.PUBLISHED):

@@ -1,0 +1,55 @@
+"""Where an owner's tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rayzero.messages import ModelSpec
+
+Sizes = Sequence[tuple[int, int]]  # (key, elements); elements are multiples of 64
+
+
+class HostMemory(Protocol):
+    """Zeroed host memory for one owner's tensors, each 1D. It lives as long as they do, or until ``close``."""
+
+    def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
+        """What is published. Groups are shards of one unit that follow each other there: they do here too."""
+        ...
+
+    def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Masters and moments: the owner's alone."""
+        ...
+
+    def close(self) -> None:
+        """The owner needs it no more. Idempotent."""
+        ...
+
+
+MakeMemory = Callable[[ModelSpec], HostMemory]
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
+        """See ``HostMemory.params``."""
+        return carve(tuple(chain.from_iterable(groups)), dtype)
+
+    def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
+        """See ``HostMemory.state``."""
+        return carve(sizes, dtype)
+
+    def close(self) -> None:
+        """Nothing to do: it is freed with its tensors."""
+
+
+def carve(sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
+    """One zeroed block cut into 1D tensors."""
+    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype)
+    ends = accumulate(numel for _, numel in sizes)
+    return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}
