@@ -56,13 +56,14 @@ class GradientWriter:
 
     def _write(self, push: Contribution, grads: Tensor, done: Future[None]) -> None:
         try:
-            with self._order.sending(0, push):
-                pushed = self.region.put(push, grads)
-                if pushed is not None:
-                    self._announce(push.unit, pushed)
+            pushed = self.region.put(push, grads)
+            if pushed is not None:
+                self._announce(push.unit, pushed)
         except Exception as exc:  # whatever it is belongs to the push
+            self._order.end(0, push, exc)
             fail(done, exc)
         else:
+            self._order.end(0, push, None)
             settle(done, None)
 
     def close(self) -> None:
