@@ -1,0 +1,119 @@
+"""What every benchmark says beside its figures: the machine, the versions, the spread, and who else was working."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Samples of one figure."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Self:
+        """Of at least one sample."""
+        found = list(samples)
+        return cls(statistics.median(found), min(found), max(found))
+
+    def text(self, scale: float = 1.0, digits: int = 2) -> str:
+        """``median (least-most)``, each times ``scale``."""
+        median, least, most = (f"{value * scale:.{digits}f}" for value in (self.median, self.least, self.most))
+        return f"{median} ({least}-{most})"
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dicts, for JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes."""
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def about() -> dict[str, Any]:
+    """The machine and the versions a figure belongs to; ``load`` is the system's average over the last minute."""
+    return {
+        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="minutes"),
+        "processor": processor(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rayzero": importlib.metadata.version("rayzero"),
+    }
+
+
+def processor() -> str:
+    """Model name, where the system says it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+# ---- other people's work ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """CPU seconds used so far: by the whole machine, and by processes of this benchmark."""
+
+    at: float
+    machine: float
+    ours: float
+
+    @classmethod
+    def now(cls, pids: Sequence[int]) -> Self:
+        """``pids``: this benchmark's processes."""
+        return cls(perf_counter(), _machine_seconds(), sum(_process_seconds(pid) for pid in {os.getpid(), *pids}))
+
+    def others_since(self, earlier: Busy) -> float:
+        """The part of all CPUs that others took, 0-1."""
+        taken = (self.machine - earlier.machine) - (self.ours - earlier.ours)
+        return max(0.0, taken / (self.at - earlier.at) / (os.cpu_count() or 1))
+
+
+def _machine_seconds() -> float:
+    with open("/proc/stat", encoding="ascii") as stat:
+        user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(int, stat.readline().split()[1:])
+    return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def _process_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def resident_bytes(pid: int) -> int:
+    """A process's share of resident anonymous and shared memory (PSS): no files, so no libraries."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
+        kib = {line.split()[0]: int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shmem"))}
+    return sum(kib.values()) << 10

@@ -1,0 +1,103 @@
+"""A bare gRPC byte stream on loopback, to measure the store's against: no headers, no checksums, no protobuf."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import torch
+
+from rayzero.bench.figures import timed
+from rayzero.bench.turns import Player, Seat, Turn
+
+_UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+class _Up(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in its stubs only
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """Counts bytes, in a thread."""
+        return grpc.stream_unary_rpc_method_handler(_receive)
+
+
+class _Down(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """Sends ready bytes, in the event loop."""
+        return grpc.unary_stream_rpc_method_handler(_send)
+
+
+def _receive(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    return str(sum(map(len, messages))).encode()
+
+
+async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    size, count = map(int, request.split())
+    message = bytes(size)
+    for _ in range(count):
+        await context.write(message)
+
+
+def _serve(pipe: Connection) -> None:
+    asyncio.run(_serve_both(pipe))
+
+
+async def _serve_both(pipe: Connection) -> None:
+    """The faster kind of server for each way: one with threads for what comes up, an event loop for what goes down."""
+    up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up()], options=_UNLIMITED)
+    down = grpc.aio.server(handlers=[_Down()], options=_UNLIMITED)
+    ports = up.add_insecure_port("127.0.0.1:0"), down.add_insecure_port("127.0.0.1:0")
+    up.start()
+    await down.start()
+    pipe.send(ports)
+    await down.wait_for_termination()
+
+
+class RawPlayer:
+    """A client of bare stream servers in a process of their own."""
+
+    def __init__(self, size_bytes: int, chunks: tuple[int, ...], ports: tuple[int, int]) -> None:
+        up, down = (grpc.insecure_channel(f"127.0.0.1:{port}", options=_UNLIMITED) for port in ports)
+        self._up = up.stream_unary("/raw/Up", bytes, bytes)
+        self._down = down.unary_stream("/raw/Down", bytes, bytes)
+        self._out = torch.zeros(size_bytes, dtype=torch.uint8)
+        self._size, self._chunks = size_bytes, chunks
+
+    def play(self, turn: Turn) -> dict[str, Any]:
+        """Seconds of each way to move the bytes, by name and chunk size."""
+        seconds = {}
+        for chunk in self._chunks:
+            mib = f"{chunk / (1 << 20):g} MiB"
+            for name, move in (("down", self._drop), ("down into a tensor", self._keep), ("up", self._send)):
+                move(chunk)
+                seconds[f"{name}, {mib}"] = [timed(partial(move, chunk)) for _ in range(turn.steps)]
+        return {"seconds": seconds}
+
+    def _stream(self, chunk: int) -> Iterable[bytes]:
+        return self._down(b"%d %d" % (chunk, self._size // chunk))
+
+    def _drop(self, chunk: int) -> None:
+        for _ in self._stream(chunk):
+            pass
+
+    def _keep(self, chunk: int) -> None:
+        out = self._out.numpy().data
+        for i, message in enumerate(self._stream(chunk)):
+            out[i * chunk : (i + 1) * chunk] = message
+
+    def _send(self, chunk: int) -> None:
+        message = bytes(chunk)
+        self._up(message for _ in range(self._size // chunk))
+
+
+def build_raw(size_bytes: int, chunks: tuple[int, ...], seat: Seat) -> Player:
+    """A client, and its server, which ends with it."""
+    torch.set_num_threads(seat.threads)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    spawn.Process(target=_serve, args=(theirs,), daemon=True, name="bare-stream").start()
+    return RawPlayer(size_bytes, chunks, ours.recv())

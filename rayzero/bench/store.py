@@ -1,0 +1,228 @@
+"""How fast parameters and gradients move through each transport, against memcpy and a bare gRPC stream.
+
+    rayzero bench store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--json]
+
+One rank, its owners in another process (in the rank's own with ``inproc``), one bf16 unit of ``--mib`` and two small
+ones. A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another
+in the same process (``memcpy``, ``--threads`` torch threads), pushes them, and has the step decided, not timed.
+``bare`` is a gRPC server stream (and client stream up) of ready bytes between two processes. All take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from rayzero.bench.contestants import OursOptions, host_ranks, one_process_a_rank
+from rayzero.bench.figures import Spread, about, timed
+from rayzero.bench.figures import plain as as_plain
+from rayzero.bench.turns import Entry, Player, Program, Seat, Turn, contest
+from rayzero.engine.context import get_context
+from rayzero.layout.model_layout import ModelLayout, UnitLayout, lay_out_unit
+from rayzero.messages import COMPUTE, Contribution, FinishReport, ModelSpec, StepInputs
+from rayzero.store.protocol import ParameterStore
+from rayzero.testing import Transport
+
+BARE = "bare"
+CHUNKS = (1 << 20, 4 << 20)  # bytes of a bare stream's messages
+SMALL = (1 << 20, 1 << 14)  # bytes of the small units
+HYPER = ({"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},)
+_SHARD = 2 << 20  # elements
+
+
+def spec_of(sizes_bytes: Sequence[int]) -> ModelSpec:
+    """One bf16 unit a size."""
+    units = [
+        lay_out_unit(i, f"u{i}", torch.bfloat16, True, [(f"u{i}.w", (size // 2,))])
+        for i, size in enumerate(sizes_bytes)
+    ]
+    layout = ModelLayout(units=tuple(units), shard_numel=_SHARD)
+    groups = tuple((0,) for _ in units)
+    return ModelSpec(
+        run="bench", layout=layout, world_size=1, optimizer="torch.optim:AdamW", hyper=HYPER, group_of=groups
+    )
+
+
+class StorePlayer:
+    """A rank that moves units through its store, and does nothing else."""
+
+    def __init__(self, store: ParameterStore, spec: ModelSpec) -> None:
+        self._store, self._units = store, spec.layout.units
+        self._step = store.attach(spec).version
+        for unit in self._units:
+            store.load(unit.index, torch.randn(unit.numel)).result()
+        self._out = [torch.zeros(unit.numel, dtype=unit.dtype) for unit in self._units]
+        self._grads = [torch.randn(unit.numel).to(unit.dtype) for unit in self._units]
+
+    def play(self, turn: Turn) -> dict[str, Any]:
+        """Seconds of each verb and size in bytes, step by step; the first step is not counted."""
+        seconds: dict[str, list[float]] = {}
+        for step in range(turn.steps + 1):
+            for unit in self._units:
+                for verb, taken in self._move(unit, self._out[unit.index], self._grads[unit.index]).items():
+                    if step:
+                        seconds.setdefault(f"{verb} {unit.size_bytes}", []).append(taken)
+            self._commit()
+        return {"seconds": seconds}
+
+    def _move(self, unit: UnitLayout, out: Tensor, grads: Tensor) -> dict[str, float]:
+        self._fetch(unit, out)  # waits until the last step's update is published
+        return {
+            "fetch": timed(partial(self._fetch, unit, out)),
+            "memcpy": timed(partial(out.copy_, grads)),
+            "push": timed(partial(self._push, unit, grads)),
+        }
+
+    def _fetch(self, unit: UnitLayout, out: Tensor) -> None:
+        self._store.fetch(unit.index, self._step, COMPUTE, out).result()
+
+    def _push(self, unit: UnitLayout, grads: Tensor) -> None:
+        header = Contribution(step=self._step, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\1")
+        self._store.push(header, grads).result()
+
+    def _commit(self) -> None:
+        report = FinishReport(step=self._step, attempt=0, rank=0, counts=(1,) * len(self._units))
+        self._store.finish(report, StepInputs(max_norms=(), hyper=HYPER)).result()
+        self._store.decision(self._step).result()
+        self._step += 1
+
+
+def build_store(sizes: tuple[int, ...], seat: Seat) -> Player:
+    """The calling rank's store, at work."""
+    torch.set_num_threads(seat.threads)
+    connect = get_context().connect
+    assert connect is not None
+    return StorePlayer(connect(), spec_of(sizes))
+
+
+def _store_programs(sizes: tuple[int, ...], options: OursOptions, seats: Sequence[Seat]) -> list[Program]:
+    return [partial(host_ranks, partial(build_store, sizes), options, tuple(seats))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way to move bytes."""
+
+    who: str
+    what: str
+    bytes: int
+    gb_per_s: Spread
+    milliseconds: Spread
+    of_memcpy: Spread | None  # the same process's, turn by turn; None for memcpy itself and bare streams
+
+
+def entries_of(transports: Sequence[Transport], sizes: tuple[int, ...], owners: int) -> list[Entry]:
+    """Each transport, and the bare stream."""
+    # imported here: a bare stream needs grpc, which nothing else of the benchmarks does
+    from rayzero.bench.raw_stream import build_raw
+
+    found = [
+        Entry(name=t, programs=partial(_store_programs, sizes, OursOptions(transport=t, owners=owners)))
+        for t in transports
+    ]
+    return [*found, Entry(name=BARE, programs=partial(one_process_a_rank, partial(build_raw, sizes[0], CHUNKS)))]
+
+
+def measure(entries: Sequence[Entry], size: int, rounds: int, steps: int, threads: int) -> list[Row]:
+    """Everybody in turn, ``rounds`` times after one that does not count; ``size``: bytes of a bare stream."""
+    seconds: dict[str, list[dict[str, list[float]]]] = {}
+    with tempfile.TemporaryDirectory() as folder, contest(entries, 1, threads, folder=folder) as (there, absent):
+        for round_ in range(rounds + 1):
+            for contestant in there:
+                account = contestant.play(Turn(first=0, steps=steps))[0]["seconds"]
+                if round_:
+                    seconds.setdefault(contestant.name, []).append(account)
+    for name, why in absent.items():
+        print(f"{name} is not here: {why}")
+    return [row for who, turns in seconds.items() for row in rows_of(who, turns, size)]
+
+
+def rows_of(who: str, turns: Sequence[dict[str, list[float]]], size: int) -> list[Row]:
+    """One contestant's rows; a turn maps what was done to its seconds."""
+    rows = []
+    for key in turns[0]:
+        what, moved = (key, size) if who == BARE else (key.partition(" ")[0], int(key.partition(" ")[2]))
+        medians = [Spread.of(turn[key]).median for turn in turns]
+        copies = [Spread.of(turn.get(f"memcpy {moved}", turn[key])).median for turn in turns]
+        compared = who != BARE and what != "memcpy"
+        rows.append(
+            Row(
+                who=who,
+                what=what,
+                bytes=moved,
+                gb_per_s=Spread.of(moved / s / 1e9 for s in medians),
+                milliseconds=Spread.of(s * 1e3 for s in medians),
+                of_memcpy=Spread.of(c / s for c, s in zip(copies, medians, strict=True)) if compared else None,
+            )
+        )
+    return rows
+
+
+def summary_of(rows: Sequence[Row], size: int) -> dict[str, float]:
+    """The ratios that matter, of medians and for the large unit: to memcpy, and of gRPC to the best bare stream."""
+    large = [row for row in rows if row.bytes == size]
+    found = {f"{r.who} {r.what} / memcpy": r.of_memcpy.median for r in large if r.of_memcpy is not None}
+    for verb, way in (("fetch", "down"), ("push", "up")):
+        ours, bare = _best(large, "grpc", verb), _best(large, BARE, way)
+        if ours and bare:
+            found[f"grpc {verb} / best bare stream {way}"] = ours / bare
+    return found
+
+
+def _best(rows: Sequence[Row], who: str, what: str) -> float:
+    """GB/s; 0 where nobody did it."""
+    return max((row.gb_per_s.median for row in rows if row.who == who and row.what.startswith(what)), default=0.0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    found = argparse.ArgumentParser(
+        prog="rayzero bench store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--transports", nargs="+", choices=get_args(Transport), default=list(get_args(Transport)))
+    for name, default, text in (
+        ("mib", 256, "of the large unit"),
+        ("owners", 1, ""),
+        ("rounds", 5, ""),
+        ("steps", 3, "that count, a turn"),
+        ("threads", min(2, os.cpu_count() or 1), "torch threads of the rank, and so of memcpy"),
+    ):
+        found.add_argument(f"--{name}", type=int, default=default, help=text)
+    found.add_argument("--json", action="store_true")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    args = parser().parse_args(argv)
+    size = args.mib << 20
+    facts = about() | {"mib": args.mib, "owners": args.owners, "threads": args.threads, "rounds": args.rounds}
+    rows = measure(
+        entries_of(args.transports, (size, *SMALL), args.owners), size, args.rounds, args.steps, args.threads
+    )
+    summary = summary_of(rows, size)
+    if args.json:
+        print(json.dumps(facts | {"rows": as_plain(rows), "summary": summary}, indent=1))
+        return
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    for r in rows:
+        against = "" if r.of_memcpy is None else f"   {r.of_memcpy.text()} of memcpy"
+        print(
+            f"{r.who:8} {r.what:24} {r.bytes >> 10:8} KiB  {r.gb_per_s.text():>20} GB/s  {r.milliseconds.text():>24} ms"
+            f"{against}"
+        )
+    for name, ratio in summary.items():
+        print(f"{name}: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

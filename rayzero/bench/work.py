@@ -1,0 +1,72 @@
+"""What every contestant of the step benchmarks trains: one GPT, one stream of tokens, one rule of learning."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rayzero.recipes.gpt import GPT, GPTConfig
+
+CLIP = 1.0
+ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+_HEAD = 64  # widest head; half of a head's size must be whole
+_PERIOD = 97  # of the token patterns: prime, so that every stride walks through all of it
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The model and the batches; ``batch`` sequences of ``seq`` tokens a rank and step."""
+
+    dim: int = 512
+    layers: int = 8
+    vocab: int = 8192
+    seq: int = 256
+    batch: int = 2
+    precision: Precision = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and gradients where they are computed with; masters and moments are fp32."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    def model(self, device: str | torch.device = "cpu") -> GPT:
+        """The same fp32 values on every rank and for every contestant."""
+        torch.manual_seed(0)
+        heads = max(1, self.dim // _HEAD)
+        config = GPTConfig(
+            vocab_size=self.vocab, seq_len=self.seq, num_layers=self.layers, num_heads=heads, dim=self.dim
+        )
+        with torch.device(device):
+            return GPT(config)
+
+    def count_params(self) -> int:
+        """Parameters of the model."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.model("meta").parameters())
+
+    def batch_of(self, step: int, rank: int) -> Tensor:
+        """Tokens (batch, seq + 1), int64: sequences with a start and a stride, so that the loss can fall."""
+        draw = random.Random(1000 * step + rank)
+        starts = torch.tensor([[draw.randrange(_PERIOD)] for _ in range(self.batch)])
+        strides = torch.tensor([[draw.randrange(1, _PERIOD)] for _ in range(self.batch)])
+        tokens = (starts + strides * torch.arange(self.seq + 1)) % _PERIOD
+        return tokens % self.vocab
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token, in fp32."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters become ``dtype``; buffers (rotary tables) stay fp32."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
