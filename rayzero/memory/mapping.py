@@ -1,0 +1,105 @@
+"""Ranges of virtual memory, from the C library: mapped, advised, and unmapped once nothing uses them any more."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import weakref
+from ctypes import c_int, c_size_t, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE  # bytes
+_MAP_FIXED = 0x10  # not in the mmap module; the same on Linux and macOS
+_PROT_NONE = 0  # nor is this
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+def whole_pages(size: int) -> int:
+    """``size`` bytes rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
+
+
+class Mapping:
+    """A range of this process's memory. Its bytes stay mapped while it, its ``keeper`` or any tensor of it is alive.
+
+    Knows addresses; not what lies there, nor the file it came from."""
+
+    def __init__(self, address: int, size: int) -> None:
+        """Take over a range of ``size`` bytes that was just mapped."""
+        self.address, self.size = address, size
+        self.keeper = (ctypes.c_ubyte * size).from_address(address)  # tensors, and whoever has an address, hold this
+        weakref.finalize(self.keeper, _unmap, address, size).atexit = False  # threads may still read at exit
+
+    @classmethod
+    def of_file(cls, fd: int, size: int, *, writable: bool) -> Mapping:
+        """The first ``size`` bytes of a file, shared with all who map it. Raises OSError."""
+        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        return cls(_map(None, size, access, mmap.MAP_SHARED, fd, 0), size)
+
+    @classmethod
+    def reserve(cls, size: int) -> Mapping:
+        """Addresses without memory: reading one is a fault, until ``place`` puts a file there. Raises OSError."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return cls(_map(None, size, _PROT_NONE, flags, -1, 0), size)
+
+    def place(self, at: int, fd: int, file_offset: int, size: int, *, private: bool) -> None:
+        """Put ``size`` bytes of a file, from ``file_offset``, at ``at``: readable and writable. All three in bytes, the
+        offsets of whole pages. private: what this process writes stays its own. Raises OSError."""
+        kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        _map(self.address + at, size, access, kind | _MAP_FIXED, fd, file_offset)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """1D, ``numel``, of the bytes from ``offset`` on. Raises ValueError beyond the end."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.keeper, dtype=dtype, count=numel, offset=offset)
+
+    def populate(self, offset: int, size: int) -> None:
+        """Fault in pages of a fresh file mapping, which are zero. Raises OSError where memory is short."""
+        try:
+            self._advise(offset, size, _POPULATE_WRITE)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            ctypes.memset(self.address + offset, 0, size)  # an older kernel: touch them
+
+    def drop_private(self, offset: int, size: int) -> None:
+        """Throw away what this process wrote into private pages: they show the file again."""
+        self._advise(offset, size, mmap.MADV_DONTNEED)
+
+    def _advise(self, offset: int, size: int, advice: int) -> None:
+        _check(_libc().madvise(self.address + offset, size, advice))
+
+
+def _map(address: int | None, size: int, access: int, flags: int, fd: int, offset: int) -> int:
+    mapped = _libc().mmap(address, size, access, flags, fd, offset)
+    _check(-1 if mapped == c_void_p(-1).value else 0)
+    return int(mapped)
+
+
+def _unmap(address: int, size: int) -> None:
+    _check(_libc().munmap(address, size))
+
+
+def _check(result: int) -> None:
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@functools.cache
+def _libc() -> Any:
+    """Its calls leave the interpreter lock to others: populating a gigabyte takes a quarter of a second."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = c_void_p
+    libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_int64)
+    libc.munmap.argtypes = (c_void_p, c_size_t)
+    libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
+    return libc
