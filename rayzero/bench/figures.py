@@ -65,8 +65,15 @@ def about() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "rayzero": importlib.metadata.version("rayzero"),
+        "rayzero": _version(),
     }
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("rayzero")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: run from its source"
 
 
 def processor() -> str:

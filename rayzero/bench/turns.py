@@ -26,8 +26,9 @@ _SAMPLE_S = 0.05  # between two looks at resident memory
 class Turn:
     """Steps ``first`` (which is not timed) to ``first + steps``, with what the benchmark varies."""
 
-    first: int
-    steps: int
+    first: int = 0
+    steps: int = 1
+    what: str = "steps"  # or what else its players can do
     setting: float = 0.0
 
 
