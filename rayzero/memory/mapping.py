@@ -7,6 +7,7 @@ import errno
 import functools
 import mmap
 import os
+import sys
 import weakref
 from ctypes import c_int, c_size_t, c_void_p
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE  # bytes
 _MAP_FIXED = 0x10  # not in the mmap module; the same on Linux and macOS
-_PROT_NONE = 0  # nor is this
+_PROT_NONE = 0  # nor are these
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -51,7 +53,7 @@ class Mapping:
     def place(self, at: int, fd: int, file_offset: int, size: int, *, private: bool) -> None:
         """Put ``size`` bytes of a file, from ``file_offset``, at ``at``: readable and writable. All three in bytes, the
         offsets of whole pages. private: what this process writes stays its own. Raises OSError."""
-        kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED  # few private pages are written
         access = mmap.PROT_READ | mmap.PROT_WRITE
         _map(self.address + at, size, access, kind | _MAP_FIXED, fd, file_offset)
 
