@@ -30,7 +30,7 @@ class HostMemory(Protocol):
         ...
 
 
-MakeMemory = Callable[[ModelSpec], HostMemory]
+MakeMemory = Callable[[ModelSpec, str], HostMemory]  # (spec, name of the kernel)
 
 
 class PrivateMemory:

@@ -106,7 +106,8 @@ def allocate(
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
     for dtype in {layout.units[shard.unit].dtype for shard in owned}:
-        params |= memory.params(_runs([s for s in owned if layout.units[s.unit].dtype is dtype]), dtype)
+        alike = [shard for shard in owned if layout.units[shard.unit].dtype is dtype]
+        params |= memory.params([_sizes(run) for run in runs(alike)], dtype)
     apart = [s for s in trained if layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in trained}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
@@ -118,13 +119,13 @@ def _sizes(shards: Sequence[Shard]) -> Sizes:
     return [(shard.index, shard.numel) for shard in shards]
 
 
-def _runs(shards: Sequence[Shard]) -> list[Sizes]:
+def runs(shards: Sequence[Shard]) -> list[list[Shard]]:
     """Shards that follow each other in a unit, together."""
-    runs: list[list[Shard]] = []
+    found: list[list[Shard]] = []
     for shard in shards:
-        follows = runs and runs[-1][-1].unit == shard.unit and runs[-1][-1].stop == shard.start
-        runs[-1].append(shard) if follows else runs.append([shard])
-    return [_sizes(run) for run in runs]
+        follows = found and found[-1][-1].unit == shard.unit and found[-1][-1].stop == shard.start
+        found[-1].append(shard) if follows else found.append([shard])
+    return found
 
 
 def _owned_shard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,12 +37,16 @@ from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.gradient_writer import GradientWriter
 from rayzero.store.local_peer import LocalPeer
+from rayzero.store.owner_slabs import OwnerSlabs
+from rayzero.store.shared_plan import SharedPlan
 from rayzero.store.stall import StallWatch
+from rayzero.store.unit_windows import UnitWindows
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
 
+_CAN_MAP = hasattr(os, "memfd_create")  # Linux
 _TRANSPORT = "inproc"
 _POOL = 2  # threads that copy, per rank
 
@@ -58,11 +63,26 @@ class LocalOwners:
         recorder: Recorder | None = None,
     ) -> None:
         """``threads``: torch threads of each owner. ``memory_budget``: bytes each may allocate."""
+        self.memories: dict[int, OwnerSlabs] = {}  # by owner, after the first attach, where this system can map them
+        make = [partial(self._make_memory, owner, num_owners) if _CAN_MAP else None for owner in range(num_owners)]
         self.services = [
-            ShardService(owner, num_owners, threads=threads, memory_budget=memory_budget, recorder=recorder)
+            ShardService(
+                owner,
+                num_owners,
+                threads=threads,
+                memory_budget=memory_budget,
+                make_memory=make[owner],
+                recorder=recorder,
+            )
             for owner in range(num_owners)
         ]
         self.lead = StepLead([LocalPeer(service) for service in self.services])
+
+    def _make_memory(self, owner: int, num_owners: int, spec: ModelSpec, kernel: str) -> OwnerSlabs:
+        plan = SharedPlan(spec, shard_map_for(spec.layout, num_owners, spec.shard_map))
+        facts = partial(plan.facts, index=owner, kernel=kernel, incarnation=0)
+        self.memories[owner] = OwnerSlabs(plan, owner, facts, None)
+        return self.memories[owner]
 
     def close(self) -> None:
         """Stop the lead, then every owner. Idempotent."""
@@ -89,6 +109,7 @@ class InProcessStore:
             _POOL, thread_name_prefix=f"store-{rank}", initializer=use_torch_threads, initargs=(1,)
         )
         self._writer: GradientWriter | None = None  # its memory is read by the owners. freed with the last of them
+        self._windows: UnitWindows | None = None
         self._spec: ModelSpec | None = None
         self._map: ShardMap | None = None
         self._closed = False
@@ -102,7 +123,9 @@ class InProcessStore:
             self._writer = GradientWriter(GradientRegion(spec, carve), self._announce, f"store-{self.rank}")
         for service in services:
             service.map_gradients(self.rank, self._writer.region.flats)
-        self._spec, self._map = spec, shard_map_for(spec.layout, len(self._owners.services), spec.shard_map)
+        self._spec, self._map = spec, shard_map_for(spec.layout, len(services), spec.shard_map)
+        arenas = {owner: memory.arena for owner, memory in self._owners.memories.items()}
+        self._windows = UnitWindows(SharedPlan(spec, self._map), arenas, private=True)
         self._owners.lead.attach(self.rank, spec, answers[0].version)
         return answers[0]
 
@@ -149,10 +172,12 @@ class InProcessStore:
 
     def mapped(self, unit: int) -> Tensor | None:
         """See ``ParameterStore.mapped``."""
-        return None
+        return self._windows.tensor(unit) if self._windows is not None else None
 
     def revert(self, unit: int) -> None:
         """See ``ParameterStore.revert``."""
+        if self._windows is not None:
+            self._windows.revert(unit)
 
     def landing(self, contribution: Contribution) -> Tensor | None:
         """See ``ParameterStore.landing``."""
@@ -204,6 +229,8 @@ class InProcessStore:
         self._watch.close(StoreClosedError(f"rank {self.rank} closed its store ({reason})"))
         if self._writer is not None:
             self._writer.close()
+        if self._windows is not None:
+            self._windows.close()
         self._pool.shutdown(wait=True)
 
     # ---- helpers

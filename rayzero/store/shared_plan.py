@@ -1,0 +1,146 @@
+"""What lies where in the shared memory of a run: computed, and equal in every process of the host.
+
+An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (its alone) and one
+``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
+
+    control of an owner   bell | version lines, one a shard | answers, for each rank | orders, for each owner | replies
+    control of a rank     bell | stamps, one a unit | questions
+
+Every word has one writer; bells are rung by whoever has news for their listener.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rayzero.kernels.signals import BELL_BYTES, Cell
+from rayzero.layout.model_layout import Shard
+from rayzero.layout.shard_map import ShardMap
+from rayzero.memory.arena import ArenaPlan, Group, Piece, plan_arena
+from rayzero.memory.mapping import PAGE
+from rayzero.memory.slab_header import SlabFacts
+from rayzero.messages import ModelSpec, canonical_json
+from rayzero.optimizer.landing import landing_dtype
+from rayzero.optimizer.state import runs
+from rayzero.store.mailbox import Cells
+
+LINE_BYTES = 64  # of a shard's version line: a cache line of its own
+_ERROR_BYTES = 9000  # the longest error text, and its name
+_STAMP_BYTES = 24  # before the presence bits: shared_words.py
+
+Wanted = tuple[str, int, int]  # region kind, bytes, stride
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPaths:
+    """Where a process's slabs are, for those who join it."""
+
+    control: str
+    tensors: tuple[str, ...]  # params of an owner, grads of a rank, in order
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """The arithmetic for one model over its owners."""
+
+    spec: ModelSpec
+    shard_map: ShardMap
+
+    def facts(self, role: str, index: int, kernel: str, incarnation: int) -> SlabFacts:
+        """What a slab of this run says of itself."""
+        return SlabFacts(
+            run=self.spec.run,
+            role=role,
+            index=index,
+            incarnation=incarnation,
+            layout_digest=self.spec.layout.digest,
+            kernel=kernel,
+        )
+
+    def shards_of(self, owner: int) -> list[Shard]:
+        """An owner's shards, in the order of its version lines."""
+        return [self.spec.layout.shards[index] for index in self.shard_map.shards_of(owner)]
+
+    # ---- tensors
+
+    def params(self, owner: int) -> ArenaPlan:
+        """An owner's published parameters by shard index. A run of shards starts on a page, so that ranks can map a
+        unit's shards of several owners one behind the other (memory/windows.py)."""
+        units = self.spec.layout.units
+        groups = [
+            Group(pieces=tuple(Piece(key=s.index, numel=s.numel, dtype=units[s.unit].dtype) for s in run), align=PAGE)
+            for run in runs(self.shards_of(owner))
+        ]
+        return plan_arena(groups)
+
+    def gradients(self) -> ArenaPlan:
+        """A rank's gradients by unit index, each unit contiguous and on pages of its own."""
+        accumulate = self.spec.accumulation_steps > 1
+        trained = [unit for unit in self.spec.layout.units if unit.trainable]
+        pieces = [Piece(key=u.index, numel=u.numel, dtype=landing_dtype(u, accumulate)) for u in trained]
+        return plan_arena([Group(pieces=(piece,), align=PAGE) for piece in pieces])
+
+    # ---- control
+
+    def owner_control(self, owner: int) -> Sequence[Wanted]:
+        """Regions of an owner's control slab."""
+        lines = len(self.shard_map.shards_of(owner)) * LINE_BYTES
+        return (
+            ("bell", BELL_BYTES, 0),
+            ("versions", lines, LINE_BYTES),
+            ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
+            ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
+            ("replies", *_cells(self.reply_bytes, 1)),
+        )
+
+    def rank_control(self) -> Sequence[Wanted]:
+        """Regions of a rank's control slab."""
+        stride = Cell.bytes_for(self.stamp_bytes)
+        return (
+            ("bell", BELL_BYTES, 0),
+            ("stamps", stride * len(self.spec.layout.units), stride),
+            ("questions", *_cells(self.question_bytes, 1)),
+        )
+
+    @cached_property
+    def _hyper_bytes(self) -> int:
+        """Room for hyper-parameters: they may get longer than at the start, with more digits."""
+        return 4096 + 4 * len(canonical_json(self.spec.hyper))
+
+    @cached_property
+    def _report_bytes(self) -> int:
+        return 64 + 10 * len(self.spec.layout.units)
+
+    @cached_property
+    def stamp_bytes(self) -> int:
+        """The longest stamp of a unit."""
+        return _STAMP_BYTES + max(((len(unit.slots) + 7) // 8 for unit in self.spec.layout.units), default=0)
+
+    @cached_property
+    def question_bytes(self) -> int:
+        """The longest finish or commit."""
+        return self._report_bytes + self._hyper_bytes
+
+    @cached_property
+    def answer_bytes(self) -> int:
+        """The longest decision or error."""
+        return _ERROR_BYTES + self._hyper_bytes + 10 * self.spec.world_size
+
+    @cached_property
+    def order_bytes(self) -> int:
+        """The longest collect or apply."""
+        return self._report_bytes * self.spec.world_size + self._hyper_bytes
+
+    @cached_property
+    def reply_bytes(self) -> int:
+        """The longest list of norm parts, or an error."""
+        layout = self.spec.layout
+        return _ERROR_BYTES + 32 * sum(len(layout.slices(shard)) for shard in layout.shards)
+
+
+def _cells(capacity: int, sides: int) -> tuple[int, int]:
+    """Bytes of a region with ``Cells`` for each side, and of those of one side."""
+    stride = Cells.bytes_for(capacity)
+    return stride * sides, stride

@@ -1,0 +1,153 @@
+"""A rank's end of shared memory: its gradients, what it tells owners, and the owners' parameters where they lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import RayZeroError, StoreError
+from rayzero.kernels.signals import Bell
+from rayzero.memory.arena import Arena
+from rayzero.memory.slab_header import lay_out_slab
+from rayzero.memory.slabs import SHARED_MEMORY, Slab
+from rayzero.messages import Pushed
+from rayzero.store.mailbox import Asker
+from rayzero.store.shared_owner import LISTEN_S, read_error
+from rayzero.store.shared_plan import SharedPaths, SharedPlan
+from rayzero.store.shared_words import Stamps, VersionLines, bell_of, cells_of
+from rayzero.store.unit_windows import UnitWindows
+
+log = logging.getLogger(__name__)
+
+News = Callable[[int, list[tuple[int, int, int]]], None]  # (owner, [(shard, version, content version)])
+
+
+class _Owner:
+    """An owner of this host: its control slab, its parameters and its bell."""
+
+    def __init__(self, owner: int, control: Slab, params: Arena, plan: SharedPlan) -> None:
+        self.owner, self.control, self.params = owner, control, params
+        self.bell = bell_of(control)
+        self.lines = VersionLines(control, plan.shards_of(owner))
+        self.lines.check(str(control.path))
+        self.units = {shard.unit for shard in plan.shards_of(owner)}
+
+    def close(self) -> None:
+        for slab in (self.control, *self.params.slabs):
+            slab.close()
+
+
+class SharedRank:
+    """What one rank shares with the owners of its host.
+
+    Knows slabs, bells, windows and the lead's mailbox; not steps, nor owners elsewhere. One thread listens to the bell
+    and brings news and answers."""
+
+    def __init__(self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY) -> None:
+        """Allocates the rank's gradient memory. Raises MemoryPlanError where there is no room."""
+        self.rank, self._plan = rank, plan
+        self._gradients = Arena.create(plan.gradients(), plan.facts("grads", rank, "", os.getpid()), directory)
+        try:
+            header = lay_out_slab(plan.facts("control", rank, "rank", os.getpid()), plan.rank_control())
+            self._control = Slab.create(header, directory)
+        except BaseException:
+            self._gradients.close()
+            raise
+        self._bell: Bell = bell_of(self._control)
+        self._stamps = Stamps(self._control, plan)
+        self._owners: dict[int, _Owner] = {}
+        self._lead: Asker | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # ---- joining
+
+    def allocate(self, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Mapping[int, Tensor]:
+        """The units' gradients, for ``GradientRegion``."""
+        return {unit: self._gradients.tensor(unit) for unit, _ in sizes}
+
+    def offer(self) -> SharedPaths:
+        """What owners need to map."""
+        return SharedPaths(str(self._control.path), tuple(str(slab.path) for slab in self._gradients.slabs))
+
+    def meet(self, owner: int, memory: SharedPaths) -> None:
+        """Map an owner's slabs. Raises HandshakeError where they are not of this run."""
+        plan, spec = self._plan, self._plan.spec
+
+        def attach(path: str, *, writable: bool) -> Slab:
+            try:
+                return Slab.attach(Path(path), writable=writable, run=spec.run, layout_digest=spec.layout.digest)
+            except OSError as exc:
+                raise StoreError(f"rank {self.rank} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
+
+        control = attach(memory.control, writable=True)
+        params = Arena(plan.params(owner), [attach(path, writable=False) for path in memory.tensors])
+        self._owners[owner] = _Owner(owner, control, params, plan)
+        if owner == plan.shard_map.owner(0):
+            questions = cells_of(self._control, "questions", 0, plan.question_bytes)
+            answers = cells_of(control, "answers", self.rank, plan.answer_bytes)
+            self._lead = Asker(questions, answers, bell_of(control), read_error)
+
+    def listen(self, on_news: News) -> None:
+        """Bring news and answers from now on, from a thread of its own."""
+        self._on_news = on_news
+        self._thread = threading.Thread(target=self._listen, name=f"rayzero-rank{self.rank}-bell", daemon=True)
+        self._thread.start()
+
+    def windows(self, *, private: bool) -> UnitWindows:
+        """Over the parameters of all owners met."""
+        params = {owner.owner: owner.params for owner in self._owners.values()}
+        return UnitWindows(self._plan, params, private=private)
+
+    def _listen(self) -> None:
+        while not self._closing:
+            heard = self._bell.value  # before looking: what comes while we look rings again
+            for owner in self._owners.values():
+                news = owner.lines.news()
+                if news:
+                    self._on_news(owner.owner, news)
+            if self._lead is not None:
+                self._lead.take_answers()
+            self._bell.wait(heard, LISTEN_S)
+
+    # ---- a step
+
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        """Tell the owners of a push whose bytes are all there."""
+        self._stamps.write(unit, pushed)
+        for owner in self._owners.values():
+            if unit in owner.units:
+                owner.bell.ring()
+
+    def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
+        """Ask the lead; None where shared memory does not reach it, or does not hold the question."""
+        return self._lead.ask(method, request) if self._lead is not None else None
+
+    # ---- parameters where they lie
+
+    def shard(self, owner: int, shard: int) -> Tensor:
+        """A shard's published parameters in the owner's memory: 1D, read only."""
+        return self._owners[owner].params.tensor(shard)
+
+    # ---- the end
+
+    def close(self, error: RayZeroError) -> None:
+        """End the listener, let go of everything; what still waits for an answer fails. Idempotent."""
+        self._closing = True
+        if self._thread is not None:
+            self._bell.ring()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+        if self._lead is not None:
+            self._lead.close(error)
+        for owner in self._owners.values():
+            owner.close()
+        self._control.close()
+        self._gradients.close()

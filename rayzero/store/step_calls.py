@@ -1,0 +1,99 @@
+"""What ranks ask of the lead and the lead of owners within a step: a message in, a future message out, whoever carries
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rayzero.optimizer.futures import fail, settle
+from rayzero.optimizer.lead import StepLead
+from rayzero.optimizer.peers import OwnerPeer
+from rayzero.store import translate
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rpc import OWNER_SERVICE, STORE_SERVICE, methods
+
+T = TypeVar("T")
+
+
+class StepCalls:
+    """Begins each call; waits for nothing.
+
+    Knows the lead, this process's owner and what messages mean; not repeats, deadlines or transports."""
+
+    def __init__(self, lead: Callable[[], StepLead], local: OwnerPeer) -> None:
+        """``lead`` raises StoreError where this owner does not lead."""
+        self._lead, self._local = lead, local
+        self._begin: dict[str, Callable[[Any], Future[Any]]] = {
+            "Finish": self._finish,
+            "Commit": self._commit,
+            "GetDecision": self._decision,
+            "Discard": self._discard,
+            "Save": self._save,
+            "Collect": self._collect,
+            "Apply": self._apply,
+        }
+
+    def begin(self, method: str, request: Any) -> Future[Any]:
+        """The response to come. Raises StoreError where this owner cannot answer at all."""
+        return self._begin[method](request)
+
+    def begin_bytes(self, method: str, request: bytes) -> Future[bytes]:
+        """The same, for transports that carry bytes."""
+        return _then(self.begin(method, _REQUESTS[method].FromString(request)), lambda m: bytes(m.SerializeToString()))
+
+    # ---- of ranks
+
+    def _finish(self, request: pb.FinishRequest) -> Future[pb.FinishResponse]:
+        inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
+        norm = self._lead().finish(translate.report_from_pb(request.report), inputs)
+        return _then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
+
+    def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
+        decision = self._lead().commit(request.rank, request.step, translate.inputs_from_pb(request.inputs))
+        return _then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
+
+    def _decision(self, request: pb.GetDecisionRequest) -> Future[pb.GetDecisionResponse]:
+        decision = self._lead().decision(request.step)
+        return _then(decision, lambda made: pb.GetDecisionResponse(decision=translate.decision_to_pb(made)))
+
+    def _discard(self, request: pb.DiscardRequest) -> Future[pb.DiscardResponse]:
+        done = self._lead().discard(request.rank, request.step, request.attempt)
+        return _then(done, lambda _: pb.DiscardResponse())
+
+    def _save(self, request: pb.SaveRequest) -> Future[pb.SaveResponse]:
+        files = tuple(translate.file_from_pb(entry) for entry in request.files)
+        saved = self._lead().save(request.rank, request.step, Path(request.directory), files)
+        return _then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
+
+    # ---- of the lead
+
+    def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
+        reports = tuple(translate.report_from_pb(report) for report in request.reports)
+        return _then(self._local.collect(request.step, reports), translate.parts_to_pb)
+
+    def _apply(self, request: pb.ApplyRequest) -> Future[pb.ApplyResponse]:
+        applied = self._local.apply(translate.decision_from_pb(request.decision))
+        return _then(applied, lambda _: pb.ApplyResponse())
+
+
+_REQUESTS = {
+    name: method.request for service in (STORE_SERVICE, OWNER_SERVICE) for name, method in methods(service).items()
+}
+
+
+def _then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
+    """A future of ``pack`` of what comes."""
+    target: Future[Any] = Future()
+
+    def pass_on(done: Future[T]) -> None:
+        error = done.exception()
+        if error is None:
+            settle(target, pack(done.result()))
+        else:
+            fail(target, error)
+
+    source.add_done_callback(pass_on)
+    return target
