@@ -1,0 +1,129 @@
+"""Questions and answers in shared memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError
+from rayzero.kernels.signals import BELL_BYTES, Bell, available
+from rayzero.memory.slab_header import SlabFacts, lay_out_slab
+from rayzero.memory.slabs import Slab
+from rayzero.store.mailbox import SLOTS, Answerer, Asker, Cells
+from rayzero.store.shared_owner import read_error, write_error
+
+from .toy import WAIT
+
+pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+CAPACITY = 200
+
+
+def control(role: str) -> Slab:
+    facts = SlabFacts(run="test", role=role, index=0, incarnation=1, layout_digest="", kernel="")
+    return Slab.create(lay_out_slab(facts, [("bell", BELL_BYTES, 0), ("cells", Cells.bytes_for(CAPACITY), 0)]), None)
+
+
+def bell(slab: Slab) -> Bell:
+    return Bell(slab.address(slab.header.regions[0].offset), slab.keeper)
+
+
+def cells(slab: Slab) -> Cells:
+    return Cells(slab.address(slab.header.regions[1].offset), slab.keeper, CAPACITY)
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[Asker, Answerer]]:
+    ours, theirs = control("asker"), control("answerer")
+    asker = Asker(cells(ours), cells(theirs), bell(theirs), read_error)
+    yield asker, Answerer(cells(ours), cells(theirs), bell(ours), write_error)
+    ours.close()
+    theirs.close()
+
+
+def test_answers_find_their_questions_in_any_order(both: tuple[Asker, Answerer]) -> None:
+    asker, answerer = both
+    futures = [asker.ask("Finish", bytes([i])) for i in range(3)]
+    questions = answerer.take_questions()
+    assert [(method, request) for _, _, method, request in questions] == [("Finish", bytes([i])) for i in range(3)]
+    for slot, number, _, request in reversed(questions):
+        answerer.answer(slot, number, request * 2)
+    asker.take_answers()
+    assert [future.result(0) for future in futures if future is not None] == [bytes([i, i]) for i in range(3)]
+    assert answerer.take_questions() == []
+
+
+def test_a_question_is_taken_once_and_its_cell_serves_the_next(both: tuple[Asker, Answerer]) -> None:
+    asker, answerer = both
+    for turn in range(3 * SLOTS):
+        future = asker.ask("Commit", turn.to_bytes(2, "little"))
+        ((slot, number, _, request),) = answerer.take_questions()
+        answerer.answer(slot, number, request)
+        asker.take_answers()
+        assert future is not None
+        assert future.result(0) == turn.to_bytes(2, "little")
+
+
+def test_an_error_arrives_as_itself(both: tuple[Asker, Answerer]) -> None:
+    asker, answerer = both
+    future = asker.ask("Finish", b"")
+    ((slot, number, _, _),) = answerer.take_questions()
+    answerer.answer(slot, number, StepMismatchError("rank 1 is in step 3"))
+    asker.take_answers()
+    assert future is not None
+    with pytest.raises(StepMismatchError, match="rank 1 is in step 3"):
+        future.result(0)
+
+
+def test_what_does_not_fit_goes_another_way(both: tuple[Asker, Answerer]) -> None:
+    asker, answerer = both
+    assert asker.ask("Finish", bytes(CAPACITY)) is None
+    open_ones = [asker.ask("Finish", b"x") for _ in range(SLOTS)]
+    assert None not in open_ones
+    assert asker.ask("Finish", b"x") is None
+    slot, number, _, _ = answerer.take_questions()[0]
+    answerer.answer(slot, number, bytes(CAPACITY))
+    asker.take_answers()
+    with pytest.raises(RayZeroError, match=r"an answer of 200 bytes does not fit"):
+        open_ones[slot].result(0)  # type: ignore[union-attr]
+
+
+def test_close_fails_what_is_open_and_what_comes_later(both: tuple[Asker, Answerer]) -> None:
+    asker, _ = both
+    before = asker.ask("Finish", b"")
+    asker.close(StoreClosedError("over"))
+    for future in (before, asker.ask("Finish", b"")):
+        assert future is not None
+        with pytest.raises(StoreClosedError, match="over"):
+            future.result(0)
+
+
+def test_a_listener_that_waits_for_its_bell_misses_no_question(both: tuple[Asker, Answerer]) -> None:
+    """The way owners listen: read the bell, look, wait. 500 questions, each asked when the last was answered."""
+    asker, answerer = both
+    over = threading.Event()
+
+    def listen(ring: Bell, look: object) -> None:
+        while not over.is_set():
+            heard = ring.value
+            look()  # type: ignore[operator]
+            ring.wait(heard, 0.2)
+
+    def answer_all() -> None:
+        for slot, number, _, request in answerer.take_questions():
+            answerer.answer(slot, number, request[::-1])
+
+    sides = [(asker._bell, answer_all), (answerer._bell, asker.take_answers)]  # each rings the other's
+    threads = [threading.Thread(target=listen, args=side) for side in sides]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(500):
+            future = asker.ask("Finish", turn.to_bytes(4, "little"))
+            assert future is not None
+            assert future.result(WAIT) == turn.to_bytes(4, "big")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
