@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -18,6 +19,8 @@ from typing import Annotated
 
 import typer
 
+from rayzero.cli.slabs import slab_lines, slab_sum, swept
+
 GIB = 1 << 30
 _LEAST_SHM = 64 << 20  # bytes; what containers often have, and less than Ray's object store takes
 _PACKAGES = ("rayzero", "torch", "ray", "grpcio", "protobuf", "pydantic", "safetensors")
@@ -30,16 +33,26 @@ class Finding:
     name: str
     ok: bool | None  # None: good to know, nothing depends on it
     detail: str
+    lines: tuple[str, ...] = ()  # of what was counted, one each
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Only remove shared memory of dead processes.")] = False,
+    slab_dir: Annotated[Path, typer.Option(help="Where shared memory is.")] = Path("/dev/shm"),
+) -> None:
     """Check versions, hardware and limits, then run a training step over gRPC and one on a local Ray. Exit code 1
     when something that a run needs is broken."""
+    if sweep:
+        typer.echo("\n".join(swept(slab_dir)))
+        return
     findings = []
-    for finding in examine():
+    for finding in examine(slab_dir):
         findings.append(finding)
         if not as_json:
             typer.echo(f"{_MARKS[finding.ok]} {finding.name:<14} {finding.detail}")
+            for line in finding.lines:
+                typer.echo(f"{'':<20}{line}")
     broken = [finding.name for finding in findings if finding.ok is False]
     if as_json:
         typer.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
@@ -51,9 +64,22 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
 _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 
 
-def examine() -> Iterator[Finding]:
-    """Every finding, as it is made."""
-    checks = (versions, cpu, gpu, memory, shared_memory, locked_memory, compiler, kernel, step_over_grpc, step_on_ray)
+def examine(slab_dir: Path) -> Iterator[Finding]:
+    """Every finding, as it is made. slab_dir: where shared memory is."""
+    checks = (
+        versions,
+        cpu,
+        gpu,
+        memory,
+        functools.partial(shared_memory, slab_dir),
+        functools.partial(slabs, slab_dir),
+        locked_memory,
+        compiler,
+        kernel,
+        signals,
+        step_over_grpc,
+        step_on_ray,
+    )
     for check in checks:
         yield guarded(check)
 
@@ -64,7 +90,8 @@ def guarded(check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:  # supervision: a broken installation may raise anything, and must be reported
         detail = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return Finding(name=check.__name__.replace("_", " "), ok=False, detail=detail)
+        name = (check.func if isinstance(check, functools.partial) else check).__name__
+        return Finding(name=name.replace("_", " "), ok=False, detail=detail)
 
 
 def versions() -> Finding:
@@ -125,13 +152,21 @@ def memory() -> Finding:
     return Finding(name="memory", ok=None, detail=detail)
 
 
-def shared_memory() -> Finding:
-    """/dev/shm, where Ray keeps its object store."""
-    usage = shutil.disk_usage("/dev/shm")
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+def shared_memory(slab_dir: Path) -> Finding:
+    """Where ranks and owners of a host share memory; Ray keeps its object store in /dev/shm."""
+    usage = shutil.disk_usage(slab_dir)
+    with tempfile.TemporaryFile(dir=slab_dir) as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
-    detail = f"/dev/shm {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB, writable"
+    detail = f"{slab_dir} {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB, writable"
     return Finding(name="shared memory", ok=usage.free >= _LEAST_SHM, detail=detail)
+
+
+def slabs(slab_dir: Path) -> Finding:
+    """Shared memory that runs made, and that dead ones left."""
+    from rayzero.memory.slabs import list_slabs
+
+    found = list_slabs(slab_dir)
+    return Finding(name="slabs", ok=None, detail=slab_sum(found, slab_dir), lines=tuple(slab_lines(found)))
 
 
 def locked_memory() -> Finding:
@@ -162,6 +197,15 @@ def kernel() -> Finding:
     reason = why_not()
     detail = f"native ({NativeKernel().isa})" if reason is None else f"torch, not native: {reason}"
     return Finding(name="kernel", ok=True, detail=detail)
+
+
+def signals() -> Finding:
+    """Whether processes can ring each other through shared memory, and why not."""
+    from rayzero.kernels.signals import available
+
+    reason = available()
+    detail = "futexes in shared memory" if reason is None else f"none, processes of a host use gRPC: {reason}"
+    return Finding(name="signals", ok=None, detail=detail)
 
 
 def one_step() -> float:

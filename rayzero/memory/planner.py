@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +115,44 @@ def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, owner
             f"{who} needs {plan.describe()}, but its host has {format_bytes(free)} free{shared}, measured by "
             f"{limits.source}; raise num_optimizers and spread them over more hosts, or lower num_workers"
         )
+
+
+def check_shared(
+    plan_bytes: int, slab_dir: Path, *, limits: HostLimits | None = None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise MemoryPlanError, with the sum and the setting to change, when shared memory for all of this host's owners
+    and ranks does not fit ``slab_dir``, or would take the host to where Ray kills processes.
+
+    limits: as measured on a host; None: measured here, now. environment: has Ray's settings."""
+    if plan_bytes > shutil.disk_usage(slab_dir).free:
+        raise no_room(plan_bytes, slab_dir, "too small")
+    host = limits or host_limits()
+    threshold = ray_memory_threshold(environment)
+    used = host.total - host.available
+    room = max(0, int(host.total * threshold) - used)
+    if plan_bytes > room:
+        raise MemoryPlanError(
+            f"shared memory needs {format_bytes(plan_bytes)}, but this host has {format_bytes(room)} for it: "
+            f"{format_bytes(host.total)} ({host.source}) x {threshold:g} (where Ray kills processes) - "
+            f"{format_bytes(used)} in use; lower num_workers, spread owners over more hosts with num_optimizers, "
+            "or raise RAY_memory_usage_threshold"
+        )
+
+
+def ray_memory_threshold(environment: Mapping[str, str]) -> float:
+    """The part of a host's memory above which Ray kills processes, by the environment Ray was started with."""
+    if environment.get("RAY_memory_monitor_refresh_ms") == "0":  # it looks at nothing
+        return 1.0
+    return float(environment.get("RAY_memory_usage_threshold", 0.95))
+
+
+def no_room(size: int, slab_dir: Path | None, why: str) -> MemoryPlanError:
+    """The error for shared memory of ``size`` bytes that ``slab_dir`` (None: no directory) does not hold."""
+    free = f"{slab_dir} has {format_bytes(shutil.disk_usage(slab_dir).free)} free" if slab_dir else "there is less"
+    return MemoryPlanError(
+        f"shared memory needs {format_bytes(size)}, but {free} ({why}); "
+        "train a smaller model, set slab_dir to a directory with room, or give the container more with --shm-size"
+    )
 
 
 def format_bytes(size: int) -> str:

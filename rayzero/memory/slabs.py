@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.errors import ConfigError, HandshakeError, MemoryPlanError, StoreClosedError
+from rayzero.errors import ConfigError, HandshakeError, StoreClosedError
 from rayzero.memory.mapping import Mapping
-from rayzero.memory.planner import format_bytes
+from rayzero.memory.planner import no_room
 from rayzero.memory.slab_header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -143,7 +143,7 @@ def create_slabs(
         pool.shutdown()
         filling.close_all()
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            raise _no_room(total, directory, os.strerror(error.errno)) from error
+            raise no_room(total, directory, os.strerror(error.errno)) from error
         raise error from None
     finally:
         pool.shutdown()
@@ -233,15 +233,7 @@ def _check_room(total: int, directory: Path) -> None:
             f"slab_dir is {str(directory)!r}, which is no directory: name one with room for shared memory"
         )
     if total > shutil.disk_usage(directory).free:
-        raise _no_room(total, directory, "too small")
-
-
-def _no_room(total: int, directory: Path | None, why: str) -> MemoryPlanError:
-    free = f"{directory} has {format_bytes(shutil.disk_usage(directory).free)} free" if directory else "there is less"
-    return MemoryPlanError(
-        f"shared memory needs {format_bytes(total)}, but {free} ({why}); "
-        "train a smaller model, set slab_dir to a directory with room, or give the container more with --shm-size"
-    )
+        raise no_room(total, directory, "too small")
 
 
 # ---- other people's slabs ---------------------------------------------------------------------------------------

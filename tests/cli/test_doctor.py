@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rayzero.cli import app
 from rayzero.cli.doctor import (
     Finding,
     _cpu_quota,
@@ -14,17 +21,35 @@ from rayzero.cli.doctor import (
     gpu,
     guarded,
     kernel,
+    locked_memory,
     memory,
     shared_memory,
+    signals,
+    slabs,
     step_over_grpc,
     versions,
 )
+from rayzero.memory.slab_header import SlabFacts, lay_out_slab
+from rayzero.memory.slabs import Slab
+
+SHM = Path("/dev/shm")
 
 
 @pytest.mark.parametrize(
     "check",
-    [versions, cpu, gpu, memory, shared_memory, compiler, kernel],
-    ids=lambda check: check.__name__,
+    [
+        versions,
+        cpu,
+        gpu,
+        memory,
+        partial(shared_memory, SHM),
+        partial(slabs, SHM),
+        locked_memory,
+        compiler,
+        kernel,
+        signals,
+    ],
+    ids=lambda check: getattr(check, "func", check).__name__,
 )
 def test_a_look_at_this_machine_finds_nothing_broken(check):
     found = guarded(check)
@@ -62,3 +87,45 @@ def test_the_cpu_limit_of_a_cgroup_is_read(tmp_path: Path, files, cpus):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert _cpu_quota(tmp_path) == cpus
+
+
+# ---- slabs ------------------------------------------------------------------------------------------------------
+
+DEAD_MAKER = """
+import os, signal, sys
+from pathlib import Path
+from rayzero.memory.slab_header import SlabFacts, lay_out_slab
+from rayzero.memory.slabs import Slab
+facts = SlabFacts(run="gone", role="grads", index=2, incarnation=1, layout_digest="d", kernel="k")
+slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def living(tmp_path: Path):
+    """A slab of this process, beside one of a process that was killed."""
+    killed = subprocess.run([sys.executable, "-c", DEAD_MAKER, str(tmp_path)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    facts = SlabFacts(run="here", role="params", index=0, incarnation=1, layout_digest="d", kernel="k")
+    slab = Slab.create(lay_out_slab(facts, [("data", 1 << 20, 0)]), tmp_path)
+    yield slab
+    slab.close()
+
+
+def test_slabs_are_listed_with_their_run_and_whether_their_maker_lives(tmp_path: Path, living: Slab):
+    found = slabs(tmp_path)
+    assert found.detail.startswith(f"2 in {tmp_path}, 1.012 MiB; 1 of dead processes, 8 KiB: rayzero doctor --sweep")
+    dead, alive = found.lines
+    assert "grads 2 of run gone, pid " in dead
+    assert dead.endswith("DEAD")
+    assert alive == f"{living.path}: 1.004 MiB, params 0 of run here, pid {os.getpid()}, in use"
+
+
+def test_sweep_removes_what_dead_processes_left_and_nothing_else(tmp_path: Path, living: Slab):
+    done = CliRunner().invoke(app, ["doctor", "--sweep", "--slab-dir", str(tmp_path)])
+    assert done.exit_code == 0
+    removed, total = done.output.splitlines()
+    assert removed.startswith(f"removed {tmp_path}/rayzero-gone-grads-2.0-")
+    assert total == "slabs of dead processes removed: 1, 8 KiB"
+    assert list(tmp_path.iterdir()) == [living.path]

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.planner import HostLimits, OwnerPlan, check_plan, format_bytes, host_limits, plan_owner
+from rayzero.memory.planner import (
+    HostLimits,
+    OwnerPlan,
+    check_plan,
+    check_shared,
+    format_bytes,
+    host_limits,
+    plan_owner,
+    ray_memory_threshold,
+)
 from rayzero.optimizer.host_memory import PrivateMemory
 from rayzero.optimizer.landing import RankGradients
 from rayzero.optimizer.state import allocate
@@ -177,3 +186,44 @@ def test_without_cgroups_ram_counts(tmp_path: Path) -> None:
 def test_this_host_has_some_memory() -> None:
     found = host_limits()
     assert 0 < found.available <= psutil.virtual_memory().total
+
+
+# ---- shared memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "threshold"),
+    [
+        ({}, 0.95),
+        ({"RAY_memory_usage_threshold": "0.8"}, 0.8),
+        ({"RAY_memory_usage_threshold": "0.8", "RAY_memory_monitor_refresh_ms": "250"}, 0.8),
+        ({"RAY_memory_monitor_refresh_ms": "0"}, 1.0),
+    ],
+)
+def test_rays_memory_threshold_is_read_from_rays_settings(environment: dict[str, str], threshold: float) -> None:
+    assert ray_memory_threshold(environment) == threshold
+
+
+def test_shared_memory_may_take_what_ray_allows_and_not_a_byte_more(tmp_path: Path) -> None:
+    host = HostLimits(available=60 * MIB, total=100 * MIB, source="RAM")
+    half = {"RAY_memory_usage_threshold": "0.5"}
+    check_shared(10 * MIB, tmp_path, limits=host, environment=half)
+    with pytest.raises(MemoryPlanError) as caught:
+        check_shared(10 * MIB + 1, tmp_path, limits=host, environment=half)
+    assert str(caught.value).startswith(
+        "shared memory needs 10 MiB, but this host has 10 MiB for it: "
+        "100 MiB (RAM) x 0.5 (where Ray kills processes) - 40 MiB in use; lower num_workers"
+    )
+
+
+def test_a_host_that_is_full_already_has_no_room_for_shared_memory(tmp_path: Path) -> None:
+    full = HostLimits(available=MIB, total=100 * MIB, source="RAM")
+    check_shared(0, tmp_path, limits=full, environment={})
+    with pytest.raises(MemoryPlanError, match="this host has 0 B for it"):
+        check_shared(1, tmp_path, limits=full, environment={})
+
+
+def test_shared_memory_that_its_directory_does_not_hold_names_the_setting() -> None:
+    limits = HostLimits(available=1 << 60, total=1 << 60, source="RAM")
+    with pytest.raises(MemoryPlanError, match=r"needs 100 TiB, but /dev/shm has .* free .*slab_dir.*--shm-size"):
+        check_shared(100 << 40, Path("/dev/shm"), limits=limits)
