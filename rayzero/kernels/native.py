@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.base import AdamMemory, Segment
+from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 
 ABI = 2  # of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
@@ -246,28 +246,29 @@ def _segment_table(segments: Sequence[Segment], gradients: Sequence[Tensor], sca
 
 
 def _segment_row(segment: Segment, table: ctypes.Array[_Gradient], scale: float) -> _Segment:
-    options, flags = segment.options, 0
+    constants = _constants(segment.options, segment.step, scale)
+    return _Segment(segment.offset, segment.length, table, len(table), *constants)
+
+
+@functools.lru_cache(64)  # one decision has a few, for all its shards
+def _constants(options: AdamOptions, step: int, scale: float) -> tuple[float, ...]:
+    """What a row has from ``scale`` on; ctypes rounds each to fp32, once."""
+    flags = _AMSGRAD if options.amsgrad else 0
     if options.weight_decay != 0.0:
         flags |= _DECAY if options.decoupled else _L2
-    if options.amsgrad:
-        flags |= _AMSGRAD
     lerp = c_float(1.0 - options.beta1).value
     if lerp >= 0.5:
         flags |= _FROM_GRADIENT
-    return _Segment(
-        offset=segment.offset,
-        length=segment.length,
-        gradients=table,
-        num_gradients=len(table),
-        scale=-scale if options.maximize else scale,
-        weight_decay=1.0 - options.lr * options.weight_decay if options.decoupled else options.weight_decay,
-        lerp=lerp - 1.0 if flags & _FROM_GRADIENT else lerp,
-        beta2=options.beta2,
-        one_minus_beta2=1.0 - options.beta2,
-        step_size=options.lr / (1.0 - options.beta1**segment.step),
-        bias2_sqrt=math.sqrt(1.0 - options.beta2**segment.step),
-        eps=options.eps,
-        flags=flags,
+    return (
+        -scale if options.maximize else scale,
+        1.0 - options.lr * options.weight_decay if options.decoupled else options.weight_decay,
+        lerp - 1.0 if flags & _FROM_GRADIENT else lerp,
+        options.beta2,
+        1.0 - options.beta2,
+        options.lr / (1.0 - options.beta1**step),
+        math.sqrt(1.0 - options.beta2**step),
+        options.eps,
+        flags,
     )
 
 
@@ -284,20 +285,21 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
         raise UnsupportedError("amsgrad needs max_exp_avg_sq, and the shard was allocated without it")
     largest, params = memory.max_exp_avg_sq, memory.params
     return _Memory(
-        master=_address(memory.master, "master", end, torch.float32),
-        exp_avg=_address(memory.exp_avg, "exp_avg", end, torch.float32),
-        exp_avg_sq=_address(memory.exp_avg_sq, "exp_avg_sq", end, torch.float32),
-        max_exp_avg_sq=None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
-        params=None if params is None else _address(params, "params", end),
-        params_dtype=0 if params is None else _DTYPES[params.dtype],
+        _address(memory.master, "master", end, torch.float32),
+        _address(memory.exp_avg, "exp_avg", end, torch.float32),
+        _address(memory.exp_avg_sq, "exp_avg_sq", end, torch.float32),
+        None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
+        None if params is None else _address(params, "params", end),
+        0 if params is None else _DTYPES[params.dtype],
     )
 
 
 def _address(tensor: Tensor, name: str, end: int, dtype: torch.dtype | None = None) -> int:
     """Where the elements lie. Raises UnsupportedError on what C would misread."""
-    if tensor.dtype not in _DTYPES or (dtype is not None and tensor.dtype is not dtype):
-        raise UnsupportedError(f"{name} is {tensor.dtype}: the native kernel takes {dtype or [*_DTYPES]}")
-    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < end:
+    found = tensor.dtype
+    if found is not dtype and (dtype is not None or found not in _DTYPES):
+        raise UnsupportedError(f"{name} is {found}: the native kernel takes {dtype or [*_DTYPES]}")
+    if tensor.stride() != (1,) or tensor.numel() < end or not tensor.is_cpu:
         raise UnsupportedError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}: "
             f"the native kernel takes contiguous 1D tensors in host memory, here of at least {end:,} elements"

@@ -28,8 +28,9 @@ class RankSum:
         """fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty).
 
         The result may be the only rank's own memory: read it, do not write it. It is valid until the next call."""
-        if len(ranks) == 1 and gradients[ranks[0]].dtype is torch.float32:
-            return gradients[ranks[0]][start:stop]
+        if len(ranks) == 1:
+            only = gradients[ranks[0]][start:stop]
+            return only if only.dtype is torch.float32 else self._total[: stop - start].copy_(only)
         total, group = self._total[: stop - start], self._group[: stop - start]
         for index, (_, members) in enumerate(groupby(ranks, key=lambda rank: rank // GROUP)):
             parts = [gradients[rank][start:stop] for rank in members]

@@ -56,16 +56,17 @@ class TorchKernel:
             grad.mul_(scale)  # where it was summed: one tile less in cache
         elif scale != 1.0:
             grad = torch.mul(grad, scale, out=self._scaled[: stop - start])
-        self._adam(memory, grad, segment, start, stop)
+        master = memory.master[start:stop]
+        self._adam(memory, master, grad, segment, start, stop)
         if memory.params is not None:
-            memory.params[start:stop].copy_(memory.master[start:stop])
+            memory.params[start:stop].copy_(master)
 
-    def _adam(self, memory: AdamMemory, grad: Tensor, segment: Segment, start: int, stop: int) -> None:
+    def _adam(self, memory: AdamMemory, master: Tensor, grad: Tensor, segment: Segment, start: int, stop: int) -> None:
         options = segment.options
         fused = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
         largest = [memory.max_exp_avg_sq[start:stop]] if memory.max_exp_avg_sq is not None else []
         fused(
-            [memory.master[start:stop]],
+            [master],
             [grad],
             [memory.exp_avg[start:stop]],
             [memory.exp_avg_sq[start:stop]],
