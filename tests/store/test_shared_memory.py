@@ -1,0 +1,171 @@
+"""What lies in the shared memory of a run: plans, version lines, stamps and windows, without any store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.errors import HandshakeError
+from rayzero.kernels.signals import available
+from rayzero.layout.shard_map import shard_map_for
+from rayzero.memory.arena import Arena
+from rayzero.memory.slab_header import lay_out_slab
+from rayzero.memory.slabs import Slab
+from rayzero.messages import Pushed
+from rayzero.store.owner_slabs import OwnerSlabs
+from rayzero.store.shared_plan import SharedPlan
+from rayzero.store.shared_words import Stamps, VersionLines
+from rayzero.store.unit_windows import UnitWindows
+
+from .toy import make_spec
+
+needs_signals = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+
+
+def plan_of(num_owners: int, **fields: object) -> SharedPlan:
+    spec = make_spec(**fields)  # type: ignore[arg-type]
+    return SharedPlan(spec, shard_map_for(spec.layout, num_owners, spec.shard_map))
+
+
+@pytest.fixture
+def slabs() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def owner_slabs(stack: ExitStack, plan: SharedPlan, owner: int) -> OwnerSlabs:
+    found = OwnerSlabs(plan, owner, lambda role: plan.facts(role, owner, "test", 1), None)
+    stack.callback(found.close)
+    return found
+
+
+def control(stack: ExitStack, plan: SharedPlan, role: str) -> Slab:
+    regions = plan.owner_control(0) if role == "owner" else plan.rank_control()
+    slab = Slab.create(lay_out_slab(plan.facts("control", 0, "", 1), regions), None)
+    stack.callback(slab.close)
+    return slab
+
+
+# ---- windows: a unit as one tensor, where its owners write it
+
+
+def fill(plan: SharedPlan, arenas: dict[int, Arena]) -> None:
+    """Every element of the model its own number."""
+    for shard in plan.spec.layout.shards:
+        start = 100_000 * shard.unit + shard.start
+        arenas[plan.shard_map.owner(shard.index)].tensor(shard.index).copy_(torch.arange(start, start + shard.numel))
+
+
+@given(owners=st.integers(1, 5), shard_numel=st.sampled_from([64, 512, 1024, 2048, 4096]))
+def test_a_window_shows_what_all_owners_of_a_unit_write_or_there_is_none(owners: int, shard_numel: int) -> None:
+    plan = plan_of(owners, shard_numel=shard_numel)
+    with ExitStack() as stack:
+        arenas = {owner: owner_slabs(stack, plan, owner).arena for owner in range(owners)}
+        windows = UnitWindows(plan, arenas, private=True)
+        stack.callback(windows.close)
+        fill(plan, arenas)
+        for unit in plan.spec.layout.units:
+            found = windows.tensor(unit.index)
+            if found is not None:
+                assert found.tolist() == list(range(100_000 * unit.index, 100_000 * unit.index + unit.numel))
+            pages = shard_numel * unit.dtype.itemsize % 4096 == 0
+            one_owner = len({plan.shard_map.owner(s.index) for s in plan.spec.layout.shards_by_unit[unit.index]}) == 1
+            assert (found is not None) == (pages or one_owner)
+
+
+def test_a_unit_of_an_owner_elsewhere_has_no_window(slabs: ExitStack) -> None:
+    plan = plan_of(2, shard_numel=1024)
+    windows = UnitWindows(plan, {0: owner_slabs(slabs, plan, 0).arena}, private=True)
+    here = {shard.unit for shard in plan.shards_of(0)} - {shard.unit for shard in plan.shards_of(1)}
+    assert {u.index for u in plan.spec.layout.units if windows.tensor(u.index) is not None} == here
+
+
+def test_writes_into_a_window_stay_private_and_are_reverted(slabs: ExitStack) -> None:
+    plan = plan_of(1)
+    arenas = {0: owner_slabs(slabs, plan, 0).arena}
+    fill(plan, arenas)
+    windows = UnitWindows(plan, arenas, private=True)
+    window, truth = windows.tensor(0), arenas[0].tensor(0)
+    assert window is not None
+    window.zero_()
+    assert truth[5] == 5
+    windows.revert(0)
+    assert window[5] == 5
+    truth[5] = 7
+    assert window[5] == 7
+
+
+def test_masters_and_moments_are_not_in_slabs_that_ranks_map(slabs: ExitStack) -> None:
+    plan = plan_of(1, dtypes=[torch.bfloat16] * 3)
+    memory = owner_slabs(slabs, plan, 0)
+    sizes = [(shard.index, shard.numel) for shard in plan.spec.layout.shards]
+    master, moment = memory.state(sizes, torch.float32), memory.state(sizes, torch.float32)
+    mapped = [(slab.address(0), slab.address(0) + slab.header.bytes) for slab in memory.arena.slabs]
+    for tensor in (*master.values(), *moment.values()):
+        assert not any(start <= tensor.data_ptr() < stop for start, stop in mapped)
+    assert len({t.data_ptr() for t in (*master.values(), *moment.values())}) == 2 * len(sizes)
+
+
+# ---- words
+
+
+@needs_signals
+def test_version_lines_tell_news_once_and_whose_they_are(slabs: ExitStack) -> None:
+    plan = plan_of(1)
+    slab, shards = control(slabs, plan, "owner"), plan.shards_of(0)
+    ours, theirs = VersionLines(slab, shards), VersionLines(slab, shards)
+    ours.describe()
+    theirs.check("here")
+    assert theirs.news() == []
+    ours.publish(3, 0, 0)
+    ours.publish(1, 2, 1)
+    assert theirs.news() == [(1, 2, 1), (3, 0, 0)]
+    assert theirs.news() == []
+    with pytest.raises(HandshakeError, match=r"here has shard \(0, 0, 512\)"):
+        VersionLines(slab, plan_of(1, shard_numel=1024).shards_of(0)).check("here")
+
+
+@needs_signals
+def test_a_stamp_is_the_newest_of_its_unit(slabs: ExitStack) -> None:
+    plan = plan_of(1)
+    slab = control(slabs, plan, "rank")
+    ours, theirs = Stamps(slab, plan), Stamps(slab, plan)
+    first = Pushed(step=4, attempt=0, count=1, presence=b"\x05")
+    second = Pushed(step=4, attempt=0, count=2, presence=b"\x0f")
+    ours.write(1, first)
+    assert theirs.news() == [(1, first)]
+    ours.write(1, first)
+    ours.write(1, second)
+    ours.write(2, first)
+    assert theirs.news() == [(1, second), (2, first)]
+
+
+@needs_signals
+def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
+    """The sizes that the plan reserves hold what the wire makes of the largest values."""
+    from rayzero.messages import Action, Decision, FinishReport, NormParts, StepInputs
+    from rayzero.store import translate
+    from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+
+    big = 1 << 40
+    plan = plan_of(3, world_size=9)
+    spec = plan.spec
+    report = FinishReport(step=big, attempt=1 << 30, rank=8, counts=(1 << 20,) * len(spec.layout.units))
+    inputs = StepInputs(max_norms=(1e-300 / 3,) * 8, hyper=spec.hyper)
+    finish = pb.FinishRequest(report=translate.report_to_pb(report), inputs=translate.inputs_to_pb(inputs))
+    assert finish.ByteSize() + 20 <= plan.question_bytes
+    collect = pb.CollectRequest(step=big, reports=[translate.report_to_pb(report)] * spec.world_size)
+    assert collect.ByteSize() + 20 <= plan.order_bytes
+    decision = Decision(
+        step=big, attempts=(1 << 30,) * 9, action=Action.APPLY, scale=1 / 3, norm=1 / 3, hyper=spec.hyper
+    )
+    assert pb.ApplyRequest(decision=translate.decision_to_pb(decision)).ByteSize() + 20 <= plan.order_bytes
+    assert pb.CommitResponse(decision=translate.decision_to_pb(decision)).ByteSize() + 20 <= plan.answer_bytes
+    parts = [(s.index, p.slot, 1 / 3) for s in spec.layout.shards for p in spec.layout.slices(s)]
+    reply = translate.parts_to_pb(NormParts(step=big, parts=tuple(parts)))
+    assert reply.ByteSize() + 20 <= plan.reply_bytes
