@@ -1,70 +1,69 @@
 """How fast the kernels update, against the memory limit of the same run: bf16 gradients in, bf16 parameters out.
 
-    python benchmarks/adam.py [--mparams 64] [--ranks 1] [--threads 2] [--rounds 15] [--patience 60]
-                              [--all-isas] [--json]
+    python benchmarks/adam.py [--mparams 64] [--threads 2] [--rounds 15] [--patience 60] [--all-isas] [--json]
 
-The limit is three fp32 arrays read, scaled and written in place (24 B/param) by the same threads; a path moves at least
-26 + 2 x ranks bytes a parameter. All paths run once a round, in turn, so that what the machine does meanwhile hits
-them alike; a ratio is the median over rounds of path / limit within a round. A round in which other processes took
-more than 5 % of the CPUs is run again, for as long as --patience (seconds) lasts. DeepSpeed is measured where it is
-installed; it builds its extension first.
+The limit is three fp32 arrays read, scaled and written in place by the same threads (24 bytes a parameter); an update
+moves 28: gradient 2, master and two moments 8 each, parameter 2. Every path has memory of its own and runs once a
+round, in turn, so that what the machine does meanwhile hits them alike; a ratio is the median over rounds of path /
+limit within a round. A round in which others took more than 5 % of the machine is run again while ``--patience``
+(seconds) lasts. DeepSpeedCPUAdam is measured where it is installed; it compiles its extension first.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import datetime
 import importlib
 import json
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.kernels import native
-from rayzero.kernels.base import AdamMemory, AdamOptions, Kernel, Segment
-from rayzero.kernels.native import NativeKernel, NativeLibrary, NativeSquareSum, ThreadTeam
-from rayzero.kernels.reference import ReferenceKernel
+from rayzero.bench.figures import Busy, Spread, about, plain, timed
+from rayzero.errors import UnsupportedError
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
+from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
-from rayzero.optimizer.norm import Squares, SquareSum
+from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.messages import Hyper, ModelSpec
+from rayzero.optimizer.host_memory import PrivateMemory
+from rayzero.optimizer.rules import AdamRule, ShardWork
+from rayzero.optimizer.state import OwnedShard, allocate
 
-OPTIONS = AdamOptions(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-SMALL = 1 << 14  # elements the reference kernel gets: it is plain Python
-LIMIT = "limit"
-MOST_DISTURBED = 0.05  # of the CPUs, by other processes
+HYPER: Hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS = AdamOptions.from_hyper(HYPER, decoupled=True)
+SHARD = 1 << 21  # elements: layout's own size
+LIMIT, ONE_BLOCK, SHARDS = "limit", "native, one block", "native, 2M-element shards by AdamRule"
+TORCH, TORCH_OPTIM, DEEPSPEED = "torch kernel, one block", "torch.optim.AdamW(fused=True)", "DeepSpeedCPUAdam"
+MOST_DISTURBED = 0.05  # of the machine, by others
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """One way to do the work."""
 
     name: str
-    params: int  # elements a call works on
-    param_bytes: int  # least traffic per element
+    param_bytes: int  # least traffic per parameter
     run: Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was measured of one path: medians, and the least and the most."""
+    """What was measured of one path."""
 
     name: str
-    mparams_per_s: float
-    mparams_per_s_min: float
-    mparams_per_s_max: float
-    gb_per_s: float
-    of_limit: float  # bytes per second against the limit's, per round
-    of_limit_min: float
-    of_limit_max: float
+    mparams_per_s: Spread
+    gb_per_s: float  # median
+    of_limit: Spread  # bytes per second against the limit's, per round
+
+
+# ---- paths ------------------------------------------------------------------------------------------------------
 
 
 def make_memory(count: int) -> AdamMemory:
@@ -78,188 +77,213 @@ def make_memory(count: int) -> AdamMemory:
     )
 
 
-def update_path(name: str, kernel: Kernel, memory: AdamMemory, gradients: list[Tensor]) -> Path:
-    """One update of the whole shard by ``kernel``."""
-    count, ranks = memory.master.numel(), tuple(range(len(gradients)))
-    segments = [Segment(offset=0, length=count, ranks=ranks, options=OPTIONS, step=10)]
-
-    def run() -> None:
-        kernel.update(memory, gradients, segments, 0.5, lambda done, total: None)
-
-    return Path(name=name, params=count, param_bytes=26 + 2 * len(ranks), run=run)
-
-
-def deepspeed_path(memory: AdamMemory, gradients: list[Tensor]) -> list[Path]:
-    """The same work in DeepSpeed's way, where it is installed: gradients to fp32, its fused step, then to bf16."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # it talks on import
-            cpu_adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-            parameter = torch.nn.Parameter(memory.master)
-            step = OPTIONS.lr, (OPTIONS.beta1, OPTIONS.beta2), OPTIONS.eps, OPTIONS.weight_decay
-            optimizer = cpu_adam([parameter], lr=step[0], betas=step[1], eps=step[2], weight_decay=step[3])
-    except ImportError:
-        return []
-    parameter.grad = torch.zeros(memory.master.numel())
-
-    def run() -> None:
-        grad = parameter.grad
-        assert grad is not None
-        assert memory.params is not None
-        grad.copy_(gradients[0])
-        for gradient in gradients[1:]:
-            grad.add_(gradient)
-        optimizer.step()
-        with torch.no_grad():
-            memory.params.copy_(parameter)
-
-    run()  # builds its extension
-    bytes_moved = 26 + 2 * len(gradients)
-    return [Path(name="DeepSpeedCPUAdam", params=memory.master.numel(), param_bytes=bytes_moved, run=run)]
-
-
-def limit_path(library: NativeLibrary, memory: AdamMemory, threads: int) -> Path:
+def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
     """Three arrays in place."""
-    team, count = ThreadTeam(threads), memory.master.numel()
-    arrays = [tensor.data_ptr() for tensor in (memory.master, memory.exp_avg, memory.exp_avg_sq)]
+    arrays, team = [torch.randn(count) for _ in range(3)], Team(library, threads)
 
     def run() -> None:
-        claimed = ctypes.c_int64(0)
-        team.run(lambda: library.rewrite(*arrays, count, 1.0, native.TILE, ctypes.byref(claimed)))
+        library.rewrite(team.address, *(array.data_ptr() for array in arrays), count, 1.0, native.TILE)
 
-    return Path(name=LIMIT, params=count, param_bytes=24, run=run)
-
-
-def squares_path(name: str, square_sum: Squares, gradients: list[Tensor]) -> Path:
-    """The norm part of the whole shard."""
-    count, ranks = gradients[0].numel(), range(len(gradients))
-    run = partial(square_sum.part, gradients, ranks, 0, count)
-    return Path(name=name, params=count, param_bytes=2 * len(ranks), run=run)
+    return Path(name=LIMIT, param_bytes=24, run=run)
 
 
-def make_paths(library: NativeLibrary, count: int, num_ranks: int, threads: int, *, all_isas: bool) -> list[Path]:
+def kernel_path(name: str, kernel: Kernel, memory: AdamMemory, gradient: Tensor) -> Path:
+    """One call for everything."""
+    segments = [Segment(offset=0, length=gradient.numel(), ranks=(0,), options=OPTIONS, step=10)]
+    return Path(name=name, param_bytes=28, run=partial(kernel.update, memory, [gradient], segments, 1.0, quiet))
+
+
+def shards_path(gradient: Tensor) -> Path:
+    """As an owner does it: shard after shard, through its rule."""
+    rows = gradient.numel() // 1024
+    unit = lay_out_unit(0, "all", torch.bfloat16, True, [(f"{i}.weight", (1024, 1024)) for i in range(rows // 1024)])
+    layout = ModelLayout(units=(unit,), shard_numel=SHARD)
+    spec = ModelSpec(
+        run="bench",
+        layout=layout,
+        world_size=1,
+        optimizer="torch.optim.adamw:AdamW",
+        hyper=(HYPER,),
+        group_of=((0,) * len(unit.slots),),
+        kernel=NativeKernel.name,
+    )
+    rule = AdamRule(spec, decoupled=True)
+    owned = allocate(layout, range(len(layout.shards)), spec.group_of, rule.state_kinds, PrivateMemory())
+    work = [(shard, shard_work(shard, gradient, spec)) for shard in owned.values()]
+
+    def run() -> None:
+        for shard, todo in work:
+            rule.update(shard, todo, quiet)
+
+    return Path(name=SHARDS, param_bytes=28, run=run)
+
+
+def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWork:
+    """A decision that updates all of a shard by one rank's gradient."""
+    return ShardWork(
+        gradients=[gradient[owned.shard.start : owned.shard.stop]],
+        contributors=((0,),) * len(owned.slices),
+        scale=1.0,
+        hyper=spec.hyper,
+    )
+
+
+def optimizer_path(name: str, make: Callable[..., torch.optim.Optimizer], memory: AdamMemory, gradient: Tensor) -> Path:
+    """The same work around an optimizer that wants whole fp32 gradients: upcast, step, downcast."""
+    assert memory.params is not None
+    params, parameter = memory.params, torch.nn.Parameter(memory.master)
+    optimizer = make([parameter], **HYPER)
+    parameter.grad = wide = torch.zeros(gradient.numel())
+
+    def run() -> None:
+        wide.copy_(gradient)
+        optimizer.step()
+        params.copy_(parameter.detach())
+
+    return Path(name=name, param_bytes=28, run=run)
+
+
+def find_deepspeed() -> Callable[..., torch.optim.Optimizer] | None:
+    """DeepSpeed's optimizer with its extension, which its first use compiles; None where it is not installed."""
+    with contextlib.redirect_stdout(sys.stderr):  # it talks
+        try:
+            found: Callable[..., torch.optim.Optimizer] = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        except ImportError:
+            return None
+        found([torch.nn.Parameter(torch.zeros(64))])
+    return found
+
+
+def quiet(done: int, total: int) -> None:
+    """Nobody asks for progress."""
+
+
+def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bool) -> list[Path]:
     """Every path of this machine, the limit first."""
-    memory = make_memory(count)
-    gradients = [torch.randn(count).to(torch.bfloat16) for _ in range(num_ranks)]
-    small = [gradient[:SMALL] for gradient in gradients]
-    isas = [native.ISAS[isa] for isa in (library.isas if all_isas else library.isas[-1:])]
+    gradient = torch.randn(count).to(torch.bfloat16)
+    isas = [native.ISAS[isa] for isa in library.isas[:-1]] if all_isas else []
+    block, deepspeed = make_memory(count), find_deepspeed()
+    peers = [(TORCH_OPTIM, partial(torch.optim.AdamW, fused=True)), (DEEPSPEED, deepspeed)]
     return [
-        limit_path(library, memory, threads),
-        *(
-            update_path(f"native {isa}, {t} threads", NativeKernel(threads=t, isa=isa), memory, gradients)
-            for isa in isas
-            for t in sorted({1, threads})
-        ),
-        update_path(f"torch, {threads} threads", TorchKernel(), memory, gradients),
-        *deepspeed_path(memory, gradients),
-        update_path("reference", ReferenceKernel(), make_memory(SMALL), small),
-        squares_path(f"squares native, {threads} threads", NativeSquareSum(threads=threads), gradients),
-        squares_path(f"squares torch, {threads} threads", SquareSum(), gradients),
+        limit_path(library, count, threads),
+        kernel_path(ONE_BLOCK, NativeKernel(threads=threads), block, gradient),
+        shards_path(gradient),
+        *(kernel_path(f"native {isa}", NativeKernel(threads=threads, isa=isa), block, gradient) for isa in isas),
+        kernel_path(TORCH, TorchKernel(), make_memory(count), gradient),
+        *(optimizer_path(name, make, make_memory(count), gradient) for name, make in peers if make is not None),
     ]
 
 
-def busy_seconds() -> float:
-    """CPU seconds that processes other than this one have used since boot."""
-    with open("/proc/stat", encoding="ascii") as stat:
-        user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(int, stat.readline().split()[1:])
-    used = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    own = os.times()
-    return used - own.user - own.system
+# ---- rounds -----------------------------------------------------------------------------------------------------
+
+
+def play(paths: Sequence[Path], rounds: int, patience_s: float) -> tuple[list[dict[str, float]], list[float]]:
+    """Seconds per path of each round, and the part of the machine that others took in it."""
+    one_round(paths)  # warm
+    kept, taken, deadline = list[dict[str, float]](), list[float](), perf_counter() + patience_s
+    while len(kept) < rounds:
+        seconds, others = one_round(paths)
+        if others <= MOST_DISTURBED or perf_counter() > deadline:
+            kept.append(seconds)
+            taken.append(others)
+    return kept, taken
 
 
 def one_round(paths: Sequence[Path]) -> tuple[dict[str, float], float]:
-    """Seconds of each path, and the part of the CPUs that others took."""
-    began, others = time.perf_counter(), busy_seconds()
-    seconds = {}
-    for path in paths:
-        start = time.perf_counter()
-        path.run()
-        seconds[path.name] = time.perf_counter() - start
-    taken = (busy_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
-    return seconds, max(taken, 0.0)
+    """Every path once: seconds, and what others took."""
+    before = Busy.now(())
+    seconds = {path.name: timed(path.run) for path in paths}
+    return seconds, Busy.now(()).others_since(before)
 
 
-def measure(paths: Sequence[Path], rounds: int, patience: float) -> tuple[list[dict[str, float]], int]:
-    """Seconds per path of each round, and how many rounds were disturbed and kept for want of patience."""
-    one_round(paths)  # warm
-    kept: list[dict[str, float]] = []
-    disturbed, deadline = 0, time.perf_counter() + patience
-    while len(kept) < rounds:
-        seconds, taken = one_round(paths)
-        if taken > MOST_DISTURBED and time.perf_counter() < deadline:
-            continue
-        disturbed += taken > MOST_DISTURBED
-        kept.append(seconds)
-    return kept, disturbed
+def row_of(path: Path, limit: Path, count: int, rounds: Sequence[dict[str, float]]) -> Row:
+    """Medians and spreads over the rounds."""
+    rates = [count / seconds[path.name] for seconds in rounds]
+    most = [limit.param_bytes * count / seconds[LIMIT] for seconds in rounds]
+    speed = Spread.of(rate / 1e6 for rate in rates)
+    return Row(
+        name=path.name,
+        mparams_per_s=speed,
+        gb_per_s=speed.median * path.param_bytes / 1e3,
+        of_limit=Spread.of(rate * path.param_bytes / bytes_s for rate, bytes_s in zip(rates, most, strict=True)),
+    )
 
 
-def rows_of(paths: Sequence[Path], rounds: Sequence[dict[str, float]]) -> list[Row]:
-    """Medians over the rounds."""
-    limit = next(path for path in paths if path.name == LIMIT)
-    rows = []
-    for path in paths:
-        rates = [path.params / seconds[path.name] / 1e6 for seconds in rounds]
-        limits = [limit.params * limit.param_bytes / seconds[LIMIT] / 1e6 for seconds in rounds]
-        ratios = [rate * path.param_bytes / most for rate, most in zip(rates, limits, strict=True)]
-        rows.append(
-            Row(
-                name=path.name,
-                mparams_per_s=statistics.median(rates),
-                mparams_per_s_min=min(rates),
-                mparams_per_s_max=max(rates),
-                gb_per_s=statistics.median(rates) * path.param_bytes / 1e3,
-                of_limit=statistics.median(ratios),
-                of_limit_min=min(ratios),
-                of_limit_max=max(ratios),
-            )
-        )
-    return rows
+def measure(
+    *, mparams: int = 64, threads: int = 2, rounds: int = 15, patience_s: float = 60.0, all_isas: bool = False
+) -> dict[str, Any]:
+    """Measure on this machine; everything that is said of it, as plain numbers. ``mparams``: 2^20 parameters.
 
-
-def processor() -> str:
-    """Model name, where the system says it."""
-    with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-        names = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mparams", type=int, default=64, help="2^20 parameters")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for undisturbed rounds")
-    parser.add_argument("--all-isas", action="store_true", help="every instruction set, not the best alone")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    Raises UnsupportedError where the native kernel, and with it the limit's loop, is not there."""
     library = native.load()
     if isinstance(library, str):
-        raise SystemExit(f"no native kernel, and so no limit to measure against: {library}")
-    torch.set_num_threads(options.threads)
-    paths = make_paths(library, options.mparams << 20, options.ranks, options.threads, all_isas=options.all_isas)
-    rounds, disturbed = measure(paths, options.rounds, options.patience)
-    rows = rows_of(paths, rounds)
-    about = {
-        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="minutes"),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "mparams": options.mparams,
-        "ranks": options.ranks,
-        "threads": options.threads,
-        "rounds": options.rounds,
-        "rounds_disturbed": disturbed,
-    }
-    if options.json:
-        print(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1))
-        return
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    for row in rows:
-        print(
-            f"{row.name:28}{row.mparams_per_s:9.1f} Mparam/s ({row.mparams_per_s_min:.1f}-{row.mparams_per_s_max:.1f})"
-            f"{row.gb_per_s:7.1f} GB/s  {row.of_limit:.2f} of the limit ({row.of_limit_min:.2f}-{row.of_limit_max:.2f})"
+        raise UnsupportedError(f"no native kernel, and so no limit to measure against: {library}")
+    facts, before, count = about(), torch.get_num_threads(), mparams << 20
+    torch.set_num_threads(threads)
+    try:
+        paths = make_paths(library, count, threads, all_isas=all_isas)
+        seconds, others = play(paths, rounds, patience_s)
+    finally:
+        torch.set_num_threads(before)
+    names = {path.name for path in paths}
+    found: dict[str, Any] = plain(
+        facts
+        | {"mparams": mparams, "threads": threads, "rounds": rounds, "isa": NativeKernel().isa}
+        | {"others": Spread.of(others), "rows": [row_of(path, paths[0], count, seconds) for path in paths]}
+        | {"absent": {} if DEEPSPEED in names else {DEEPSPEED: "not installed"}}
+        | {
+            "native_over": {
+                name: Spread.of(times[name] / times[ONE_BLOCK] for times in seconds)
+                for name in (TORCH_OPTIM, DEEPSPEED)
+                if name in names
+            }
+        }
+    )
+    return found
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """A table for people."""
+    apart = ("rows", "absent", "native_over", "others")
+    lines = [", ".join(f"{name} {value}" for name, value in found.items() if name not in apart)]
+    lines.append(f"others took {Spread(**found['others']).text(100, 0)} % of the machine")
+    for row in found["rows"]:
+        rate, part = Spread(**row["mparams_per_s"]), Spread(**row["of_limit"])
+        lines.append(
+            f"  {row['name']:38} {rate.text(digits=0):>18} Mparam/s {row['gb_per_s']:6.1f} GB/s   "
+            f"{part.text()} of the limit"
         )
+    lines += [f"  {name:38} {why}" for name, why in found["absent"].items()]
+    lines += [f"  native, one block: {Spread(**r).text()} x {name}" for name, r in found["native_over"].items()]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--mparams", type=int, default=64, help="2^20 parameters, an even number")
+    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--patience", type=float, default=60.0, help="seconds to wait for undisturbed rounds")
+    made.add_argument("--all-isas", action="store_true", help="every instruction set, not the best alone")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    args = parser().parse_args(argv)
+    found = measure(
+        mparams=args.mparams,
+        threads=args.threads,
+        rounds=args.rounds,
+        patience_s=args.patience,
+        all_isas=args.all_isas,
+    )
+    print(json.dumps(found, indent=1) if args.json else text_of(found))
 
 
 if __name__ == "__main__":
