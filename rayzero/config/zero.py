@@ -106,6 +106,16 @@ class ZeroConfig(ConfigModel):
     chunk_bytes: Size = 4 * MIB
     """Bytes of payload in one gRPC message."""
 
+    wire_compression: Literal["none", "bf16"] = "none"
+    """How fp32 gradients travel between hosts (gRPC). "none": as they are; what RayZero calls exact needs this. "bf16":
+    half the bytes, rounded to nearest even and widened by the owner before they are added. The relative error of an
+    element is at most 2**-8 (for magnitudes below 2**-126 the absolute one at most 2**-134); inf and nan stay, and
+    finite magnitudes above 3.396e38 become inf."""
+
+    broadcast: Literal["pull", "push"] = "pull"
+    """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
+    as soon as it has memory for the unit, and owners send each shard with its publication: no round trip after it."""
+
     @field_validator("units", "keep_fp32", mode="before")
     @classmethod
     def _names(cls, value: object) -> object:

@@ -29,7 +29,7 @@ class Gather:
 
     def run(self, part: Part) -> None:
         """Do one part in this thread, unless the future was cancelled; its error goes to the future."""
-        if not self._start():
+        if not self.start():
             return
         try:
             part()
@@ -40,7 +40,7 @@ class Gather:
 
     def end(self, error: BaseException | None) -> None:
         """One part has ended."""
-        if not self._start():
+        if not self.start():
             return
         with self._lock:
             self._error = self._error or error
@@ -49,7 +49,8 @@ class Gather:
         if last:
             self._complete()
 
-    def _start(self) -> bool:
+    def start(self) -> bool:
+        """Before a part touches the caller's memory: False when the future was cancelled. Idempotent."""
         with self._lock:
             if self._started is None:
                 self._started = self.future.set_running_or_notify_cancel()

@@ -1,13 +1,8 @@
 """The store over gRPC, as one rank sees it: sync stubs, threads for bulk bytes, long polls for waits on peers.
 
-Who waits where:
-
-- ``fetch`` waits on publish notices (no thread, no call), then one server stream per owner fills ``out``.
-- ``push`` waits for the rank's earlier pushes of the unit (no thread, no call).
-- ``push`` and ``load`` are one client stream per owner, sent again whole when the link fails (the owner drops what
-  it has already).
-- ``finish``, ``commit``, ``decision``, ``discard`` and ``save`` wait for other ranks: calls that the lead answers
-  with "ask again" every few seconds. They hold no thread and end on leave, abort or ``stall_timeout``.
+Bytes move per owner in ``store/transfers.py``. ``finish``, ``commit``, ``decision``, ``discard`` and ``save`` wait for
+other ranks: calls that the lead answers with "ask again" every few seconds. They hold no thread and end on leave,
+abort or ``stall_timeout``.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,7 +27,6 @@ from rayzero.errors import (
     RayZeroError,
     StoreClosedError,
     StoreError,
-    TransferError,
 )
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.layout.shard_map import ShardMap, shard_map_for
@@ -49,28 +43,26 @@ from rayzero.messages import (
     Norm,
     StepInputs,
 )
-from rayzero.optimizer.futures import failed, settled
+from rayzero.optimizer.futures import fail, failed, settle, when_all
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.gather import Gather
 from rayzero.store.notices import PublishBoard
-from rayzero.store.owner_link import QUICK_S, LongPoll, OwnerLink, Upload
+from rayzero.store.owner_link import QUICK_S, LongPoll, OwnerLink
 from rayzero.store.push_order import PushOrder
-from rayzero.store.rpc import MAX_CHUNK_BYTES, TlsFiles
+from rayzero.store.rpc import TlsFiles, from_failure
 from rayzero.store.stall import StallWatch
-from rayzero.store.wire import Assembly, byte_view, encode_shard
-from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
+from rayzero.store.transfers import Transfers, WireOptions, transfer_threads
+from rayzero.store.wire import byte_view
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
-Parts = list[tuple[OwnerLink, list[Shard]]]  # per owner, a unit's shards in order
+Parts = list[tuple[Transfers, list[Shard]]]  # per owner, a unit's shards in order
 
 log = logging.getLogger(__name__)
 
 LEAVE_S = 5.0  # deadline of saying goodbye
-_ATTEMPTS = 3  # of a bulk stream whose link fails
-_RETRY_PAUSE_S = 0.1
-_SLOWEST_BYTES_PER_S = 10e6  # a bulk stream slower than this is given up
 
 
 class GrpcStore:
@@ -87,18 +79,19 @@ class GrpcStore:
         token: str,
         tls: TlsFiles | None = None,
         stall_timeout: float = 600.0,
-        chunk_bytes: int = 4 << 20,
+        chunk_bytes: int = WireOptions().chunk_bytes,
+        wire_compression: str = "none",
+        broadcast: str = "pull",
         recorder: Recorder | None = None,
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
-        ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``: payload of one
-        message; 1-4 MiB are fastest."""
-        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ConfigError(f"chunk_bytes must be in 1..{MAX_CHUNK_BYTES:,}, got {chunk_bytes:,}")
+        ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
+        ``wire_compression``, ``broadcast``: see ``ZeroConfig``."""
+        options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a gRPC store needs the address of at least one owner")
-        self._rank, self._stall_s, self._chunk_bytes = rank, stall_timeout, chunk_bytes
+        self._rank, self._stall_s = rank, stall_timeout
         self._recorder = recorder or NullRecorder()
         self._links = [OwnerLink(rank, i, address, token=token, tls=tls) for i, address in enumerate(addresses)]
         self._board = PublishBoard()
@@ -106,10 +99,23 @@ class GrpcStore:
         self._order = PushOrder()
         self._closing = threading.Event()
         self._close_once = threading.Lock()
-        streams = min(8, max(2, len(self._links)))  # at once; pushes never queue behind fetches
-        self._fetches = ThreadPoolExecutor(streams, f"rayzero-rank{rank}-fetch")
-        self._pushes = ThreadPoolExecutor(streams, f"rayzero-rank{rank}-push")
+        self._fetches = transfer_threads(len(addresses), rank, "fetch")
+        self._pushes = transfer_threads(len(addresses), rank, "push")
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{rank}-answers")
+        self._transfers = [
+            Transfers(
+                link,
+                fetches=self._fetches,
+                pushes=self._pushes,
+                board=self._board,
+                order=self._order,
+                watch=self._watch,
+                closing=self._closing,
+                options=options,
+                recorder=self._recorder,
+            )
+            for link in self._links
+        ]
         self._threads: list[threading.Thread] = []
         self._notices: list[Any] = []  # streams under way. freed by: close()
         self._attached: tuple[ModelSpec, ShardMap] | None = None
@@ -167,10 +173,10 @@ class GrpcStore:
         """Take an owner's news until it ends; without it nothing more can be waited for."""
         try:
             for notice in stream:
-                self._board.publish(link.owner, [(news.shard, news.version) for news in notice.published])
+                self._board.publish(link.owner, [(n.shard, n.version, n.content) for n in notice.published])
                 if notice.HasField("abort"):
                     log.debug("rank %d: %s ends the run: %s", self._rank, link.name, notice.abort.message)
-                    self._board.release(link.owner)
+                    self._board.release(link.owner, from_failure(notice.abort))
             self._board.fail(StoreError(f"rank {self._rank}: {link.name} stopped"))
         except grpc.RpcError as error:
             self._board.fail(link.error(error))
@@ -186,14 +192,9 @@ class GrpcStore:
             return failed(error)
 
         gather = Gather(len(parts))
-        for link, shards in parts:
-            send = partial(self._send_load, link, shards, unit, values)
-            self._begin(self._pushes, gather, send, settled(None))
+        for transfers, shards in parts:
+            transfers.load(gather, unit, shards, values)
         return gather.future
-
-    def _send_load(self, link: OwnerLink, shards: list[Shard], unit: int, values: Tensor) -> None:
-        header = pb.LoadRequest.Header(unit=unit, shards=[shard.index for shard in shards])
-        self._upload(link, "Load", pb.LoadRequest(header=header), shards, values, attempts=_ATTEMPTS)
 
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Send one unit's gradients; see ``ParameterStore.push``."""
@@ -203,17 +204,9 @@ class GrpcStore:
         except RayZeroError as error:
             return failed(error)
         gather = Gather(len(parts), self._timing(PUSH_SECONDS))
-        for link, shards in parts:
-            send = partial(self._send_push, link, shards, contribution, grads)
-            turn = self._order.turn(link.owner, contribution)
-            turn.add_done_callback(partial(self._begin, self._pushes, gather, send))
+        for transfers, shards in parts:
+            transfers.push(gather, layout, shards, contribution, grads)
         return gather.future
-
-    def _send_push(self, link: OwnerLink, shards: list[Shard], contribution: Contribution, grads: Tensor) -> None:
-        described = translate.contribution_to_pb(contribution)
-        header = pb.PushRequest.Header(contribution=described, shards=[shard.index for shard in shards])
-        with self._order.sending(link.owner, contribution):
-            self._upload(link, "Push", pb.PushRequest(header=header), shards, grads, attempts=_ATTEMPTS)
 
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out``; see ``ParameterStore.fetch``."""
@@ -223,80 +216,43 @@ class GrpcStore:
         except RayZeroError as error:
             return failed(error)
         gather = Gather(len(parts), self._timing(FETCH_SECONDS))
-        for link, shards in parts:
-            indices = [shard.index for shard in shards]
-            request = pb.FetchRequest(
-                rank=self._rank, shards=indices, version=version, kind=kind, chunk_bytes=self._chunk_bytes
-            )
-            published = self._board.when(link.owner, indices, version)
-            what = f"{layout.name} v{version} from optimizer {link.owner}"
-            self._watch.watch(published, what, partial(self._describe, link, indices[0]))
-            download = partial(self._download, link, request, shards, out)
-            published.add_done_callback(partial(self._begin, self._fetches, gather, download))
+        for transfers, shards in parts:
+            transfers.fetch(gather, layout, shards, version, kind, out)
         return gather.future
 
-    def _describe(self, link: OwnerLink, shard: int) -> str:
-        """What the owner does for a shard, or why it does not say."""
+    def published(self, unit: int, version: int) -> Future[int]:
+        """Wait for a version; see ``ParameterStore.published``."""
+        done: Future[int] = Future()
         try:
-            return str(link.ask("Describe", pb.DescribeRequest(shard=shard), LEAVE_S).text)
+            layout, parts = self._parts(unit)
         except RayZeroError as error:
-            return str(error)
+            return failed(error)
+        shards = [shard.index for _, mine in parts for shard in mine]
 
-    def _begin(self, pool: ThreadPoolExecutor, gather: Gather, part: Callable[[], None], ready: Future[None]) -> None:
-        """Do a part of ``gather`` in ``pool``, now that what it waited for is there."""
-        error = ready.exception()
-        if error is not None:
-            gather.end(error)
-            return
-        try:
-            pool.submit(gather.run, part)
-        except RuntimeError:  # the pool is shut down
-            gather.end(self._closed_error())
+        def look(_: object) -> None:
+            content = self._board.content(shards, version)
+            if content is not None:
+                settle(done, content)
+                return
+            # an owner ends the run: only it can tell whether the version still comes, or why not
+            asked = self.fetch(unit, version, COMPUTE, torch.empty(layout.numel, dtype=layout.dtype))
+            when_all([asked], lambda _: settle(done, version), partial(fail, done))
 
-    def _download(self, link: OwnerLink, request: pb.FetchRequest, shards: list[Shard], out: Tensor) -> None:
-        """One unit's shards of one owner straight into ``out``."""
-        size = sum(shard.numel for shard in shards) * out.itemsize
+        waits = [transfers.published(f"{layout.name} v{version}", mine, version) for transfers, mine in parts]
+        when_all(waits, look, partial(fail, done))
+        return done
 
-        def stream() -> None:
-            messages = link.download(request, _bulk_deadline_s(size))
-            for shard in shards:
-                memory = byte_view(out[shard.start : shard.stop])
-                assembly = Assembly(shard.index, memory.nbytes, memory)
-                while not assembly.complete:
-                    assembly.take(next(messages, None))
-            if next(messages, None) is not None:
-                raise TransferError(f"{link.name} sent more than the shards asked for")
+    def mapped(self, unit: int) -> Tensor | None:
+        """None: owners on other hosts share no memory; see ``ParameterStore.mapped``."""
+        return None
 
-        self._with_retries("fetch", _ATTEMPTS, stream)
-        self._count("fetch", size)
+    def revert(self, unit: int) -> None:
+        """See ``ParameterStore.revert``. Raises StoreError: nothing is mapped."""
+        raise StoreError(f"rank {self._rank}: unit {unit} is not mapped, there is nothing to revert")
 
-    def _upload(
-        self, link: OwnerLink, method: str, header: Any, shards: list[Shard], values: Tensor, *, attempts: int
-    ) -> None:
-        """One unit's shards of one owner out of ``values``; ``header`` goes with the first bytes."""
-        size = sum(shard.numel for shard in shards) * values.itemsize
-
-        def messages() -> Iterator[bytes]:
-            opening = header.SerializeToString()
-            for shard in shards:
-                yield from encode_shard(shard.index, values[shard.start : shard.stop], self._chunk_bytes, opening)
-                opening = b""
-
-        self._with_retries(
-            method.lower(), attempts, lambda: link.upload(method, Upload(messages()), _bulk_deadline_s(size))
-        )
-        self._count(method.lower(), size)
-
-    def _with_retries(self, direction: str, attempts: int, stream: Callable[[], None]) -> None:
-        """Run a stream that may be repeated whole; only a failed link or damaged bytes are tried again."""
-        for left in reversed(range(attempts)):
-            try:
-                return stream()
-            except TransferError as error:
-                if left == 0 or self._board.error is not None or self._closing.wait(_RETRY_PAUSE_S):
-                    raise
-                log.warning("rank %d: %s again after: %s", self._rank, direction, error)
-                self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
+    def landing(self, contribution: Contribution) -> Tensor | None:
+        """None: gradients are sent from the caller's memory; see ``ParameterStore.landing``."""
+        return None
 
     # ---- the step
 
@@ -405,7 +361,7 @@ class GrpcStore:
         by_owner: dict[int, list[Shard]] = {}
         for shard in spec.layout.shards_by_unit[unit]:
             by_owner.setdefault(owners.owner(shard.index), []).append(shard)
-        return spec.layout.units[unit], [(self._links[owner], shards) for owner, shards in by_owner.items()]
+        return spec.layout.units[unit], [(self._transfers[owner], shards) for owner, shards in by_owner.items()]
 
     def _require_form(self, verb: str, unit: UnitLayout, tensor: Tensor, dtype: torch.dtype) -> None:
         if tensor.shape != (unit.numel,):
@@ -417,13 +373,6 @@ class GrpcStore:
     def _timing(self, name: str) -> Callable[[], None]:
         began = time.perf_counter()
         return lambda: self._recorder.observe(name, time.perf_counter() - began, transport="grpc")
-
-    def _count(self, direction: str, size_bytes: int) -> None:
-        self._recorder.add(TRANSFER_BYTES, size_bytes, direction=direction, transport="grpc")
-
-
-def _bulk_deadline_s(size_bytes: int) -> float:
-    return QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
 
 
 def _read_decision(answer: Any) -> Decision:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +18,8 @@ import grpc
 import torch
 
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
-from rayzero.messages import PROTOCOL_VERSION
+from rayzero.layout.model_layout import UnitLayout, dtype_name
+from rayzero.messages import PROTOCOL_VERSION, Contribution
 from rayzero.optimizer.lead import StepLead
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -38,24 +41,26 @@ from rayzero.store.wire import Assembly, Bytes, byte_view, decode_header, encode
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
 Requests = AsyncIterator[bytes]
-NEVER = 1 << 62  # a version
 
 log = logging.getLogger(__name__)
 
 
-async def _open(requests: Requests, message: type[Any]) -> tuple[Any, Requests]:
-    """The header that opens a client's stream, and its chunks."""
-    first = await anext(requests, b"")
-    header = decode_header(first)
-    if header is None:
-        raise TransferError(f"{message.__name__}: the stream does not begin with its header")
+async def _sections(requests: Requests, message: type[Any]) -> AsyncIterator[tuple[Any, Requests]]:
+    """What a client's stream holds, one after the other: a header, and its chunks, which the caller reads to the end
+    of what the header says before it asks for the next."""
+    opening: bytes | None = await anext(requests, b"")
+    while opening is not None:
+        header = decode_header(opening)
+        if header is None:
+            raise TransferError(f"{message.__name__}: a header must come here")
+        yield message.Header.FromString(header), _chunks(opening, requests)
+        opening = await anext(requests, None)
 
-    async def chunks() -> Requests:
-        yield first
-        async for later in requests:
-            yield later
 
-    return message.Header.FromString(header), chunks()
+async def _chunks(first: bytes, requests: Requests) -> Requests:
+    yield first
+    async for later in requests:
+        yield later
 
 
 async def _receive(chunks: Requests, shard: int, size_bytes: int, out: Bytes | None) -> None:
@@ -63,6 +68,15 @@ async def _receive(chunks: Requests, shard: int, size_bytes: int, out: Bytes | N
     assembly = Assembly(shard, size_bytes, out)
     while not assembly.complete:
         assembly.take(await anext(chunks, None))
+
+
+def _wire_dtype(wire_format: int, unit: UnitLayout) -> torch.dtype:
+    """In what dtype a unit's gradients come."""
+    if wire_format == pb.WIRE_FORMAT_UNSPECIFIED:
+        return unit.dtype
+    if wire_format == pb.WIRE_FORMAT_BF16 and unit.dtype == torch.float32:
+        return torch.bfloat16
+    raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
 
 
 class RankCalls:
@@ -84,12 +98,26 @@ class RankCalls:
                 f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
                 f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
             )
-        attached = await self._s.compute(service.attach, request.rank, spec)
+        shares = self._s.shared is not None and self._s.shared.host == request.host != ""
+        attached = await self._s.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
         self._s.take_spec(spec)
         self._s.left.discard(request.rank)
         if self._s.leads:
             self._connected_lead().attach(request.rank, spec, attached.version)
-        return pb.AttachResponse(version=attached.version, needs_load=attached.needs_load, kernel=service.kernel)
+        return pb.AttachResponse(
+            version=attached.version,
+            needs_load=attached.needs_load,
+            kernel=service.kernel,
+            shared=translate.paths_to_pb(self._s.shared.offer()) if self._s.shared is not None and shares else None,
+        )
+
+    async def share(self, request: pb.ShareRequest, context: Context) -> pb.ShareResponse:
+        """Map what the rank shares."""
+        if self._s.shared is None:
+            raise StoreError(f"optimizer {self._s.service.owner} shares no memory; use transport='grpc'")
+        paths = translate.paths_from_pb(request.files)
+        await self._s.compute(self._s.shared.join, request.rank, paths, dict(request.controls))
+        return pb.ShareResponse()
 
     def _require_same_terms(self, request: pb.AttachRequest) -> None:
         service = self._s.service
@@ -114,7 +142,9 @@ class RankCalls:
         subscription = self._s.board.subscribe()
         try:
             while True:
-                await context.write(_notice(*await subscription.next()))
+                news, error = await subscription.next()
+                if error is not None or not request.quiet:
+                    await context.write(_notice(news, error))
         finally:
             self._s.board.unsubscribe(subscription)
             self._lost(request.rank)
@@ -129,6 +159,8 @@ class RankCalls:
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """The rank goes on purpose."""
         self._s.left.add(request.rank)
+        if self._s.shared is not None:
+            self._s.shared.leave(request.rank)
         if self._s.leads:
             self._s.require_lead().leave(request.rank, request.reason)
         return pb.LeaveResponse()
@@ -136,7 +168,7 @@ class RankCalls:
     # ---- bytes
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
-        """Stream shards as they are at the version asked for."""
+        """Stream shards as they are at the version asked for, each as soon as it is published."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         for index in request.shards:
             values = await result_of(self._s.service.read(index, request.version, request.kind))
@@ -145,30 +177,44 @@ class RankCalls:
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Put gradients into the memory that the pushing rank has here; it may wait for that rank's earlier pushes."""
-        service = self._s.service
-        header, chunks = await _open(requests, pb.PushRequest)
-        contribution = translate.contribution_from_pb(header.contribution)
-        for index in header.shards:
-            shard, unit = self._s.shard(index, contribution.unit)
-            buffer = await result_of(service.reserve_when_free(contribution, index))
-            memory = None if buffer is None else byte_view(buffer)
-            await _receive(chunks, index, shard.numel * unit.dtype.itemsize, memory)
-            if buffer is not None:
-                await self._s.compute(service.landed, contribution, index)
+        async for header, chunks in _sections(requests, pb.PushRequest):
+            contribution = translate.contribution_from_pb(header.contribution)
+            for index in header.shards:
+                await self._land(contribution, index, header.format, chunks)
         return pb.PushResponse()
+
+    async def _land(self, contribution: Contribution, index: int, wire_format: int, chunks: Requests) -> None:
+        service = self._s.service
+        shard, unit = self._s.shard(index, contribution.unit)
+        dtype = _wire_dtype(wire_format, unit)
+        memory = await result_of(service.reserve_when_free(contribution, index))
+        if memory is None:  # a repeat
+            await _receive(chunks, index, shard.numel * dtype.itemsize, None)
+            return
+        came = memory if dtype == unit.dtype else torch.empty(shard.numel, dtype=dtype)
+        await _receive(chunks, index, came.nbytes, byte_view(came))
+
+        def land() -> None:
+            if came is not memory:
+                memory.copy_(came)
+            service.landed(contribution, index)
+
+        await self._s.compute(land)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Take initial weights, one shard at a time."""
-        header, chunks = await _open(requests, pb.LoadRequest)
-        for index in header.shards:
-            shard, unit = self._s.shard(index, header.unit)
-            values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
-            await _receive(chunks, index, values.nbytes, byte_view(values))
-            await self._s.compute(self._s.service.load, index, values)
+        async for header, chunks in _sections(requests, pb.LoadRequest):
+            for index in header.shards:
+                shard, unit = self._s.shard(index, header.unit)
+                values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
+                await _receive(chunks, index, values.nbytes, byte_view(values))
+                await self._s.compute(self._s.service.load, index, values)
         return pb.LoadResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """What is going on with a shard, in words."""
+        if request.step:
+            return pb.DescribeResponse(text=self._s.require_lead().describe())
         self._s.shard(request.shard)
         return pb.DescribeResponse(text=self._s.service.describe(request.shard))
 
@@ -176,47 +222,35 @@ class RankCalls:
 
     async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
         """One rank is done pushing; answers when all are."""
-        lead, report = self._s.require_lead(), translate.report_from_pb(request.report)
-        inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
-        norm = self._repeats.once(report.rank, request, lambda: lead.finish(report, inputs))
-        if await ended(norm, self._patience_s(context)):
-            return pb.FinishResponse(norm=translate.norm_to_pb(norm.result()))
-        return pb.FinishResponse(waiting=self._waiting())
+        answer = await self._answer("Finish", request.report.rank, request, context)
+        return answer or pb.FinishResponse(waiting=self._waiting())
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """One rank asks for the decision; answers when all have."""
-        lead, inputs = self._s.require_lead(), translate.inputs_from_pb(request.inputs)
-        decision = self._repeats.once(request.rank, request, lambda: lead.commit(request.rank, request.step, inputs))
-        if await ended(decision, self._patience_s(context)):
-            return pb.CommitResponse(decision=translate.decision_to_pb(decision.result()))
-        return pb.CommitResponse(waiting=self._waiting())
+        answer = await self._answer("Commit", request.rank, request, context)
+        return answer or pb.CommitResponse(waiting=self._waiting())
 
     async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
         """The recorded decision, once there is one."""
-        decision = self._s.require_lead().decision(request.step)
-        if await ended(decision, self._patience_s(context)):
-            return pb.GetDecisionResponse(decision=translate.decision_to_pb(decision.result()))
-        return pb.GetDecisionResponse(waiting=self._waiting())
+        answer = await self._wait(self._s.steps.begin("GetDecision", request), context)
+        return answer or pb.GetDecisionResponse(waiting=self._waiting())
 
     async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
         """Reopen a step."""
-        lead, rank = self._s.require_lead(), request.rank
-        done = self._repeats.once(rank, request, lambda: lead.discard(rank, request.step, request.attempt))
-        if await ended(done, self._patience_s(context)):
-            done.result()
-            return pb.DiscardResponse()
-        return pb.DiscardResponse(waiting=self._waiting())
+        answer = await self._answer("Discard", request.rank, request, context)
+        return answer or pb.DiscardResponse(waiting=self._waiting())
 
     async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
         """Write a checkpoint; answers when it is complete."""
-        lead, directory = self._s.require_lead(), Path(request.directory)
-        files = tuple(translate.file_from_pb(entry) for entry in request.files)
-        saved = self._repeats.once(
-            request.rank, request, lambda: lead.save(request.rank, request.step, directory, files)
-        )
-        if await ended(saved, self._patience_s(context)):
-            return pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(saved.result()))
-        return pb.SaveResponse(waiting=self._waiting())
+        answer = await self._answer("Save", request.rank, request, context)
+        return answer or pb.SaveResponse(waiting=self._waiting())
+
+    async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
+        """The response to a call that a rank may make again; None: not yet."""
+        return await self._wait(self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request)), context)
+
+    async def _wait(self, answer: Future[Any], context: Context) -> Any:
+        return answer.result() if await ended(answer, self._patience_s(context)) else None
 
     def _patience_s(self, context: Context) -> float:
         left = context.time_remaining()
@@ -227,7 +261,7 @@ class RankCalls:
 
 
 def _notice(news: News, error: RayZeroError | None) -> pb.NoticesResponse:
-    published = [pb.NoticesResponse.Published(shard=shard, version=version) for shard, version in news]
+    published = [pb.NoticesResponse.Published(shard=shard, version=v, content=content) for shard, v, content in news]
     return pb.NoticesResponse(published=published, abort=to_failure(error) if error is not None else None)
 
 
@@ -235,17 +269,15 @@ class LeadCalls:
     """OwnerService: what the lead asks of this owner."""
 
     def __init__(self, state: OwnerState) -> None:
-        self._local = state.local
+        self._local, self._steps = state.local, state.steps
 
-    async def collect(self, request: pb.CollectRequest, context: Context) -> pb.CollectResponse:
+    async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
         """Norm parts, once every counted push is there."""
-        reports = tuple(translate.report_from_pb(report) for report in request.reports)
-        return translate.parts_to_pb(await result_of(self._local.collect(request.step, reports)))
+        return await result_of(self._steps.begin("Collect", request))
 
-    async def apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
+    async def apply(self, request: pb.ApplyRequest, context: Context) -> Any:
         """Queue a decision's update."""
-        await result_of(self._local.apply(translate.decision_from_pb(request.decision)))
-        return pb.ApplyResponse()
+        return await result_of(self._steps.begin("Apply", request))
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rayzero.errors import RayZeroError
 from rayzero.optimizer.futures import fail, settle
 
-News = list[tuple[int, int]]  # (shard, version)
+Notice = tuple[int, int, int]  # shard, its version, the version that its content is from
+News = list[Notice]
 
 # ------------------------------------------------------------------------------------------------------- server
 
@@ -19,15 +20,15 @@ News = list[tuple[int, int]]  # (shard, version)
 class Subscription:
     """What one listener has not been told yet: the newest version per shard, so a slow reader costs no memory."""
 
-    def __init__(self, known: dict[int, int], error: RayZeroError | None) -> None:
+    def __init__(self, known: dict[int, Notice], error: RayZeroError | None) -> None:
         self._pending = dict(known)
         self._error = error
         self._news = asyncio.Event()
         self._news.set()  # the first notice says what there is, be it nothing
 
-    def add(self, news: Iterable[tuple[int, int]], error: RayZeroError | None) -> None:
+    def add(self, news: News, error: RayZeroError | None) -> None:
         """Remember news for the listener."""
-        self._pending.update(news)
+        self._pending.update((notice[0], notice) for notice in news)
         self._error = self._error or error
         self._news.set()
 
@@ -35,7 +36,7 @@ class Subscription:
         """Wait for news; the error, once there is one, is the last thing to say."""
         await self._news.wait()
         self._news.clear()
-        news, self._pending = list(self._pending.items()), {}
+        news, self._pending = list(self._pending.values()), {}
         return news, self._error
 
 
@@ -46,7 +47,7 @@ class NoticeBoard:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._versions: dict[int, int] = {}
+        self._known: dict[int, Notice] = {}  # by shard
         self._error: RayZeroError | None = None
         self._subscriptions: set[Subscription] = set()
 
@@ -65,7 +66,7 @@ class NoticeBoard:
 
     def subscribe(self) -> Subscription:
         """A new listener, who is told all there is first."""
-        subscription = Subscription(self._versions, self._error)
+        subscription = Subscription(self._known, self._error)
         self._subscriptions.add(subscription)
         return subscription
 
@@ -74,7 +75,7 @@ class NoticeBoard:
         self._subscriptions.discard(subscription)
 
     def _tell(self, news: News, error: RayZeroError | None) -> None:
-        self._versions.update(news)
+        self._known.update((notice[0], notice) for notice in news)
         self._error = self._error or error
         for subscription in self._subscriptions:
             subscription.add(news, error)
@@ -100,9 +101,9 @@ class PublishBoard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions: dict[int, int] = {}
+        self._known: dict[int, Notice] = {}  # by shard
         self._waits: set[_Wait] = set()
-        self._released: set[int] = set()  # owners that will not announce all that is asked for
+        self._released: dict[int, RayZeroError] = {}  # owners that will not announce all that is asked for, and why
         self._error: RayZeroError | None = None
 
     def when(self, owner: int, shards: Sequence[int], version: int) -> Future[None]:
@@ -119,28 +120,37 @@ class PublishBoard:
             settle(wait.published, None)
         return wait.published
 
-    def publish(self, owner: int, news: Iterable[tuple[int, int]]) -> None:
+    def content(self, shards: Sequence[int], version: int) -> int | None:
+        """The version that the newest content among ``shards`` is from; None while one of them lacks ``version``."""
+        with self._lock:
+            there = [self._known[shard][2] for shard in shards if self._has(shard, version)]
+            return max(there) if len(there) == len(shards) else None
+
+    def publish(self, owner: int, news: Iterable[Notice]) -> None:
         """News of ``owner``."""
         with self._lock:
-            self._versions.update(news)
+            self._known.update((notice[0], notice) for notice in news)
             ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
         for wait in ready:
             settle(wait.published, None)
 
     def _arrived(self, wait: _Wait) -> bool:
-        wait.missing = {shard for shard in wait.missing if self._versions.get(shard, -1) < wait.version}
+        wait.missing = {shard for shard in wait.missing if not self._has(shard, wait.version)}
         return not wait.missing
+
+    def _has(self, shard: int, version: int) -> bool:
+        return shard in self._known and self._known[shard][1] >= version
 
     def _take(self, wanted: Callable[[_Wait], bool]) -> list[_Wait]:
         taken = [wait for wait in self._waits if wanted(wait)]
         self._waits.difference_update(taken)
         return taken
 
-    def release(self, owner: int) -> None:
+    def release(self, owner: int, reason: RayZeroError) -> None:
         """``owner`` ends the run: what it has decided is still published, nothing else. Let every wait, now and
-        later, go and ask it: it answers when it can or with its error."""
+        later, go and ask it: it answers when it can or with its error; ``reason`` is the answer of one that is gone."""
         with self._lock:
-            self._released.add(owner)
+            self._released.setdefault(owner, reason)
             released = self._take(lambda wait: wait.owner == owner)
         for wait in released:
             settle(wait.published, None)
@@ -153,8 +163,7 @@ class PublishBoard:
         for wait in ended:
             fail(wait.published, error)
 
-    @property
-    def error(self) -> RayZeroError | None:
-        """Why no more news will come; None while they may."""
+    def ended(self, owner: int) -> RayZeroError | None:
+        """Why no more can be had from an ``owner`` that does not answer; None while it may."""
         with self._lock:
-            return self._error
+            return self._error or self._released.get(owner)

@@ -103,15 +103,18 @@ class OwnerLink:
         finally:
             upload.stop()
 
-    def download(self, request: pb.FetchRequest, timeout_s: float) -> Iterator[bytes]:
-        """The messages of a Fetch. Raises the owner's error."""
-        started = self._invoke(lambda call: call(request, timeout=timeout_s, metadata=self._metadata), "Fetch")
+    def begin_fetch(self, request: pb.FetchRequest, timeout_s: float | None) -> Any:
+        """A Fetch that is asked for; ``messages()`` reads it, ``cancel()`` ends it. Raises the owner's error."""
+        return self._invoke(lambda call: call(request, timeout=timeout_s, metadata=self._metadata), "Fetch")
+
+    def messages(self, fetch: Any) -> Iterator[bytes]:
+        """The messages of a Fetch; a reader that gives up ends it. Raises the owner's error."""
         try:
-            yield from started
+            yield from fetch
         except grpc.RpcError as error:
             raise self.error(error) from error
         finally:
-            started.cancel()  # a reader that gave up; no effect on a stream that has ended
+            fetch.cancel()  # no effect on a stream that has ended
 
     def notices(self) -> Any:
         """The stream of notices: iterate it, ``cancel()`` it from another thread. Raises grpc's own errors."""

@@ -56,15 +56,21 @@ class PushOrder:
 
     @contextmanager
     def sending(self, owner: int, push: Contribution) -> Iterator[None]:
-        """Around the sending of a push: afterwards it is the next one's turn, or that fails as this one did."""
+        """Around the sending of a push: ``end`` afterwards."""
         try:
             yield
         except Exception as error:
-            for turn in self._end(owner, push, landed=False):
-                fail(turn, error)
+            self.end(owner, push, error)
             raise
-        for turn in self._end(owner, push, landed=True):
-            settle(turn, None)
+        self.end(owner, push, None)
+
+    def end(self, owner: int, push: Contribution, error: Exception | None) -> None:
+        """A push has landed, and it is the next one's turn; or it failed, and so do those behind it."""
+        for turn in self._end(owner, push, landed=error is None):
+            if error is None:
+                settle(turn, None)
+            else:
+                fail(turn, error)
 
     def fail(self, error: Exception) -> None:
         """End every wait for a turn with ``error``."""

@@ -42,5 +42,7 @@ def connect_store(
         tls=tls,
         stall_timeout=config.stall_timeout,
         chunk_bytes=config.chunk_bytes,
+        wire_compression=config.wire_compression,
+        broadcast=config.broadcast,
         recorder=recorder,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_client import GrpcStore
@@ -34,7 +35,12 @@ def inprocess(
 
 @contextmanager
 def over_grpc(
-    world_size: int, num_owners: int, *, stall_timeout: float = 60.0, owner_threads: int = 1
+    world_size: int,
+    num_owners: int,
+    *,
+    stall_timeout: float = 60.0,
+    owner_threads: int = 1,
+    broadcast: str = "pull",
 ) -> Iterator[list[ParameterStore]]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels."""
     with ExitStack() as stack:
@@ -48,11 +54,17 @@ def over_grpc(
             server.connect_peers(addresses)
         stores: list[ParameterStore] = []
         for rank in range(world_size):
-            store = GrpcStore(rank, addresses, token=TOKEN, stall_timeout=stall_timeout, chunk_bytes=1000)
+            store = GrpcStore(
+                rank, addresses, token=TOKEN, stall_timeout=stall_timeout, chunk_bytes=1000, broadcast=broadcast
+            )
             stack.callback(store.close)
             stores.append(store)
         yield stores
 
 
-STORES: dict[str, StoreFactory] = {"inprocess": inprocess, "grpc": over_grpc}
+STORES: dict[str, StoreFactory] = {
+    "inprocess": inprocess,
+    "grpc": over_grpc,
+    "grpc-push": partial(over_grpc, broadcast="push"),
+}
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

@@ -396,6 +396,10 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
     inputs = StepInputs(max_norms=(), hyper=(HYPER,))
     with serving() as servers, connected(servers, 2) as (many, last):
         start([many], spec)
+        with channel_to(servers[0]) as channel:
+            attach = methods(STORE_SERVICE)["Attach"].bind(channel)
+            for rank in range(1, waiting_ranks + 1):
+                attach(attach_request(spec, rank=rank), metadata=token_metadata(TOKEN), timeout=WAIT)
         norms = [
             many.finish(FinishReport(step=0, attempt=0, rank=rank, counts=(0, 0, 0)), inputs)
             for rank in range(1, waiting_ranks + 1)

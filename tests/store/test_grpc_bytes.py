@@ -1,0 +1,309 @@
+"""How bytes travel between hosts: small units together, gradients compressed, weights as they are published."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from rayzero.config import ZeroConfig
+from rayzero.errors import RankLeftError, StallError, StoreError
+from rayzero.messages import Contribution
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.select import connect_store
+from rayzero.store.wire import decode_header
+from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+from store.stores import TOKEN
+from store.test_grpc import connected, serving
+from store.toy import WAIT, Grads, equal, flatten, make_spec, masters, random_grads, start, take_step
+
+BF16 = torch.bfloat16
+
+
+class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Sees an owner's Push and Fetch calls; holds those of one method until told to let them go."""
+
+    def __init__(self, hold: str = "", *, after_first_message: bool = False) -> None:
+        self.calls = {"Push": 0, "Fetch": 0}
+        self.headers: list[pb.PushRequest.Header] = []
+        self.came, self.ended = threading.Event(), threading.Event()  # a Fetch
+        self._hold, self._after = hold, after_first_message
+        self._go: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def let_go(self) -> None:
+        assert self._loop is not None
+        assert self._go is not None
+        self._loop.call_soon_threadsafe(self._go.set)
+
+    async def wait(self) -> None:
+        assert self._go is not None
+        await self._go.wait()
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        name = details.method.rpartition("/")[2]
+        if name not in self.calls:
+            return handler
+        self._loop, self._go = asyncio.get_running_loop(), self._go or asyncio.Event()
+        formats = handler.request_deserializer, handler.response_serializer
+        if name == "Push":
+            return grpc.stream_unary_rpc_method_handler(self._pushes(handler.stream_unary), *formats)
+        return grpc.unary_stream_rpc_method_handler(self._fetches(handler.unary_stream), *formats)
+
+    def _pushes(self, behaviour: Any) -> Any:
+        async def push(requests: AsyncIterator[bytes], context: Any) -> Any:
+            async def seen() -> AsyncIterator[bytes]:
+                async for message in requests:
+                    header = decode_header(message)
+                    if header is not None:
+                        self.headers.append(pb.PushRequest.Header.FromString(header))
+                    yield message
+
+            self.calls["Push"] += 1
+            if self._hold == "Push":
+                await self.wait()
+            return await behaviour(seen(), context)
+
+        return push
+
+    def _fetches(self, behaviour: Any) -> Any:
+        async def fetch(request: Any, context: Any) -> None:
+            self.calls["Fetch"] += 1
+            self.came.set()
+            try:
+                if self._hold == "Fetch" and not self._after:
+                    await self.wait()
+                await behaviour(request, Halting(self, context) if self._after else context)
+            finally:
+                self.ended.set()
+
+        return fetch
+
+
+class Halting:
+    """A context that waits before the second message."""
+
+    def __init__(self, onlooker: Onlooker, context: Any) -> None:
+        self._onlooker, self._context, self._written = onlooker, context, 0
+
+    async def write(self, message: bytes) -> None:
+        if self._written:
+            await self._onlooker.wait()
+        self._written += 1
+        await self._context.write(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+# ---- wire_compression
+
+
+def one_step(grads: Grads, compression: str, **spec: Any) -> tuple[Grads, Grads, float, set[int]]:
+    """Masters and first moments after one step, the bytes pushed, and the wire formats the owner was told."""
+    recorder, onlooker, model = MemoryRecorder(), Onlooker(), make_spec(1, **spec)
+    with (
+        serving(interceptors=[onlooker]) as servers,
+        connected(servers, wire_compression=compression, recorder=recorder) as stores,
+    ):
+        (rank,) = start(stores, model)
+        take_step([rank], [grads])
+        moved = recorder.total(TRANSFER_BYTES, direction="push", transport="grpc")
+        return masters(rank), rank.fetch(1, "exp_avg"), moved, {header.format for header in onlooker.headers}
+
+
+def test_compressed_gradients_are_the_rounded_ones_in_half_the_bytes() -> None:
+    grads = {name: torch.randn(grad.shape) for name, grad in random_grads(make_spec(1), 1).items()}
+    rounded = {name: grad.to(BF16).float() for name, grad in grads.items()}
+    exact, _, whole, plain = one_step(rounded, "none")
+    found, moments, half, formats = one_step(grads, "bf16")
+    assert equal(found, exact)
+    assert (half, formats, plain) == (whole / 2, {pb.WIRE_FORMAT_BF16}, {pb.WIRE_FORMAT_UNSPECIFIED})
+    for name, grad in grads.items():
+        assert torch.all((moments[name] / 0.1 - grad).abs() <= grad.abs() * (2**-8 + 2**-20)), name
+
+
+def test_without_compression_the_bits_are_unchanged() -> None:
+    grads = {name: torch.randn(grad.shape) for name, grad in random_grads(make_spec(1), 1).items()}
+    _, moments, _, _ = one_step(grads, "none")
+    assert equal(moments, {name: torch.zeros(()).lerp(grad, 1 - 0.9) for name, grad in grads.items()})
+
+
+def test_16_bit_units_are_never_compressed() -> None:
+    spec = make_spec(1, dtypes=[BF16] * 3)
+    grads = random_grads(spec, 1)
+    none = one_step(grads, "none", dtypes=[BF16] * 3)
+    bf16 = one_step(grads, "bf16", dtypes=[BF16] * 3)
+    assert equal(none[0], bf16[0])
+    assert none[2:] == bf16[2:]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_compression_keeps_what_is_not_finite(bad: float) -> None:
+    spec = make_spec(1)
+    grads = random_grads(spec, 1)
+    grads["layers.0.w"][3, 5] = bad
+    with serving() as servers, connected(servers, wire_compression="bf16") as stores:
+        assert not take_step(start(stores, spec), [grads]).finite
+
+
+def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
+    spec = make_spec(1, dtypes=[BF16] * 3)
+    with serving() as servers, connected(servers) as (store,):
+        (rank,) = start([store], spec)
+        link = store._links[0]
+        sent = pb.Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
+        header = pb.PushRequest.Header(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
+        message = pb.PushRequest(header=header, chunk=pb.Chunk(shard=0)).SerializeToString()
+        with pytest.raises(StoreError, match=r"gradients of 'emb' \(bfloat16\) cannot come in wire format 1"):
+            link.answer(link._calls["Push"].future(iter([message]), metadata=link._metadata, timeout=WAIT))
+        assert rank.step == 0
+
+
+def test_select_passes_the_settings_on() -> None:
+    config = ZeroConfig(wire_compression="bf16", broadcast="push", chunk_bytes=1 << 16)
+    with serving() as servers:
+        recorder = MemoryRecorder()
+        store = connect_store(0, [servers[0].address], token=TOKEN, config=config, recorder=recorder)
+        (rank,) = start([store], make_spec(1))
+        rank.push(random_grads(rank.spec, 1))
+        pushed = sum(unit.numel * 2 for unit in rank.spec.layout.units)
+        assert recorder.total(TRANSFER_BYTES, direction="push", transport="grpc") == pushed
+        store.close()
+
+
+# ---- broadcast="push"
+
+
+def test_a_fetch_is_with_the_owner_before_its_version_is_published() -> None:
+    spec, onlooker = make_spec(1), Onlooker()
+    with serving(interceptors=[onlooker]) as servers, connected(servers, broadcast="push") as stores:
+        (rank,) = start(stores, spec)
+        rank.push(random_grads(spec, 1))
+        asked = [rank.fetch_unit(unit, 1) for unit in (0, 1, 2) for _ in range(5)]  # far more than threads
+        assert onlooker.came.wait(WAIT)
+        rank.fetch(0)  # nothing that waits holds a thread
+        assert not any(future.done() for future, _ in asked)
+        rank.finish().result(WAIT)
+        for future, _ in asked:
+            future.result(WAIT)
+        found = rank.fetch(1)
+        for index, (_, out) in enumerate(asked):
+            layout = spec.layout.units[index // 5]
+            assert torch.equal(out[: layout.slots[0].stop], flatten(layout, found, out.dtype)[: layout.slots[0].stop])
+
+
+def test_a_cancelled_early_fetch_ends_its_stream() -> None:
+    spec, onlooker = make_spec(1), Onlooker()
+    with serving(interceptors=[onlooker]) as servers, connected(servers, broadcast="push") as stores:
+        (rank,) = start(stores, spec)
+        waiting, out = rank.fetch_unit(1, 1)
+        assert onlooker.came.wait(WAIT)
+        assert not onlooker.ended.is_set()
+        assert waiting.cancel()
+        assert onlooker.ended.wait(WAIT)
+        take_step([rank], [random_grads(spec, 1)])
+        rank.fetch(1)
+        assert torch.isnan(out).all()
+
+
+def test_an_early_fetch_that_stalls_between_shards_says_so() -> None:
+    spec, onlooker = make_spec(1), Onlooker("Fetch", after_first_message=True)
+    with (
+        serving(interceptors=[onlooker]) as servers,
+        connected(servers, broadcast="push", chunk_bytes=1 << 20, stall_timeout=0.3) as stores,
+    ):
+        (rank,) = start(stores, spec)
+        waiting, _ = rank.fetch_unit(1, 1)
+        rank.push(random_grads(spec, 1))
+        rank.finish().result(WAIT)
+        with pytest.raises(
+            StallError, match=r"rank 0 waits \S+ s for layers.0 v1 from optimizer 0: 1/\d shards are here"
+        ):
+            waiting.result(WAIT)
+        assert onlooker.ended.wait(WAIT)
+
+
+# ---- small units travel together
+
+
+def test_fetches_that_wait_for_a_thread_go_in_one_stream() -> None:
+    spec, onlooker = make_spec(1, frozen=[1]), Onlooker("Fetch")
+    with serving(interceptors=[onlooker]) as servers, connected(servers) as stores:
+        (rank,) = start(stores, spec)
+        asked = [rank.fetch_unit(unit) for _ in range(4) for unit in (0, 1, 2)]
+        assert onlooker.came.wait(WAIT)
+        onlooker.let_go()
+        for future, _ in asked:
+            future.result(WAIT)
+        assert onlooker.calls["Fetch"] <= 4  # two threads; 12 at most one each
+        moments = [rank.fetch_unit(unit, 0, "exp_avg")[0] for unit in (0, 2, 1, 0, 2)]
+        with pytest.raises(StoreError, match=r"'layers.0' has no 'exp_avg'"):
+            moments.pop(2).result(WAIT)
+        for future in moments:  # the error of one is not the others'
+            future.result(WAIT)
+
+
+def test_pushes_that_wait_for_a_thread_go_in_one_stream() -> None:
+    spec, onlooker = make_spec(1), Onlooker("Push")
+    grads = random_grads(spec, 1)
+    with serving() as servers, connected(servers) as stores:
+        (rank,) = start(stores, spec)
+        take_step([rank], [grads])
+        expected = masters(rank)
+    with serving(interceptors=[onlooker]) as servers, connected(servers) as stores:
+        (rank,) = start(stores, spec)
+        landed = [rank.push_unit(unit, grads) for unit in (2, 1, 0)]
+        landed += [rank.push_unit(unit, grads, seq=0) for _ in range(3) for unit in (2, 1, 0)]  # repeats
+        while onlooker.calls["Push"] < 2:
+            threading.Event().wait(0.001)
+        onlooker.let_go()
+        for future in landed:
+            future.result(WAIT)
+        assert (onlooker.calls["Push"], len(onlooker.headers)) == (3, 12)
+        rank.finish().result(WAIT)
+        assert equal(masters(rank), expected)
+
+
+# ---- published
+
+
+def test_published_says_which_version_the_content_is_from() -> None:
+    spec = make_spec(1, frozen=[1])
+    with serving(2) as servers, connected(servers) as (store,):
+        (rank,) = start([store], spec)
+        assert [store.published(unit, 0).result(WAIT) for unit in range(3)] == [0, 0, 0]
+        later = store.published(0, 1)
+        assert not later.done()
+        take_step([rank], [random_grads(spec, 1)])
+        assert [later.result(WAIT), store.published(1, 1).result(WAIT)] == [1, 0]
+        take_step([rank], [{name: grad * torch.nan for name, grad in random_grads(spec, 2).items()}])
+        assert [store.published(unit, 2).result(WAIT) for unit in range(3)] == [1, 0, 1]
+
+
+def test_a_version_that_will_not_be_published_fails_with_the_reason() -> None:
+    spec = make_spec(2)
+    with serving(2) as servers, connected(servers, 2) as stores:
+        ranks = start(stores, spec)
+        ranks[0].finish()
+        waiting = stores[0].published(0, 1)
+        stores[1].close("gone")
+        with pytest.raises(RankLeftError, match="rank 1 left"):
+            waiting.result(WAIT)
+
+
+def test_nothing_is_mapped() -> None:
+    header = Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
+    with serving() as servers, connected(servers) as (store,):
+        start([store], make_spec(1))
+        assert store.mapped(0) is None
+        assert store.landing(header) is None
+        with pytest.raises(StoreError, match="unit 0 is not mapped"):
+            store.revert(0)
