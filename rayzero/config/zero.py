@@ -35,7 +35,12 @@ class ZeroConfig(ConfigModel):
     """Bytes of gathered parameters on a rank's device, prefetches included; one oversize unit alone is let through."""
 
     prefetch_buffer_size: Count = 16
-    """Prefetch depth: how many units ahead of the one in use are fetched, within gpu_param_memory_budget."""
+    """Prefetch depth: how many units ahead of the one in use are fetched, within gpu_param_memory_budget. With
+    prefetch_adaptive the most there may be, and what the first pass begins with."""
+
+    prefetch_adaptive: Flag = True
+    """True: the prefetch depth follows measured fetch and compute times: as few units ahead as are there in time.
+    False: it is prefetch_buffer_size."""
 
     max_gpu_memory_mb: Count = 8192
     """MiB: what measured device memory is divided by to get memory pressure."""

@@ -6,9 +6,7 @@ weight) and ``touched`` (any other operation). They run on the thread that compu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,27 +18,19 @@ from rayzero.engine.gradients import GradientCollector
 from rayzero.engine.handles import SavedWeights
 from rayzero.engine.hooks import UnitCalls
 from rayzero.engine.lane import Lane
-from rayzero.engine.param_unit import Fetching, ParamUnit, UnitState
+from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.registered import Registered
-from rayzero.engine.residency import Residency, UnitBuffer, stays_up
+from rayzero.engine.residency import Residency, stays_up
 from rayzero.engine.schedule import Phase, UnitSchedule
-from rayzero.errors import MemoryPlanError, UnsupportedError
+from rayzero.engine.unit_cache import UnitCache
+from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.pool import buffer_bytes
-from rayzero.memory.pressure import read_memory, scaled_depth
-from rayzero.messages import COMPUTE, CheckpointInfo, FileEntry, Hyper
+from rayzero.memory.pressure import PressureGauge, scaled_depth
+from rayzero.messages import CheckpointInfo, FileEntry, Hyper
 from rayzero.store.protocol import ParameterStore
-from rayzero.telemetry.names import (
-    EXPOSED_WAIT_SECONDS,
-    PINNED_UNITS,
-    PREFETCH_LATE_SECONDS,
-    PREFETCH_REQUESTS,
-)
 from rayzero.telemetry.recorder import Recorder
-
-log = logging.getLogger(__name__)
 
 Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 
@@ -48,9 +38,8 @@ Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 class Engine:
     """One rank's parameters and gradients, from prepare() to close().
 
-    Knows units, the schedule and what is up; not how bytes travel (lanes), what a step is made of (RankStep), nor
-    which module is which (hooks). ``version`` is the published version its units are read at: the steps committed.
-    """
+    Knows units, and what each module and autograd event means for them; not which of them are up (UnitCache), how
+    bytes travel (lanes), what a step is made of (RankStep), nor which module is which (hooks)."""
 
     def __init__(
         self,
@@ -64,7 +53,6 @@ class Engine:
         config: ZeroConfig,
         device: torch.device,
         recorder: Recorder,
-        version: int,
         poison: bool = False,
     ) -> None:
         self.model = model
@@ -74,45 +62,65 @@ class Engine:
         self.step_state = step
         self.config = config
         self.device = device
-        self.version = version
         self.observers: list[Observer] = []
         self._lane = lane
         self._recorder = recorder
-        self.residency = Residency(layout.units, budget=config.gpu_param_memory_budget, device=device, poison=poison)
-        self.schedule = UnitSchedule(len(layout.units))  # replaced by adopt(), which knows the root
+        self._poison = poison
+        self.residency = Residency(
+            layout.units,
+            budget=config.gpu_param_memory_budget,
+            device=device,
+            poison=poison,
+            mapped={} if poison or device.type != "cpu" else _mapped(store, layout),
+        )
         self.collector = GradientCollector(self._completed, self._backward_over)
         self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []
-        self._root: frozenset[int] = frozenset()
         self._trained: dict[int, Sequence[int]] = {}
         self._sums: dict[int, list[Tensor | None]] = {}  # offload_grads=False: fp32 sums per slot, on the device
-        self._dropped: list[Fetching] = []  # fetches nobody wants, still writing. freed by: _reap, _fence
-        self._up = 0  # units that are not SHARDED
-        self._current: int | None = None  # the unit last used
         self._backwards = 0  # graph tasks that pushed since the last step
-        self._depth = 0
         self._closed = False
-        self._resident = False
-        self.saved: SavedWeights | None = None
+        self._resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
+        self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
+        self.cache: UnitCache
+        self.saved: SavedWeights
         self.registered: Registered | None = None
 
-    def adopt(self, units: Sequence[ParamUnit], root: Sequence[int], trained: dict[int, Sequence[int]]) -> None:
-        """Take the units over. ``root``: units of the root module; ``trained``: per unit, slots an optimizer trains."""
+    def adopt(
+        self, units: Sequence[ParamUnit], root: Sequence[int], trained: dict[int, Sequence[int]], version: int
+    ) -> None:
+        """Take the units over. ``root``: units of the root module; ``trained``: per unit, slots an optimizer trains;
+        ``version``: published, to begin with."""
         self.units = list(units)
-        self._root = frozenset(root)
-        self.schedule = UnitSchedule(len(self.units), always=root)
         self._trained = trained
+        self.cache = UnitCache(
+            self.units,
+            root,
+            trained,
+            store=self.store,
+            lane=self._lane,
+            residency=self.residency,
+            config=self.config,
+            recorder=self._recorder,
+            version=version,
+            keeps=not self._poison,
+            note=self._note,
+            check=self.step_state.raise_if_failed,
+        )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
         self.saved = SavedWeights(weights, self.use, lambda: self.version)
         self.registered = Registered(self.model, units)
         self.collector.watch([(self.units[i], slots) for i, slots in trained.items()])
-        self._depth = self._base_depth
-        self._resident = stays_up(self.layout, self.config)  # once: a recomputation must save what its forward saved
 
     @property
-    def _base_depth(self) -> int:
-        prefetches = self.config.async_prefetch and self.config.overlap_computation
-        return self.config.prefetch_buffer_size if prefetches else 0
+    def version(self) -> int:
+        """The published version its units are read at: the steps committed."""
+        return self.cache.version
+
+    @property
+    def schedule(self) -> UnitSchedule:
+        """The recorded order of use."""
+        return self.cache.schedule
 
     def _note(self, verb: str, unit: str = "") -> None:
         for observer in self.observers:
@@ -124,11 +132,12 @@ class Engine:
         """A module's forward starts: have its units up, and plain Parameters. Returns whether saved-tensor hooks were
         pushed, in any grad mode: the forward may change it. All or nothing."""
         opened: list[ParamUnit] = []
+        phase = _phase()
         try:
             for unit in units:
                 unit.open_calls += 1
                 opened.append(unit)
-                self._use(unit)
+                self.cache.use(unit, phase)
             pushed_hooks = self._push_hooks()
         except BaseException:
             for unit in opened:
@@ -147,21 +156,19 @@ class Engine:
                 "torch.func.grad and vjp allow no saved-tensor hooks, which a model needs that is not up as a whole; "
                 "raise prefetch_buffer_size and gpu_param_memory_budget until it is, or use torch.autograd"
             )
-        assert self.saved is not None
         self.saved.push()
         return True
 
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
         """That forward has ended, well or not."""
         if pushed_hooks:
-            assert self.saved is not None
             self.saved.pop()
         for unit in units:
             unit.open_calls -= 1
             if not unit.open_calls:
                 unit.set_guard(True)
         if graph_task_id() < 0:  # in a recomputation its backward follows at once
-            self._settle()
+            self.cache.prefetch()
 
     def use(self, unit: ParamUnit) -> None:
         """Autograd wants a saved weight of ``unit``: have it up.
@@ -172,7 +179,7 @@ class Engine:
             self.collector.join()
             if torch.is_grad_enabled():
                 self._push_hooks()
-        self._use(unit)
+        self.cache.use(unit, _phase())
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:
@@ -183,7 +190,8 @@ class Engine:
         finally:
             self.close_units(units, pushed_hooks)
         for unit in units:
-            self._refuse_writes(unit)
+            self.cache.watch_for_writes(unit)
+            self.cache.refuse_writes(unit)
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
         """The name of one of a unit's Parameters."""
@@ -195,175 +203,6 @@ class Engine:
             return None
         return self.name_of(param, unit)
 
-    # ---- up
-
-    def _use(self, unit: ParamUnit) -> None:
-        if unit.index != self._current and unit.index not in self._root:
-            self._current = unit.index
-            self.schedule.used(Phase.BACKWARD if graph_task_id() >= 0 else Phase.FORWARD, unit.index)
-            if self._up < len(self.units) or not self._resident:
-                self._settle(wanted=unit)
-        if unit.state is not UnitState.UNSHARDED:
-            self._bring_up(unit)
-
-    def _bring_up(self, unit: ParamUnit) -> None:
-        if unit.state is UnitState.SHARDED:
-            self._fetch(unit, ahead=False)
-        fetching = unit.fetching
-        assert fetching is not None
-        there = fetching.done.done()
-        try:
-            waited = unit.wait_unsharded()
-        except BaseException:
-            self._drop(unit)
-            raise
-        self._note("unshard", unit.name)
-        self._count_use(fetching, there, waited)
-
-    def _count_use(self, fetching: Fetching, there: bool, waited: float) -> None:
-        result = "miss" if not fetching.ahead else "hit" if there else "late"
-        self._recorder.add(PREFETCH_REQUESTS, 1, result=result)
-        if result == "late":
-            self._recorder.observe(PREFETCH_LATE_SECONDS, waited)
-        if waited:
-            self._recorder.add(EXPOSED_WAIT_SECONDS, waited, cause="fetch")
-
-    def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
-        """Ask for a unit; a prefetch (``ahead``) only where there is room: returns whether it was asked for."""
-        self.step_state.raise_if_failed()
-        buffer = self.residency.acquire(unit.index)
-        while buffer is None:
-            if ahead:
-                return False
-            self._make_room(unit)
-            buffer = self.residency.acquire(unit.index)
-        unit.unshard(self._lane.fetch(unit.layout, self.version, buffer, ahead=ahead))
-        self._up += 1
-        self._note("prefetch" if ahead else "fetch", unit.name)
-        return True
-
-    # ---- down
-
-    def _settle(self, wanted: ParamUnit | None = None) -> None:
-        """Bring what is up in line with the window: reshard what fell out of it, ask for what is coming.
-
-        ``wanted``: the unit in use, asked for before any prefetch. [Note: the window]"""
-        if not self._resident:
-            ahead = self.schedule.upcoming(self._depth, wrap=True)
-            keep = self._root.union(ahead, () if self._current is None else (self._current,))
-            for unit in self.units:
-                if unit.index not in keep and unit.state is not UnitState.SHARDED:
-                    self._let_go(unit)
-        if wanted is not None and wanted.state is UnitState.SHARDED:
-            self._fetch(wanted, ahead=False)
-        self._prefetch(self.schedule.upcoming(self._depth, wrap=self._more_backwards))
-
-    def _prefetch(self, units: Sequence[int]) -> None:
-        for index in units:
-            unit = self.units[index]
-            if unit.state is UnitState.SHARDED and not self._fetch(unit, ahead=True):
-                return
-
-    @property
-    def _more_backwards(self) -> bool:
-        """Whether another forward follows before the step."""
-        return self._backwards < self.config.gradient_accumulation_steps - 1
-
-    def _let_go(self, unit: ParamUnit) -> bool:
-        """Take a unit down if it can be: returns whether it is."""
-        if unit.state is UnitState.UNSHARDING:
-            self._drop(unit)
-            return True
-        if not unit.can_reshard():
-            return False
-        self._refuse_writes(unit)
-        if unit.state is UnitState.UNSHARDED:
-            self._reshard(unit)
-        return True
-
-    def _reshard(self, unit: ParamUnit) -> None:
-        self._give_back(unit.reshard())
-        self._up -= 1
-        self._note("reshard", unit.name)
-
-    def _give_back(self, buffer: UnitBuffer) -> None:
-        self.residency.release(buffer)
-
-    def _drop(self, unit: ParamUnit) -> None:
-        """Give up a unit's fetch; its buffer is free once nobody writes to it."""
-        fetching = unit.abandon()
-        self._up -= 1
-        self._note("cancel", unit.name)
-        if fetching.cancel():
-            self._give_back(fetching.buffer)
-        else:
-            self._dropped.append(fetching)
-
-    def _refuse_writes(self, unit: ParamUnit) -> None:
-        """Raise where the user wrote into the unit; what was written is thrown away, also under views of it."""
-        try:
-            unit.refuse_writes()
-        except UnsupportedError:
-            if unit.can_reshard():
-                self._reshard(unit)
-            else:
-                self._refresh(unit)
-            raise
-
-    def _refresh(self, unit: ParamUnit) -> None:
-        """Put the present version under a unit that somebody holds."""
-        assert unit.buffer is not None
-        self._lane.fetch(unit.layout, self.version, unit.buffer, ahead=False).wait()
-        unit.refreshed(self.version)
-        self._note("refresh", unit.name)
-
-    def _make_room(self, wanted: ParamUnit) -> None:
-        """Free some memory for ``wanted``, the least needed first; raises MemoryPlanError where nothing is left.
-
-        A unit that is needed now may take the budget of prefetches."""
-        order = {unit: i for i, unit in enumerate(self.schedule.upcoming(len(self.units), wrap=True))}
-        never, at_once = len(order), -1
-        far_first = sorted(
-            self.units,
-            key=lambda unit: at_once if unit.index in self._root else order.get(unit.index, never),
-            reverse=True,
-        )
-        for unit in far_first:
-            if unit is not wanted and unit.state is UnitState.UNSHARDING:
-                self._drop(unit)
-                self._reap(wait=True)
-                return
-        if self._dropped:
-            self._reap(wait=True)
-            return
-        for unit in far_first:
-            if unit is not wanted and unit.state is UnitState.UNSHARDED and self._let_go(unit):
-                return
-        raise MemoryPlanError(self._no_room(wanted))
-
-    def _no_room(self, wanted: ParamUnit) -> str:
-        held = [
-            f"{unit.name} ({unit.size_bytes:,} bytes, {'in use' if unit.open_calls else 'held by views or graphs'})"
-            for unit in self.units
-            if unit.state is UnitState.UNSHARDED
-        ]
-        budget, needed = self.config.gpu_param_memory_budget, self.residency.used + buffer_bytes(wanted.size_bytes)
-        return (
-            f"gpu_param_memory_budget={budget:,} bytes has no room for unit {wanted.name!r} "
-            f"({wanted.size_bytes:,} bytes) beside {', '.join(held)}; set it to at least {needed:,}"
-        )
-
-    def _reap(self, *, wait: bool) -> None:
-        """Free the buffers of dropped fetches that are over."""
-        if wait:
-            wait_for([fetching.done for fetching in self._dropped])
-        over = [fetching for fetching in self._dropped if fetching.done.done()]
-        self._dropped = [fetching for fetching in self._dropped if fetching not in over]
-        for fetching in over:
-            if fetching.ready is not None and not fetching.done.cancelled() and fetching.done.exception() is None:
-                fetching.ready.synchronize()
-            self._give_back(fetching.buffer)
-
     # ---- passes
 
     def begin_forward(self) -> None:
@@ -372,27 +211,25 @@ class Engine:
         self.step_state.raise_if_failed()
         if self.registered is not None:
             self.registered.check()
-        self.schedule.begin_pass()
-        self._current = None
-        if self._dropped:
-            self._reap(wait=False)
-        if self._base_depth:
-            reading = read_memory(self.device)
-            pressure = reading.pressure(
-                max_cpu_memory_mb=self.config.max_cpu_memory_mb, max_gpu_memory_mb=self.config.max_gpu_memory_mb
-            )
-            self._depth = scaled_depth(self._base_depth, pressure, self.config.auto_memory_management)
-            self._prefetch(self.schedule.first(self._depth))
+        self.cache.begin_pass(self._more_backwards, self._most_ahead)
+
+    def _most_ahead(self, depth: int) -> int:
+        return scaled_depth(depth, self._pressure.read(), self.config.auto_memory_management)
+
+    @property
+    def _more_backwards(self) -> bool:
+        """Whether another forward follows before the step."""
+        return self._backwards < self.config.gradient_accumulation_steps - 1
 
     def end_forward(self) -> None:
         """The model's own forward has ended, well or not."""
-        self._settle()
+        self.cache.prefetch()
 
     def _backward_over(self, nested: bool) -> None:
         """A graph task has ended well; ``nested``: inside another one."""
         if not nested:
             self._backwards += 1
-            self._settle()
+            self.cache.backward_over(self._more_backwards)
 
     def drain(self) -> None:
         """End what an exception left open: graph tasks and forwards whose end nobody announced."""
@@ -413,8 +250,7 @@ class Engine:
             self.step_state.push(unit.layout, grads, wait=not self.config.overlap_computation)
         else:
             self._add_up(unit, grads)
-        if not self._resident:
-            self._settle()
+        self.cache.prefetch()
 
     def _add_up(self, unit: ParamUnit, grads: Sequence[Tensor | None]) -> None:
         sums = self._sums.setdefault(unit.index, [None] * len(grads))
@@ -453,49 +289,18 @@ class Engine:
         self._finish_gradients()
         if self.config.nonfinite == "raise":
             self.step_state.norm()  # raises before anything is committed: zero_grad() starts over
-        self._fence()
+        self.cache.fence()
         self.step_state.commit(hyper, self.config.max_grad_norm)
         self._note("finish")
-        self.version += 1
         self._backwards = 0
-        self.schedule.begin_pass()
-        self._current = None
-        self._refresh_pinned()
-        self._after_step()
-
-    def _fence(self) -> None:
-        """No fetch of this version is left, and no unit is up that could be taken down."""
-        for unit in self.units:
-            if unit.state is not UnitState.SHARDED and not self._let_go(unit):
-                self._refuse_writes(unit)
-        self._reap(wait=True)
-
-    def _refresh_pinned(self) -> None:
-        """Put the new version under units that somebody still holds: their views must read it."""
-        for unit in self.units:
-            if unit.state is UnitState.UNSHARDED:
-                self._recorder.add(PINNED_UNITS, 1, unit=unit.name)
-                log.debug("unit %s is pinned over step %d: refreshed in place", unit.name, self.version)
-                self._refresh(unit)
-
-    def _after_step(self) -> None:
-        if not self.config.offload_params:
-            self._prefetch(range(len(self.units)))
-        elif self._base_depth:
-            self._prefetch(self.schedule.first(self._depth))
+        self.cache.advance()
+        if self.config.offload_params:
+            self.cache.prefetch_first()
+        else:
+            self.cache.prefetch_all()
         if self.config.overlap == "none" or not self.config.overlap_computation:
-            self._wait_published()
-
-    def _wait_published(self) -> None:
-        """Block until the step is decided and every unit of the new version is published."""
-        self.step_state.wait_decided()
-        scratch = [unit for unit in self.units if unit.state is UnitState.SHARDED]
-        for unit in self.units:
-            if unit.fetching is not None:
-                unit.fetching.done.result()
-        for unit in scratch:
-            buffer = torch.empty(unit.layout.numel, dtype=unit.layout.dtype)
-            self.store.fetch(unit.index, self.version, COMPUTE, buffer).result()
+            self.step_state.wait_decided()
+            self.cache.wait_published()
 
     def discard(self) -> None:
         """Take back the step's gradients, wherever they are."""
@@ -515,8 +320,14 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        for unit in self.units:
-            if unit.fetching is not None:
-                unit.fetching.request.cancel()
+        self.cache.cancel()
         self.store.close(reason)
         self._lane.close()
+
+
+def _mapped(store: ParameterStore, layout: ModelLayout) -> dict[int, Tensor]:
+    return {unit.index: flat for unit in layout.units if (flat := store.mapped(unit.index)) is not None}
+
+
+def _phase() -> Phase:
+    return Phase.BACKWARD if graph_task_id() >= 0 else Phase.FORWARD

@@ -13,16 +13,14 @@ that move when a unit goes down make its backward torch's in-place error.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.fetching import Fetching, Waited
 from rayzero.engine.private_torch import (
     AT_REST,
     empty_storage,
@@ -47,38 +45,6 @@ class UnitState(Enum):
 
 S = UnitState
 _MOVES = {S.SHARDED: {S.UNSHARDING}, S.UNSHARDING: {S.UNSHARDED, S.SHARDED}, S.UNSHARDED: {S.SHARDED}}
-
-
-@dataclass(eq=False, slots=True)
-class Fetching:
-    """A fetch in flight. It owns its buffer until it is waited for or dropped."""
-
-    version: int
-    done: Future[None]  # every byte is in the buffer, or its copy is queued on the lane's stream
-    request: Future[None]  # what the store was asked; ends before ``done``
-    buffer: UnitBuffer
-    ahead: bool  # True: prefetched, False: asked for when it was needed
-    ready: torch.cuda.Event | None = None  # CUDA: recorded after the copy to the device
-
-    def cancel(self) -> bool:
-        """Call it off; True when nothing will be written to the buffer any more."""
-        return self.request.cancel() or self.done.done()
-
-    def wait(self) -> float:
-        """Block until the bytes are there, also on the device; returns the seconds the host waited."""
-        waited = _wait(self.done)
-        if self.ready is not None:
-            torch.cuda.current_stream(self.buffer.flat.device).wait_event(self.ready)
-        return waited
-
-
-def _wait(done: Future[None]) -> float:
-    if done.done():
-        done.result()
-        return 0.0
-    start = time.perf_counter()
-    done.result()
-    return time.perf_counter() - start
 
 
 class SavedShape(Protocol):
@@ -107,7 +73,9 @@ class ParamUnit:
         self.state = S.SHARDED
         self.fetching: Fetching | None = None
         self.buffer: UnitBuffer | None = None  # while UNSHARDED. freed by: reshard()
-        self.version = -1  # published version of the buffer's content, while UNSHARDED
+        self.kept: UnitBuffer | None = None  # while SHARDED: memory with bytes of ``version``. freed by: take_kept()
+        self.version = -1  # published version that the bytes in ``buffer`` or ``kept`` were right for
+        self.exposed = False  # somebody may have written into the owners' memory unseen
         self.open_calls = 0  # forward calls that are running, and touches
         self.storages = [_own_storage(param) for param in params]
         self.keys = [storage_key(storage) for storage in self.storages]
@@ -132,10 +100,10 @@ class ParamUnit:
         self._become(S.UNSHARDING)
         self.fetching = fetching
 
-    def wait_unsharded(self) -> float:
+    def wait_unsharded(self) -> Waited:
         """Block until every byte is there and put the buffer under the Parameters.
 
-        Returns the seconds waited. A fetch that failed raises its own error and leaves the unit SHARDED."""
+        Returns what was waited for. A fetch that failed raises its own error and leaves the unit SHARDED."""
         fetching = self.fetching
         assert fetching is not None
         waited = fetching.wait()
@@ -150,6 +118,11 @@ class ParamUnit:
         assert fetching is not None
         self._become(S.SHARDED)
         return fetching
+
+    def take_kept(self) -> UnitBuffer | None:
+        """Hand over the memory that was kept, if any."""
+        kept, self.kept = self.kept, None
+        return kept
 
     # ---- down
 

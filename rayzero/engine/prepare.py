@@ -75,7 +75,7 @@ def prepare(
         if attached.needs_load and context.rank == 0:
             _load(store, plan, params)
         engine = _engine(model, store, plan, spec, config, context, device, attached.version)
-        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), _trained(spec))
+        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), _trained(spec), attached.version)
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise
@@ -249,7 +249,7 @@ def _engine(
     device: torch.device,
     version: int,
 ) -> Engine:
-    lane = make_lane(store, device, pinned=config.pin_cpu_memory)
+    lane = make_lane(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
     step = RankStep(
         store,
         lane,
@@ -268,7 +268,6 @@ def _engine(
         config=config,
         device=device,
         recorder=context.recorder,
-        version=version,
         poison=os.environ.get("RAYZERO_DEBUG") == "1",
     )
 

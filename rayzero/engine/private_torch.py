@@ -56,11 +56,6 @@ def owning_slice(flat: Tensor, start: int, numel: int) -> torch.UntypedStorage:
     return part.untyped_storage()
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that ``tensor`` is a view of, or itself."""
-    return tensor if tensor._base is None else tensor._base
-
-
 def empty_storage(device: torch.device) -> torch.UntypedStorage:
     """A storage of zero bytes."""
     return torch.empty(0, device=device).untyped_storage()

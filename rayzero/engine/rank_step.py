@@ -55,8 +55,12 @@ class RankStep:
             seq=self.counts[unit.index],
             presence=pack_presence([grad is not None for grad in grads]),
         )
+        landed = self._lane.push(unit, contribution, grads)
+        while landed is None:  # staging is full of this rank's own earlier pushes
+            self._wait(self._flying.popleft(), "push")
+            landed = self._lane.push(unit, contribution, grads)
         self.counts[unit.index] += 1
-        self._flying.append(self._lane.push(unit, contribution, grads))
+        self._flying.append(landed)
         while self._flying and (wait or self._flying[0].done()):
             self._flying.popleft().result()
 

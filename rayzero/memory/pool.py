@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,25 @@ def buffer_bytes(nbytes: int) -> int:
     return max(1, -(-nbytes // _GRAIN)) * _GRAIN
 
 
-class Buffer:
-    """One leased byte buffer: ``tensor`` (1D uint8, exactly the bytes asked for) until ``release()``."""
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """One allocation."""
 
-    def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
+    whole: Tensor
+    size: int  # bytes
+    made: dict[Any, Any] = field(default_factory=dict)  # see Buffer.made
+
+
+class Buffer:
+    """One leased byte buffer: ``tensor`` (1D uint8, exactly the bytes asked for) until ``release()``.
+
+    ``made``: what its takers made over its memory, views say, under keys of theirs; it stays with the memory from
+    lease to lease and goes with it."""
+
+    def __init__(self, tensor: Tensor, made: dict[Any, Any], release: Callable[[], None]) -> None:
         """Made by ``BufferPool.acquire`` only."""
         self.tensor = tensor
+        self.made = made
         self._release: Callable[[], None] | None = release
         self._lock = threading.Lock()
 
@@ -92,24 +106,24 @@ class BufferPool:
         self.budget = budget or MemoryBudget(None)
         self._poison = poison
         self._lock = threading.Lock()
-        self._free: list[Tensor] = []  # the longest unused first
+        self._free: list[_Memory] = []  # the longest unused first
         self._leased = self._peak = self._allocated = self._num_leased = self._num_reused = 0
 
     def acquire(self, nbytes: int) -> Buffer | None:
         """A buffer of ``nbytes`` bytes, contents undefined, or None when the budget has no room for it now."""
         with self._lock:
             kept = self._best_fit(nbytes)
-            size = kept.numel() if kept is not None else buffer_bytes(nbytes)
+            size = kept.size if kept is not None else buffer_bytes(nbytes)
             lease = self.budget.reserve(size)
             if lease is None:
                 return None
             try:
-                whole = self._reuse(kept) if kept is not None else self._allocate(size)
+                memory = self._reuse(kept) if kept is not None else self._allocate(size)
             except BaseException:
                 lease.release()
                 raise
-            self._count(whole, +1)
-        return Buffer(whole[:nbytes], lambda: self._give_back(whole, lease))
+            self._count(memory.size, +1)
+        return Buffer(_first_bytes(memory, nbytes), memory.made, lambda: self._give_back(memory, lease))
 
     def trim(self, keep: int = 0) -> int:
         """Drop kept buffers, the longest unused first, until at most ``keep`` bytes are kept; returns bytes dropped."""
@@ -129,34 +143,40 @@ class BufferPool:
                 num_reused=self._num_reused,
             )
 
-    def _give_back(self, whole: Tensor, lease: Lease) -> None:
+    def _give_back(self, memory: _Memory, lease: Lease) -> None:
         if self._poison:
-            whole.fill_(0xFF)
+            memory.whole.fill_(0xFF)
         with self._lock:
-            self._free.append(whole)  # freed by: acquire (reuse), or trim
-            self._count(whole, -1)
+            self._free.append(memory)  # freed by: acquire (reuse), or trim
+            self._count(memory.size, -1)
         lease.release()
 
     # The rest runs under the lock.
 
-    def _best_fit(self, nbytes: int) -> Tensor | None:
+    def _best_fit(self, nbytes: int) -> _Memory | None:
         size = buffer_bytes(nbytes)
-        fitting = (kept for kept in reversed(self._free) if size <= kept.numel() <= size + size // 8)
-        return min(fitting, key=Tensor.numel, default=None)
+        best = None
+        for kept in reversed(self._free):
+            if kept.size == size:
+                return kept
+            if size < kept.size <= size + size // 8 and (best is None or kept.size < best.size):
+                best = kept
+        return best
 
-    def _reuse(self, kept: Tensor) -> Tensor:
-        self._free = [other for other in self._free if other is not kept]
+    def _reuse(self, kept: _Memory) -> _Memory:
+        self._free.remove(kept)
         self._num_reused += 1
         return kept
 
-    def _allocate(self, size: int) -> Tensor:
+    def _allocate(self, size: int) -> _Memory:
         if self.budget.limit is not None:
             self._trim(max(0, self.budget.limit - self._leased - size))
         self._allocated += size
-        return torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        whole = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        return _Memory(whole, size)
 
-    def _count(self, whole: Tensor, sign: int) -> None:
-        self._leased += sign * whole.numel()
+    def _count(self, size: int, sign: int) -> None:
+        self._leased += sign * size
         self._num_leased += sign
         self._peak = max(self._peak, self._leased)
 
@@ -167,4 +187,12 @@ class BufferPool:
         return before - self._free_bytes()
 
     def _free_bytes(self) -> int:
-        return sum(kept.numel() for kept in self._free)
+        return sum(kept.size for kept in self._free)
+
+
+def _first_bytes(memory: _Memory, nbytes: int) -> Tensor:
+    """Its first bytes as a tensor: made once for each size, because a tensor operation lets other threads in."""
+    if nbytes not in memory.made:
+        memory.made[nbytes] = memory.whole[:nbytes]
+    found: Tensor = memory.made[nbytes]
+    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -44,3 +46,32 @@ def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> i
         return depth
     given_up = strategy.aggressiveness * above / (1 - strategy.pressure_threshold)
     return math.ceil(round(depth * (1 - given_up), 9))  # 8.000000001 is 8
+
+
+class PressureGauge:
+    """A rank's memory pressure, measured anew at most once a second.
+
+    Knows limits and the last reading; not what is done about it. (A reading opens files, which costs milliseconds
+    where other threads wait for the interpreter, and pressure builds up over seconds.)"""
+
+    def __init__(
+        self,
+        device: torch.device,
+        max_cpu_memory_mb: int,
+        max_gpu_memory_mb: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_*_memory_mb``: MiB, see ``MemoryReading.pressure``."""
+        self._device = device
+        self._limits = {"max_cpu_memory_mb": max_cpu_memory_mb, "max_gpu_memory_mb": max_gpu_memory_mb}
+        self._clock = clock
+        self._pressure = 0.0
+        self._due = -math.inf
+
+    def read(self) -> float:
+        """The present pressure, 0.0 to 1.0."""
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + 1.0
+            self._pressure = read_memory(self._device).pressure(**self._limits)
+        return self._pressure

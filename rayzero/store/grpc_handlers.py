@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,12 +98,26 @@ class RankCalls:
                 f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
                 f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
             )
-        attached = await self._s.compute(service.attach, request.rank, spec)
+        shares = self._s.shared is not None and self._s.shared.host == request.host != ""
+        attached = await self._s.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
         self._s.take_spec(spec)
         self._s.left.discard(request.rank)
         if self._s.leads:
             self._connected_lead().attach(request.rank, spec, attached.version)
-        return pb.AttachResponse(version=attached.version, needs_load=attached.needs_load, kernel=service.kernel)
+        return pb.AttachResponse(
+            version=attached.version,
+            needs_load=attached.needs_load,
+            kernel=service.kernel,
+            shared=translate.paths_to_pb(self._s.shared.offer()) if self._s.shared is not None and shares else None,
+        )
+
+    async def share(self, request: pb.ShareRequest, context: Context) -> pb.ShareResponse:
+        """Map what the rank shares."""
+        if self._s.shared is None:
+            raise StoreError(f"optimizer {self._s.service.owner} shares no memory; use transport='grpc'")
+        paths = translate.paths_from_pb(request.files)
+        await self._s.compute(self._s.shared.join, request.rank, paths, dict(request.controls))
+        return pb.ShareResponse()
 
     def _require_same_terms(self, request: pb.AttachRequest) -> None:
         service = self._s.service
@@ -126,7 +142,9 @@ class RankCalls:
         subscription = self._s.board.subscribe()
         try:
             while True:
-                await context.write(_notice(*await subscription.next()))
+                news, error = await subscription.next()
+                if error is not None or not request.quiet:
+                    await context.write(_notice(news, error))
         finally:
             self._s.board.unsubscribe(subscription)
             self._lost(request.rank)
@@ -141,6 +159,8 @@ class RankCalls:
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """The rank goes on purpose."""
         self._s.left.add(request.rank)
+        if self._s.shared is not None:
+            self._s.shared.leave(request.rank)
         if self._s.leads:
             self._s.require_lead().leave(request.rank, request.reason)
         return pb.LeaveResponse()
@@ -193,6 +213,8 @@ class RankCalls:
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """What is going on with a shard, in words."""
+        if request.step:
+            return pb.DescribeResponse(text=self._s.require_lead().describe())
         self._s.shard(request.shard)
         return pb.DescribeResponse(text=self._s.service.describe(request.shard))
 
@@ -200,47 +222,35 @@ class RankCalls:
 
     async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
         """One rank is done pushing; answers when all are."""
-        lead, report = self._s.require_lead(), translate.report_from_pb(request.report)
-        inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
-        norm = self._repeats.once(report.rank, request, lambda: lead.finish(report, inputs))
-        if await ended(norm, self._patience_s(context)):
-            return pb.FinishResponse(norm=translate.norm_to_pb(norm.result()))
-        return pb.FinishResponse(waiting=self._waiting())
+        answer = await self._answer("Finish", request.report.rank, request, context)
+        return answer or pb.FinishResponse(waiting=self._waiting())
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """One rank asks for the decision; answers when all have."""
-        lead, inputs = self._s.require_lead(), translate.inputs_from_pb(request.inputs)
-        decision = self._repeats.once(request.rank, request, lambda: lead.commit(request.rank, request.step, inputs))
-        if await ended(decision, self._patience_s(context)):
-            return pb.CommitResponse(decision=translate.decision_to_pb(decision.result()))
-        return pb.CommitResponse(waiting=self._waiting())
+        answer = await self._answer("Commit", request.rank, request, context)
+        return answer or pb.CommitResponse(waiting=self._waiting())
 
     async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
         """The recorded decision, once there is one."""
-        decision = self._s.require_lead().decision(request.step)
-        if await ended(decision, self._patience_s(context)):
-            return pb.GetDecisionResponse(decision=translate.decision_to_pb(decision.result()))
-        return pb.GetDecisionResponse(waiting=self._waiting())
+        answer = await self._wait(self._s.steps.begin("GetDecision", request), context)
+        return answer or pb.GetDecisionResponse(waiting=self._waiting())
 
     async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
         """Reopen a step."""
-        lead, rank = self._s.require_lead(), request.rank
-        done = self._repeats.once(rank, request, lambda: lead.discard(rank, request.step, request.attempt))
-        if await ended(done, self._patience_s(context)):
-            done.result()
-            return pb.DiscardResponse()
-        return pb.DiscardResponse(waiting=self._waiting())
+        answer = await self._answer("Discard", request.rank, request, context)
+        return answer or pb.DiscardResponse(waiting=self._waiting())
 
     async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
         """Write a checkpoint; answers when it is complete."""
-        lead, directory = self._s.require_lead(), Path(request.directory)
-        files = tuple(translate.file_from_pb(entry) for entry in request.files)
-        saved = self._repeats.once(
-            request.rank, request, lambda: lead.save(request.rank, request.step, directory, files)
-        )
-        if await ended(saved, self._patience_s(context)):
-            return pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(saved.result()))
-        return pb.SaveResponse(waiting=self._waiting())
+        answer = await self._answer("Save", request.rank, request, context)
+        return answer or pb.SaveResponse(waiting=self._waiting())
+
+    async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
+        """The response to a call that a rank may make again; None: not yet."""
+        return await self._wait(self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request)), context)
+
+    async def _wait(self, answer: Future[Any], context: Context) -> Any:
+        return answer.result() if await ended(answer, self._patience_s(context)) else None
 
     def _patience_s(self, context: Context) -> float:
         left = context.time_remaining()
@@ -259,17 +269,15 @@ class LeadCalls:
     """OwnerService: what the lead asks of this owner."""
 
     def __init__(self, state: OwnerState) -> None:
-        self._local = state.local
+        self._local, self._steps = state.local, state.steps
 
-    async def collect(self, request: pb.CollectRequest, context: Context) -> pb.CollectResponse:
+    async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
         """Norm parts, once every counted push is there."""
-        reports = tuple(translate.report_from_pb(report) for report in request.reports)
-        return translate.parts_to_pb(await result_of(self._local.collect(request.step, reports)))
+        return await result_of(self._steps.begin("Collect", request))
 
-    async def apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
+    async def apply(self, request: pb.ApplyRequest, context: Context) -> Any:
         """Queue a decision's update."""
-        await result_of(self._local.apply(translate.decision_from_pb(request.decision)))
-        return pb.ApplyResponse()
+        return await result_of(self._steps.begin("Apply", request))
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""

@@ -22,6 +22,8 @@ from rayzero.store.loop import shared_loop
 from rayzero.store.notices import NoticeBoard
 from rayzero.store.owner_state import OwnerState
 from rayzero.store.rpc import OWNER_SERVICE, SERVER_OPTIONS, STORE_SERVICE, TlsFiles
+from rayzero.store.shared_owner import SharedOwner
+from rayzero.store.shared_peer import SharedPeer
 
 _QUICK_S = 30.0  # starting and stopping a server
 _GRACE_S = 2.0  # for calls to end when the server stops
@@ -46,12 +48,14 @@ class OwnerServer:
         tls: TlsFiles | None = None,
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
+        shared: SharedOwner | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
         ``token``: what every caller must send, not empty. ``poll_s``: how long a call that waits for other ranks is
         held before its caller is told to ask again. ``peer_timeout_s``: deadline of the lead's calls that compute.
+        ``shared``: the service's memory, to be shared with ranks of the same host.
         ``interceptors``: grpc.aio server interceptors, around every call. Raises StoreError when the port is taken.
         """
         if not token:
@@ -61,10 +65,12 @@ class OwnerServer:
         self._token, self._tls, self._peer_timeout_s = token, tls, peer_timeout_s
         board = NoticeBoard(self._loop.loop)
         self._state = OwnerState(
-            service=service, board=board, token=token, poll_s=poll_s, local=LocalPeer(service, board.abort)
+            service=service, board=board, token=token, poll_s=poll_s, local=LocalPeer(service, board.abort), shared=shared
         )
         self.address = self._loop.run(self._start(host, port, tls, list(interceptors)), _QUICK_S)
         service.on_publish(board.publish)
+        if shared is not None:
+            shared.serve(service, self._state.steps.begin_bytes)
         if tls is None and not _is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", service.owner, self.address)
 
@@ -100,7 +106,8 @@ class OwnerServer:
             for owner, address in enumerate(addresses)
             if owner != service.owner
         ]
-        peers: list[OwnerPeer] = list(self._peers)
+        shared = self._state.shared
+        peers: list[OwnerPeer] = [SharedPeer(shared, remote) if shared is not None else remote for remote in self._peers]
         peers.insert(service.owner, self._state.local)
         self._state.lead = StepLead(peers)
 
@@ -115,6 +122,8 @@ class OwnerServer:
         self._loop.run(self._stop(), _QUICK_S)
         for peer in self._peers:
             peer.close()
+        if self._state.shared is not None:
+            self._state.shared.close()
         self._state.pool.shutdown(wait=True)
 
     async def _stop(self) -> None:

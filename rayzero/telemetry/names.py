@@ -20,6 +20,9 @@ TRANSFER_RETRIES = "rayzero_transfer_retries_total"
 PREFETCH_REQUESTS = "rayzero_prefetch_requests_total"
 """Counter of uses of a unit. Labels: result = hit (was there), late (on its way), miss (not asked for yet)."""
 
+PREFETCH_DEPTH = "rayzero_prefetch_depth_units"
+"""Gauge, units asked for ahead of the one in use, kept as a counter of its changes."""
+
 PREFETCH_LATE_SECONDS = "rayzero_prefetch_late_seconds"
 """Timing of waits for a unit that was on its way."""
 

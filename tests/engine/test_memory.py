@@ -38,22 +38,30 @@ def unit_bytes(engine: Engine, *, root: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_gathered_parameters_peak_at_one_unit_and_the_prefetch_depth_and_the_root(
-    depth: int, alone: RankContext
-) -> None:
+def test_one_unit_the_prefetch_depth_and_the_root_are_enough_and_all_that_is_up(depth: int, alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8))
-    model, optimizer, engine = prepared(base, tight(base, prefetch_buffer_size=depth))
+    model, optimizer, engine = prepared(base, tight(base, prefetch_buffer_size=depth, spare=0))
     train(model, optimizer)
     largest, root = max(unit_bytes(engine, root=False)), sum(unit_bytes(engine, root=True))
     # one computing + ``depth`` asked for or kept + the root, which is open throughout; 8 layers would be 8 x largest
     assert engine.residency.peak == (1 + depth) * largest + root
 
 
-def test_without_prefetch_one_unit_and_the_root_are_up(alone: RankContext) -> None:
+def test_without_prefetch_one_unit_and_the_root_are_enough(alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8))
-    model, optimizer, engine = prepared(base, tight(base, async_prefetch=False))
+    model, optimizer, engine = prepared(base, tight(base, async_prefetch=False, spare=0))
     train(model, optimizer)
     assert engine.residency.peak == max(unit_bytes(engine, root=False)) + sum(unit_bytes(engine, root=True))
+
+
+def test_what_forward_used_last_is_still_up_when_backward_begins(alone: RankContext) -> None:
+    base = seeded(lambda: Net(num_layers=8))
+    model, optimizer, engine = prepared(base, tight(base, async_prefetch=False, spare=3))  # four layers of eight fit
+    train(model, optimizer, steps=2)
+    fetched: list[str] = []
+    engine.observers.append(lambda verb, unit: fetched.append(unit) if verb == "fetch" else None)
+    train(model, optimizer, steps=1)
+    assert fetched == ["root", *(f"layers.{i}" for i in (0, 1, 2, 3, 4, 5, 6, 7, 3, 2, 1, 0))]
 
 
 def test_the_budget_is_never_exceeded(alone: RankContext) -> None:
@@ -143,7 +151,7 @@ def test_an_activation_changed_between_forward_and_backward_is_torchs_in_place_e
 
 
 def test_prefetches_are_counted_as_hits_late_hits_and_misses(alone: RankContext) -> None:
-    model, optimizer, _ = prepared(seeded(Net), tight(Net(), async_prefetch=False))
+    model, optimizer, _ = prepared(seeded(Net), tight(Net(), async_prefetch=False, spare=0))
     train(model, optimizer, steps=1)
     recorder = alone.recorder
     assert isinstance(recorder, MemoryRecorder)

@@ -107,7 +107,7 @@ def test_metadata_brings_nothing_up(alone: RankContext) -> None:
 def _fresh() -> tuple[nn.Module, rayzero.ZeroOptimizer, Engine]:
     model = seeded(Net)
     model, optimizer = rayzero.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), tight(model, async_prefetch=False)
+        model, torch.optim.SGD(model.parameters(), lr=0.1), tight(model, async_prefetch=False, spare=0)
     )
     return model, optimizer, optimizer.engine
 

@@ -63,7 +63,7 @@ def test_one_unit_ahead(alone: RankContext) -> None:
 
 
 def test_nothing_is_asked_for_before_it_is_needed_without_prefetch(alone: RankContext) -> None:
-    model, optimizer, _ = prepared(tight(Net(), async_prefetch=False))
+    model, optimizer, _ = prepared(tight(Net(), async_prefetch=False, spare=0))
     events_of_step(model, optimizer, 0)
     events = events_of_step(model, optimizer, 1)
     assert ("prefetch", "0") not in events
@@ -81,7 +81,7 @@ def test_nothing_is_asked_for_before_it_is_needed_without_prefetch(alone: RankCo
 
 
 def test_a_model_that_fits_is_fetched_once_a_step(alone: RankContext) -> None:
-    model, optimizer, _ = prepared(ZeroConfig())
+    model, optimizer, _ = prepared(ZeroConfig(prefetch_adaptive=False))
     events_of_step(model, optimizer, 0)
     events = events_of_step(model, optimizer, 1)
     assert [unit for verb, unit in events if verb == "unshard"] == ["root", "0", "1", "2"]

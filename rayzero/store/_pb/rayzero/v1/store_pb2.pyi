@@ -124,36 +124,71 @@ class Waiting(_message.Message):
     def __init__(self, on: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     NUM_OWNERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
     layout_digest: str
     owner: int
     num_owners: int
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ...) -> None: ...
+    host: str
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class SharedFiles(_message.Message):
+    __slots__ = ("control", "tensors")
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    control: str
+    tensors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, control: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("version", "needs_load", "kernel")
+    __slots__ = ("version", "needs_load", "kernel", "shared")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEEDS_LOAD_FIELD_NUMBER: _ClassVar[int]
     KERNEL_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     version: int
     needs_load: bool
     kernel: str
-    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ...) -> None: ...
+    shared: SharedFiles
+    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ...) -> None: ...
+
+class ShareRequest(_message.Message):
+    __slots__ = ("rank", "files", "controls")
+    class ControlsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    CONTROLS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    files: SharedFiles
+    controls: _containers.ScalarMap[int, str]
+    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ...) -> None: ...
+
+class ShareResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class NoticesRequest(_message.Message):
-    __slots__ = ("rank",)
+    __slots__ = ("rank", "quiet")
     RANK_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
     rank: int
-    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+    quiet: bool
+    def __init__(self, rank: _Optional[int] = ..., quiet: bool = ...) -> None: ...
 
 class NoticesResponse(_message.Message):
     __slots__ = ("published", "abort")
@@ -233,10 +268,12 @@ class PushResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("shard",)
+    __slots__ = ("shard", "step")
     SHARD_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     shard: int
-    def __init__(self, shard: _Optional[int] = ...) -> None: ...
+    step: bool
+    def __init__(self, shard: _Optional[int] = ..., step: bool = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("text",)

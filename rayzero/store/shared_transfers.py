@@ -1,0 +1,64 @@
+"""Bytes between one rank and an owner of its host: parameters are copied from where the owner writes them; all else goes
+the way to owners elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from rayzero.errors import StoreClosedError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.messages import COMPUTE
+from rayzero.store.gather import Gather
+from rayzero.store.shared_rank import SharedRank
+from rayzero.store.transfers import Transfers
+from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.recorder import Recorder
+
+
+class SharedTransfers:
+    """The verbs of ``Transfers`` for an owner of this host. Its gradients need none: it reads them where they are.
+
+    Knows where the owner's shards are mapped; not units of several owners, or pushes."""
+
+    def __init__(
+        self, owner: int, shared: SharedRank, wire: Transfers, copies: ThreadPoolExecutor, recorder: Recorder
+    ) -> None:
+        """``wire``: the way for initial values and states; ``copies``: threads to copy in."""
+        self._owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
+
+    def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
+        """See :class:`Transfers`."""
+        self._wire.load(gather, unit, shards, values)
+
+    def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
+        """See :class:`Transfers`."""
+        return self._wire.published(awaited, shards, version)
+
+    def fetch(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
+    ) -> None:
+        """See :class:`Transfers`."""
+        if kind != COMPUTE:
+            self._wire.fetch(gather, unit, shards, version, kind, out)
+            return
+
+        def begin(ready: Future[None]) -> None:
+            error = ready.exception()
+            if error is None:
+                try:
+                    self._copies.submit(gather.run, lambda: self._copy(shards, out))
+                except RuntimeError:  # the threads have ended
+                    gather.end(StoreClosedError("the store was closed"))
+            else:
+                gather.end(error)
+
+        self.published(f"{unit.name} v{version}", shards, version).add_done_callback(begin)
+
+    def _copy(self, shards: list[Shard], out: Tensor) -> None:
+        for shard in shards:
+            out[shard.start : shard.stop].copy_(self._shared.shard(self._owner, shard.index))
+        size = sum(shard.numel for shard in shards) * out.itemsize
+        self._recorder.add(TRANSFER_BYTES, size, direction="fetch", transport="shm")
