@@ -108,7 +108,7 @@ class ZeroConfig(ConfigModel):
     """Who computes the update: C with the processor's vectors, tiled torch, or plain float arithmetic for tests;
     "auto" takes the fastest there is."""
 
-    chunk_bytes: Size = 4 * MIB
+    chunk_bytes: Size = 2 * MIB
     """Bytes of payload in one gRPC message."""
 
     wire_compression: Literal["none", "bf16"] = "none"

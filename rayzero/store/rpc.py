@@ -22,7 +22,7 @@ STORE_SERVICE = "rayzero.v1.StoreService"
 OWNER_SERVICE = "rayzero.v1.OwnerService"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
-MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-4 MiB are fastest
+MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB are fastest
 
 POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 

@@ -51,7 +51,7 @@ _DESCRIBE_S = 5.0  # deadline of asking an owner what it does
 class WireOptions:
     """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
 
-    chunk_bytes: int = 1 << 20  # of payload in a message
+    chunk_bytes: int = 2 << 20  # of payload in a message
     wire_compression: str = "none"  # "none" | "bf16"
     broadcast: str = "pull"  # "pull" | "push"
 
