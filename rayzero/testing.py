@@ -33,7 +33,9 @@ import torch
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.memory.slabs import SHARED_MEMORY
 from rayzero.store.protocol import ParameterStore
+from rayzero.store.same_host import why_no_sharing
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 __all__ = ["run_ranks"]
@@ -41,7 +43,7 @@ __all__ = ["run_ranks"]
 T = TypeVar("T")
 Loop = Callable[[RankContext], T]
 Connect = Callable[[int, Recorder], ParameterStore]  # (rank, recorder) -> its store
-Transport = Literal["inproc", "grpc"]
+Transport = Literal["inproc", "grpc", "shm"]
 
 
 def run_ranks(
@@ -59,22 +61,26 @@ def run_ranks(
 ) -> list[T]:
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners; returns each rank's result.
 
-    processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport="grpc"``).
+    processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
+    transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory.
     config: what ``rayzero.prepare`` uses where the loop gives it none. threads: torch threads of each rank process
     and of each owner. stall_timeout: seconds a rank waits for a peer that makes no progress.
 
     The error of the rank that failed first is raised, with a note that names the rank; the others are told to stop.
     Nothing is left behind: no thread, process or port.
     """
-    if processes and transport != "grpc":
-        raise ConfigError(f'transport={transport!r} cannot reach other processes; use transport="grpc"')
+    if processes and transport == "inproc":
+        raise ConfigError(f'transport={transport!r} cannot reach other processes; use "grpc" or "shm"')
+    if transport == "shm" and (reason := why_no_sharing()) is not None:
+        raise ConfigError(f'transport="shm" does not work here: {reason}; use "grpc"')
     if world_size < 1 or num_optimizers < 1:
         raise ConfigError(f"world_size and num_optimizers must be >= 1, got {world_size} and {num_optimizers}")
     places = [
         _Place(rank=rank, world_size=world_size, config=config, resume=resume, run_dir=run_dir, threads=threads)
         for rank in range(world_size)
     ]
-    owners = _grpc_owners if transport == "grpc" else _local_owners
+    share = SHARED_MEMORY if transport == "shm" else None
+    owners = _local_owners if transport == "inproc" else partial(_served_owners, share)
     with owners(num_optimizers, threads, stall_timeout) as connect:
         return _in_processes(fn, places, connect) if processes else _in_threads(fn, places, connect)
 
@@ -159,31 +165,42 @@ class _Addresses:
     addresses: tuple[str, ...]
     token: str
     stall_timeout: float
+    share: Path | None
 
     def __call__(self, rank: int, recorder: Recorder) -> ParameterStore:
         from rayzero.store.grpc_client import GrpcStore
 
-        return GrpcStore(rank, self.addresses, token=self.token, stall_timeout=self.stall_timeout, recorder=recorder)
+        return GrpcStore(
+            rank,
+            self.addresses,
+            token=self.token,
+            stall_timeout=self.stall_timeout,
+            share=self.share,
+            recorder=recorder,
+        )
 
 
 @contextmanager
-def _grpc_owners(num_optimizers: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
+def _served_owners(share: Path | None, num_optimizers: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
     from rayzero.optimizer.service import ShardService
     from rayzero.store.grpc_server import OwnerServer
+    from rayzero.store.shared_owner import SharedOwner
 
     token = secrets.token_hex(16)
     with ExitStack() as stack:
         servers = []
         for owner in range(num_optimizers):
-            service = ShardService(owner, num_optimizers, threads=threads)
+            shared = SharedOwner(owner, num_optimizers, share) if share is not None else None
+            make_memory = shared.make_memory if shared is not None else None
+            service = ShardService(owner, num_optimizers, threads=threads, make_memory=make_memory)
             stack.callback(service.close)
-            server = OwnerServer(service, token=token)
+            server = OwnerServer(service, token=token, shared=shared)
             stack.callback(server.stop)
             servers.append(server)
         addresses = tuple(server.address for server in servers)
         for server in servers:
             server.connect_peers(addresses)
-        yield _Addresses(addresses, token, stall_timeout)
+        yield _Addresses(addresses, token, stall_timeout, share)
 
 
 def _outcome(fn: Loop[Any], context: RankContext) -> _Outcome:

@@ -219,7 +219,6 @@ def test_a_config_inside_another_is_checked_as_itself() -> None:
         ({"cpu_compression": "int8"}, "cpu_compression='int8'"),
         ({"precision": "fp16"}, "precision='fp16'"),
         ({"overlap": "backward"}, "overlap='backward'"),
-        ({"transport": "shm"}, "transport='shm'"),
         ({"placement": "cpu_nodes"}, "placement='cpu_nodes'"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -60,13 +61,13 @@ class RunActors:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def start(self, *, owner_memory: int) -> Routing:
+    def start(self, *, owner_memory: int, share: Path | None) -> Routing:
         """Make every actor, open the owners' ports, tell the coordinator; the routing table.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator()
-        self._make_owners(owner_memory)
+        self._make_owners(owner_memory, share)
         self._make_ranks()
         everyone = {**self.owners, **self.ranks}
         self.members = self.ask({who: control(actor.hello).remote() for who, actor in everyone.items()}, START_S)
@@ -81,7 +82,7 @@ class RunActors:
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise _name_in_use(self._run) from error
 
-    def _make_owners(self, memory: int) -> None:
+    def _make_owners(self, memory: int, share: Path | None) -> None:
         plan = self._placement.plan
         num_owners = sum(len(group.optimizers) for group in plan.groups)
         actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
@@ -91,6 +92,7 @@ class RunActors:
                 num_owners=num_owners,
                 threads=plan.optimizer.threads,
                 memory_budget=memory,
+                share=share,
                 token=self._token,
             )
             options = self._placement.optimizer_options(owner)

@@ -78,7 +78,7 @@ def drive(request: RunRequest, journal: Journal) -> None:
 
 
 def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
-    journal.routing = actors.start(owner_memory=request.zero.cpu_memory_budget)
+    journal.routing = actors.start(owner_memory=request.zero.cpu_memory_budget, share=request.zero.shared_directory)
     journal.members = list(actors.members.values())
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ray
 import torch
@@ -15,6 +16,8 @@ from rayzero.cluster.measured import Measured
 from rayzero.cluster.supervision import optimizer_name
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.same_host import why_no_sharing
+from rayzero.store.shared_owner import SharedOwner
 from rayzero.telemetry.recorder import MemoryRecorder
 
 __all__ = ["OptimizerActor", "OwnerSettings", "this_process"]
@@ -28,6 +31,7 @@ class OwnerSettings:
     num_owners: int
     threads: int  # that compute updates
     memory_budget: int  # bytes its plan may use
+    share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     token: str = field(repr=False)  # every call to the owner carries it
 
 
@@ -41,11 +45,14 @@ class OptimizerActor:
         self._recorder = MemoryRecorder()
         self._stopped = threading.Event()
         torch.set_num_threads(settings.threads)
+        share = settings.share if settings.share is not None and why_no_sharing(settings.share) is None else None
+        self._shared = SharedOwner(settings.owner, settings.num_owners, share) if share is not None else None
         self._service = ShardService(
             settings.owner,
             settings.num_owners,
             threads=settings.threads,
             memory_budget=settings.memory_budget,
+            make_memory=self._shared.make_memory if self._shared is not None else None,
             recorder=self._recorder,
         )
         self._server: OwnerServer | None = None
@@ -56,7 +63,7 @@ class OptimizerActor:
 
     def serve(self, host: str) -> str:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
-        self._server = OwnerServer(self._service, token=self._settings.token, host=host)
+        self._server = OwnerServer(self._service, token=self._settings.token, host=host, shared=self._shared)
         return self._server.address
 
     def connect_peers(self, addresses: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -96,7 +97,13 @@ class ZeroConfig(ConfigModel):
     """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
 
     transport: Literal["auto", "inproc", "grpc", "shm"] = "auto"
-    """How ranks reach owners; "auto" takes the best there is for each owner. "shm" is refused for now."""
+    """How ranks reach owners in other processes. "auto": shared memory with those of the same host, gRPC with the
+    others. "shm": shared memory or an error; "grpc": gRPC with all. "inproc": owners are plain objects of the rank's
+    process (a rank alone)."""
+
+    slab_dir: str = "/dev/shm"
+    """Directory of the files that owners and ranks of a host share as memory. Another tmpfs, or a file system with
+    room, where /dev/shm is small."""
 
     placement: Literal["beside_rank", "cpu_nodes"] = "beside_rank"
     """Where owners are placed: on each rank's node, or on nodes without GPUs (refused for now)."""
@@ -155,6 +162,11 @@ class ZeroConfig(ConfigModel):
             if wanted > allowed:
                 raise ValueError(f"{budget} is {wanted} MB but {limit} allows {allowed} MB; raise one, lower the other")
         return self
+
+    @property
+    def shared_directory(self) -> Path | None:
+        """Where memory is shared with processes of the same host; None where ``transport`` forbids it."""
+        return Path(self.slab_dir) if self.transport in ("auto", "shm") else None
 
     @property
     def compression_ratio(self) -> float:
@@ -235,7 +247,6 @@ _NOT_YET: tuple[tuple[str, object, str], ...] = (
     ("offload_optimizer_states", False, "leave it True: moments live with the owners"),
     ("precision", "fp16", "use precision='bf16' or 'fp32'"),
     ("overlap", "backward", "use overlap='forward' or 'none'"),
-    ("transport", "shm", "use transport='auto', 'grpc' or 'inproc'"),
     ("placement", "cpu_nodes", "use placement='beside_rank'"),
 )
 

@@ -11,7 +11,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,18 +47,26 @@ from rayzero.optimizer.futures import fail, failed, settle, when_all
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.gather import Gather
+from rayzero.store.gradient_region import GradientRegion
+from rayzero.store.gradient_writer import GradientWriter
 from rayzero.store.notices import PublishBoard
 from rayzero.store.owner_link import QUICK_S, LongPoll, OwnerLink
 from rayzero.store.push_order import PushOrder
-from rayzero.store.rpc import TlsFiles, from_failure
+from rayzero.store.rpc import STORE_SERVICE, TlsFiles, from_failure, methods
+from rayzero.store.same_host import host_identity
+from rayzero.store.shared_plan import SharedPlan
+from rayzero.store.shared_rank import SharedRank
+from rayzero.store.shared_transfers import SharedTransfers
 from rayzero.store.stall import StallWatch
+from rayzero.store.step_calls import then
 from rayzero.store.transfers import Transfers, WireOptions, transfer_threads
+from rayzero.store.unit_windows import UnitWindows
 from rayzero.store.wire import byte_view
-from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
-Parts = list[tuple[Transfers, list[Shard]]]  # per owner, a unit's shards in order
+Parts = list[tuple[Transfers | SharedTransfers, list[Shard]]]  # per owner, a unit's shards in order
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +90,14 @@ class GrpcStore:
         chunk_bytes: int = WireOptions().chunk_bytes,
         wire_compression: str = "none",
         broadcast: str = "pull",
+        share: Path | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
         ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
-        ``wire_compression``, ``broadcast``: see ``ZeroConfig``."""
+        ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory of memory that is shared with
+        owners of this host; None: gRPC with all."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a gRPC store needs the address of at least one owner")
@@ -102,7 +112,7 @@ class GrpcStore:
         self._fetches = transfer_threads(len(addresses), rank, "fetch")
         self._pushes = transfer_threads(len(addresses), rank, "push")
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{rank}-answers")
-        self._transfers = [
+        self._wires = [
             Transfers(
                 link,
                 fetches=self._fetches,
@@ -116,6 +126,11 @@ class GrpcStore:
             )
             for link in self._links
         ]
+        self._transfers: list[Transfers | SharedTransfers] = list(self._wires)  # by owner
+        self._share = share
+        self._shared: SharedRank | None = None  # after attach, where some owner is of this host
+        self._writer: GradientWriter | None = None  # of gradients that owners of this host read
+        self._windows: UnitWindows | None = None
         self._threads: list[threading.Thread] = []
         self._notices: list[Any] = []  # streams under way. freed by: close()
         self._attached: tuple[ModelSpec, ShardMap] | None = None
@@ -135,6 +150,7 @@ class GrpcStore:
             spec=translate.spec_to_bytes(spec),
             layout_digest=spec.layout.digest,
             num_owners=len(self._links),
+            host=host_identity(self._share) if self._share is not None else "",
         )
         started = []
         for link in self._links:
@@ -144,8 +160,39 @@ class GrpcStore:
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
         self._attached = spec, shard_map_for(spec.layout, len(self._links), spec.shard_map)
+        if self._shared is None:
+            self._join_host(
+                {link.owner: a.shared for link, a in zip(self._links, answers, strict=True) if a.shared.control}
+            )
         self._listen()
         return Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers))
+
+    def _join_host(self, offers: Mapping[int, pb.SharedFiles]) -> None:
+        """Share memory with the owners of this host, by owner what they offer."""
+        spec, owners = self._require_attached()
+        if self._share is None or not offers:
+            return
+        plan = SharedPlan(spec, owners)
+        shared = self._shared = SharedRank(self._rank, plan, self._share)  # freed by: close()
+        for owner, files in offers.items():
+            shared.meet(owner, translate.paths_from_pb(files))
+            self._transfers[owner] = SharedTransfers(
+                owner,
+                shared,
+                self._wires[owner],
+                board=self._board,
+                copies=self._fetches,
+                recorder=self._recorder,
+            )
+        controls = {owner: files.control for owner, files in offers.items()}
+        request = pb.ShareRequest(rank=self._rank, files=translate.paths_to_pb(shared.offer()), controls=controls)
+        calls = [(self._links[owner], self._links[owner].start("Share", request)) for owner in offers]
+        for link, call in calls:
+            link.answer(call)
+        self._windows = shared.windows(private=True)
+        region = GradientRegion(spec, shared.allocate)
+        self._writer = GradientWriter(region, shared.announce, f"rayzero-rank{self._rank}")
+        shared.listen(self._board.publish)
 
     def _require_same(self, what: str, values: Sequence[Any]) -> None:
         for link, value in zip(self._links, values, strict=True):
@@ -160,7 +207,7 @@ class GrpcStore:
     def _listen(self) -> None:
         if self._threads:
             return
-        self._notices = [link.notices() for link in self._links]
+        self._notices = [link.notices(quiet=self._is_shared(link.owner)) for link in self._links]
         names = [f"rayzero-rank{self._rank}-notices{link.owner}" for link in self._links]
         self._threads = [
             threading.Thread(target=self._follow, args=(link, stream), name=name, daemon=True)
@@ -177,9 +224,14 @@ class GrpcStore:
                 if notice.HasField("abort"):
                     log.debug("rank %d: %s ends the run: %s", self._rank, link.name, notice.abort.message)
                     self._board.release(link.owner, from_failure(notice.abort))
-            self._board.fail(StoreError(f"rank {self._rank}: {link.name} stopped"))
+            self._lost(link, StoreError(f"rank {self._rank}: {link.name} stopped"))
         except grpc.RpcError as error:
-            self._board.fail(link.error(error))
+            self._lost(link, link.error(error))
+
+    def _lost(self, link: OwnerLink, error: RayZeroError) -> None:
+        self._board.fail(error)
+        if self._shared is not None:
+            self._shared.lost(link.owner, error)
 
     # ---- bytes
 
@@ -203,10 +255,24 @@ class GrpcStore:
             self._require_form("push", layout, grads, layout.dtype)
         except RayZeroError as error:
             return failed(error)
-        gather = Gather(len(parts), self._timing(PUSH_SECONDS))
-        for transfers, shards in parts:
-            transfers.push(gather, layout, shards, contribution, grads)
+        away = [(self._wires[t.owner], mine) for t, mine in parts if not self._is_shared(t.owner)]
+        here = sum(shard.numel for t, mine in parts for shard in mine if self._is_shared(t.owner))
+        gather = Gather(len(away) + (here > 0), self._timing(PUSH_SECONDS))
+        if here and self._writer is not None:
+            written = self._writer.push(contribution, grads, self.published(contribution.unit, contribution.step))
+            written.add_done_callback(partial(self._written, gather, here * grads.itemsize))
+        for wire, mine in away:
+            wire.push(gather, layout, mine, contribution, grads)
         return gather.future
+
+    def _written(self, gather: Gather, size: int, done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            self._recorder.add(TRANSFER_BYTES, size, direction="push", transport="shm")
+        gather.end(error)
+
+    def _is_shared(self, owner: int) -> bool:
+        return self._transfers[owner] is not self._wires[owner]
 
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out``; see ``ParameterStore.fetch``."""
@@ -243,16 +309,19 @@ class GrpcStore:
         return done
 
     def mapped(self, unit: int) -> Tensor | None:
-        """None: owners on other hosts share no memory; see ``ParameterStore.mapped``."""
-        return None
+        """The unit in the owners' memory; None where one is elsewhere. See ``ParameterStore.mapped``."""
+        return self._windows.tensor(unit) if self._windows is not None else None
 
     def revert(self, unit: int) -> None:
-        """See ``ParameterStore.revert``. Raises StoreError: nothing is mapped."""
-        raise StoreError(f"rank {self._rank}: unit {unit} is not mapped, there is nothing to revert")
+        """See ``ParameterStore.revert``."""
+        if self._windows is not None:
+            self._windows.revert(unit)
 
     def landing(self, contribution: Contribution) -> Tensor | None:
-        """None: gradients are sent from the caller's memory; see ``ParameterStore.landing``."""
-        return None
+        """Memory that owners of this host read; see ``ParameterStore.landing``."""
+        if self._writer is None:
+            return None
+        return self._writer.landing(contribution, self.published(contribution.unit, contribution.step))
 
     # ---- the step
 
@@ -292,6 +361,11 @@ class GrpcStore:
         except RayZeroError as error:
             return failed(error)
         link = self._links[owners.owner(0)]
+        asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
+        if asked is not None:
+            response = methods(STORE_SERVICE)[method].response
+            answer = then(asked, lambda message: read(response.FromString(message)))
+            return self._watch.watch(answer, awaited, partial(self._describe_lead, link))
         poll = LongPoll(
             link,
             method,
@@ -303,6 +377,12 @@ class GrpcStore:
             clock=time.monotonic,
         )
         return poll.future
+
+    def _describe_lead(self, link: OwnerLink) -> str:
+        try:
+            return str(link.ask("Describe", pb.DescribeRequest(step=True), LEAVE_S).text)
+        except RayZeroError as error:
+            return str(error)
 
     # ---- close
 
@@ -322,6 +402,12 @@ class GrpcStore:
             stream.cancel()
         for link in self._links:
             link.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._windows is not None:
+            self._windows.close()
+        if self._shared is not None:
+            self._shared.close(self._closed_error())
         for pool in (self._fetches, self._pushes, self._answers):
             pool.shutdown(wait=True)
         for thread in self._threads:

@@ -153,6 +153,8 @@ class RankCalls:
         state = self._s
         if not (state.stopping or state.board.aborted or rank in state.left):
             log.warning("optimizer %d lost its connection to rank %d", state.service.owner, rank)
+            if state.shared is not None:
+                state.shared.leave(rank)
             if state.leads:
                 state.require_lead().leave(rank, "connection lost")
 
@@ -247,7 +249,8 @@ class RankCalls:
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may make again; None: not yet."""
-        return await self._wait(self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request)), context)
+        answer = self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request))
+        return await self._wait(answer, context)
 
     async def _wait(self, answer: Future[Any], context: Context) -> Any:
         return answer.result() if await ended(answer, self._patience_s(context)) else None

@@ -38,6 +38,7 @@ class RemotePeer:
     def __init__(
         self, owner: int, address: str, *, token: str, tls: TlsFiles | None = None, timeout_s: float = 600.0
     ) -> None:
+        self.owner = owner
         self._name = f"optimizer {owner} at {address}"
         self._metadata = token_metadata(token)
         self._timeout_s = timeout_s  # of collecting and of writing a checkpoint's shards

@@ -65,7 +65,12 @@ class OwnerServer:
         self._token, self._tls, self._peer_timeout_s = token, tls, peer_timeout_s
         board = NoticeBoard(self._loop.loop)
         self._state = OwnerState(
-            service=service, board=board, token=token, poll_s=poll_s, local=LocalPeer(service, board.abort), shared=shared
+            service=service,
+            board=board,
+            token=token,
+            poll_s=poll_s,
+            local=LocalPeer(service, board.abort),
+            shared=shared,
         )
         self.address = self._loop.run(self._start(host, port, tls, list(interceptors)), _QUICK_S)
         service.on_publish(board.publish)
@@ -107,7 +112,7 @@ class OwnerServer:
             if owner != service.owner
         ]
         shared = self._state.shared
-        peers: list[OwnerPeer] = [SharedPeer(shared, remote) if shared is not None else remote for remote in self._peers]
+        peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
         peers.insert(service.owner, self._state.local)
         self._state.lead = StepLead(peers)
 

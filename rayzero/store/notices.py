@@ -126,6 +126,11 @@ class PublishBoard:
             there = [self._known[shard][2] for shard in shards if self._has(shard, version)]
             return max(there) if len(there) == len(shards) else None
 
+    def are_at(self, shards: Sequence[int], version: int) -> bool:
+        """Whether all ``shards`` have exactly ``version``, as far as we have heard."""
+        with self._lock:
+            return all(shard in self._known and self._known[shard][1] == version for shard in shards)
+
     def publish(self, owner: int, news: Iterable[Notice]) -> None:
         """News of ``owner``."""
         with self._lock:

@@ -116,9 +116,9 @@ class OwnerLink:
         finally:
             fetch.cancel()  # no effect on a stream that has ended
 
-    def notices(self) -> Any:
+    def notices(self, *, quiet: bool = False) -> Any:
         """The stream of notices: iterate it, ``cancel()`` it from another thread. Raises grpc's own errors."""
-        request = pb.NoticesRequest(rank=self.rank)
+        request = pb.NoticesRequest(rank=self.rank, quiet=quiet)
         return self._invoke(lambda call: call(request, metadata=self._metadata), "Notices")
 
     def error(self, error: Exception) -> RayZeroError:

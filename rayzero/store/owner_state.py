@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from rayzero.errors import StoreError
@@ -19,6 +20,8 @@ from rayzero.optimizer.service import ShardService
 from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store.local_peer import LocalPeer
 from rayzero.store.notices import NoticeBoard
+from rayzero.store.shared_owner import SharedOwner
+from rayzero.store.step_calls import StepCalls
 
 T = TypeVar("T")
 
@@ -62,6 +65,7 @@ class OwnerState:
     token: str
     poll_s: float  # how long a long poll waits before it answers "ask again"
     local: LocalPeer
+    shared: SharedOwner | None = None  # where this owner shares memory with its host
     lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
     spec: ModelSpec | None = None  # set by the first attach
     leads: bool = False  # this owner has shard 0
@@ -69,6 +73,11 @@ class OwnerState:
     stopping: bool = False
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     pool: ThreadPoolExecutor = field(default_factory=_computing_pool)  # freed by: OwnerServer.stop()
+
+    @cached_property
+    def steps(self) -> StepCalls:
+        """What is asked within a step, whoever carries it."""
+        return StepCalls(self.require_lead, self.local)
 
     async def compute(self, work: Callable[..., T], *args: Any) -> T:
         """Run what allocates or computes off the event loop. It must wait for no other client."""

@@ -130,6 +130,11 @@ class SharedRank:
         """Ask the lead; None where shared memory does not reach it, or does not hold the question."""
         return self._lead.ask(method, request) if self._lead is not None else None
 
+    def lost(self, owner: int, error: RayZeroError) -> None:
+        """An owner is gone: what the lead was asked will not be answered."""
+        if self._lead is not None and owner == self._plan.shard_map.owner(0):
+            self._lead.close(error)
+
     # ---- parameters where they lie
 
     def shard(self, owner: int, shard: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Bytes between one rank and an owner of its host: parameters are copied from where the owner writes them; all else goes
-the way to owners elsewhere."""
+"""Bytes between one rank and an owner of its host: parameters are copied from where the owner writes them; all else
+goes the way to owners elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.messages import COMPUTE
 from rayzero.store.gather import Gather
+from rayzero.store.notices import PublishBoard
 from rayzero.store.shared_rank import SharedRank
 from rayzero.store.transfers import Transfers
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -24,10 +25,18 @@ class SharedTransfers:
     Knows where the owner's shards are mapped; not units of several owners, or pushes."""
 
     def __init__(
-        self, owner: int, shared: SharedRank, wire: Transfers, copies: ThreadPoolExecutor, recorder: Recorder
+        self,
+        owner: int,
+        shared: SharedRank,
+        wire: Transfers,
+        *,
+        board: PublishBoard,
+        copies: ThreadPoolExecutor,
+        recorder: Recorder,
     ) -> None:
         """``wire``: the way for initial values and states; ``copies``: threads to copy in."""
-        self._owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
+        self._board = board
+        self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See :class:`Transfers`."""
@@ -47,18 +56,24 @@ class SharedTransfers:
 
         def begin(ready: Future[None]) -> None:
             error = ready.exception()
-            if error is None:
-                try:
-                    self._copies.submit(gather.run, lambda: self._copy(shards, out))
-                except RuntimeError:  # the threads have ended
-                    gather.end(StoreClosedError("the store was closed"))
-            else:
+            if error is not None:
                 gather.end(error)
+            elif not self._board.are_at([shard.index for shard in shards], version):
+                # overwritten, or the owner ends the run: only it can tell
+                self._wire.fetch(gather, unit, shards, version, kind, out)
+            else:
+                self._copy_soon(gather, shards, out)
 
         self.published(f"{unit.name} v{version}", shards, version).add_done_callback(begin)
 
+    def _copy_soon(self, gather: Gather, shards: list[Shard], out: Tensor) -> None:
+        try:
+            self._copies.submit(gather.run, lambda: self._copy(shards, out))
+        except RuntimeError:  # the threads have ended
+            gather.end(StoreClosedError("the store was closed"))
+
     def _copy(self, shards: list[Shard], out: Tensor) -> None:
         for shard in shards:
-            out[shard.start : shard.stop].copy_(self._shared.shard(self._owner, shard.index))
+            out[shard.start : shard.stop].copy_(self._shared.shard(self.owner, shard.index))
         size = sum(shard.numel for shard in shards) * out.itemsize
         self._recorder.add(TRANSFER_BYTES, size, direction="fetch", transport="shm")

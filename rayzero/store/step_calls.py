@@ -42,41 +42,41 @@ class StepCalls:
 
     def begin_bytes(self, method: str, request: bytes) -> Future[bytes]:
         """The same, for transports that carry bytes."""
-        return _then(self.begin(method, _REQUESTS[method].FromString(request)), lambda m: bytes(m.SerializeToString()))
+        return then(self.begin(method, _REQUESTS[method].FromString(request)), lambda m: bytes(m.SerializeToString()))
 
     # ---- of ranks
 
     def _finish(self, request: pb.FinishRequest) -> Future[pb.FinishResponse]:
         inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
         norm = self._lead().finish(translate.report_from_pb(request.report), inputs)
-        return _then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
+        return then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
 
     def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
         decision = self._lead().commit(request.rank, request.step, translate.inputs_from_pb(request.inputs))
-        return _then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
+        return then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
 
     def _decision(self, request: pb.GetDecisionRequest) -> Future[pb.GetDecisionResponse]:
         decision = self._lead().decision(request.step)
-        return _then(decision, lambda made: pb.GetDecisionResponse(decision=translate.decision_to_pb(made)))
+        return then(decision, lambda made: pb.GetDecisionResponse(decision=translate.decision_to_pb(made)))
 
     def _discard(self, request: pb.DiscardRequest) -> Future[pb.DiscardResponse]:
         done = self._lead().discard(request.rank, request.step, request.attempt)
-        return _then(done, lambda _: pb.DiscardResponse())
+        return then(done, lambda _: pb.DiscardResponse())
 
     def _save(self, request: pb.SaveRequest) -> Future[pb.SaveResponse]:
         files = tuple(translate.file_from_pb(entry) for entry in request.files)
         saved = self._lead().save(request.rank, request.step, Path(request.directory), files)
-        return _then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
+        return then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
 
     # ---- of the lead
 
     def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
         reports = tuple(translate.report_from_pb(report) for report in request.reports)
-        return _then(self._local.collect(request.step, reports), translate.parts_to_pb)
+        return then(self._local.collect(request.step, reports), translate.parts_to_pb)
 
     def _apply(self, request: pb.ApplyRequest) -> Future[pb.ApplyResponse]:
         applied = self._local.apply(translate.decision_from_pb(request.decision))
-        return _then(applied, lambda _: pb.ApplyResponse())
+        return then(applied, lambda _: pb.ApplyResponse())
 
 
 _REQUESTS = {
@@ -84,16 +84,19 @@ _REQUESTS = {
 }
 
 
-def _then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
-    """A future of ``pack`` of what comes."""
+def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
+    """A future of ``pack`` of what comes; an error of ``pack`` is its own."""
     target: Future[Any] = Future()
 
     def pass_on(done: Future[T]) -> None:
         error = done.exception()
-        if error is None:
-            settle(target, pack(done.result()))
-        else:
+        if error is not None:
             fail(target, error)
+            return
+        try:
+            settle(target, pack(done.result()))
+        except Exception as exc:  # whatever it is, who waits raises it
+            fail(target, exc)
 
     source.add_done_callback(pass_on)
     return target

@@ -152,6 +152,7 @@ class Transfers:
     ) -> None:
         """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
         closes."""
+        self.owner = link.owner
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._options, self._recorder = closing, options, recorder
         self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download))

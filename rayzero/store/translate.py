@@ -20,6 +20,7 @@ from rayzero.messages import (
     canonical_json,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.shared_plan import SharedPaths
 
 _ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
 _FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
@@ -138,3 +139,13 @@ def checkpoint_to_pb(info: CheckpointInfo) -> pb.SaveResponse.Checkpoint:
 def checkpoint_from_pb(info: pb.SaveResponse.Checkpoint) -> CheckpointInfo:
     """The inverse of :func:`checkpoint_to_pb`."""
     return CheckpointInfo(path=info.path, step=info.step, digest=info.digest)
+
+
+def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
+    """Where a process's slabs are."""
+    return pb.SharedFiles(control=paths.control, tensors=paths.tensors)
+
+
+def paths_from_pb(files: pb.SharedFiles) -> SharedPaths:
+    """The inverse of :func:`paths_to_pb`."""
+    return SharedPaths(files.control, tuple(files.tensors))

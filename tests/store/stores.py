@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
+from rayzero.memory.slabs import SHARED_MEMORY
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.store.protocol import ParameterStore
+from rayzero.store.same_host import why_no_sharing
+from rayzero.store.shared_owner import SharedOwner
 
 TOKEN = "the token of this test run"
 
@@ -41,21 +44,32 @@ def over_grpc(
     stall_timeout: float = 60.0,
     owner_threads: int = 1,
     broadcast: str = "pull",
+    shares: Callable[[int], bool] = lambda owner: False,
 ) -> Iterator[list[ParameterStore]]:
-    """The same over gRPC on loopback: every owner has a server, every rank its own channels."""
+    """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
+    shares memory with the ranks, as owners of their host do; the others are as on other hosts."""
+    somewhere = SHARED_MEMORY if any(shares(owner) for owner in range(num_owners)) else None
     with ExitStack() as stack:
         servers = []
         for owner in range(num_owners):
-            service = ShardService(owner, num_owners, threads=owner_threads)
+            shared = SharedOwner(owner, num_owners) if shares(owner) else None
+            make_memory = shared.make_memory if shared is not None else None
+            service = ShardService(owner, num_owners, threads=owner_threads, make_memory=make_memory)
             stack.callback(service.close)
-            servers.append(stack.enter_context(OwnerServer(service, token=TOKEN)))
+            servers.append(stack.enter_context(OwnerServer(service, token=TOKEN, shared=shared)))
         addresses = [server.address for server in servers]
         for server in servers:
             server.connect_peers(addresses)
         stores: list[ParameterStore] = []
         for rank in range(world_size):
             store = GrpcStore(
-                rank, addresses, token=TOKEN, stall_timeout=stall_timeout, chunk_bytes=1000, broadcast=broadcast
+                rank,
+                addresses,
+                token=TOKEN,
+                stall_timeout=stall_timeout,
+                chunk_bytes=1000,
+                broadcast=broadcast,
+                share=somewhere,
             )
             stack.callback(store.close)
             stores.append(store)
@@ -67,4 +81,7 @@ STORES: dict[str, StoreFactory] = {
     "grpc": over_grpc,
     "grpc-push": partial(over_grpc, broadcast="push"),
 }
+if why_no_sharing() is None:
+    STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
+    STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

@@ -368,11 +368,11 @@ def test_different_inputs_fail_the_step_before_the_first_tile(make_stores: Store
         for rank in ranks:
             rank.push(random_grads(spec, 1))
         norms = [ranks[0].finish(1.0), ranks[1].finish(1.0), ranks[2].finish(1.0, hyper=[HYPER | {"lr": 0.5}])]
-        with pytest.raises(StepMismatchError, match=r"ranks 0 and 2.*lr of parameter group 0 is 0.01 against 0.5"):
+        with pytest.raises(StepMismatchError, match=r"ranks [01] and 2.*lr of parameter group 0 is 0.01 against 0.5"):
             norms[2].result(WAIT)
-        with pytest.raises(StepMismatchError, match="ranks 0 and 2"):
+        with pytest.raises(StepMismatchError, match=r"ranks [01] and 2"):
             ranks[1].store.decision(0).result(WAIT)
-        with pytest.raises(StepMismatchError, match="ranks 0 and 2"):
+        with pytest.raises(StepMismatchError, match=r"ranks [01] and 2"):
             ranks[0].fetch_unit(0, 1)[0].result(WAIT)
         assert equal(ranks[1].fetch(0), initial_values(spec))
 
