@@ -96,6 +96,9 @@ class Fetching:
         start = time.perf_counter()
         wait_for([self.published, self.done], return_when=FIRST_COMPLETED)  # a fetch may fail before
         published = time.perf_counter()
+        if self.done is self.published:
+            self.done.result()
+            return Waited(published - start, 0.0)
         self.done.result()
         return Waited(published - start, time.perf_counter() - published)
 

@@ -1,0 +1,173 @@
+"""Units that are read where the owners write them: nothing is copied, and everything else stays as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.param_unit import ParamUnit
+from rayzero.errors import UnsupportedError
+from rayzero.memory.pool import buffer_bytes
+from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.testing import run_ranks
+
+from .models import Net, same_bits, seeded, tight, token_loss, tokens
+
+
+@pytest.fixture(autouse=True)
+def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYZERO_DEBUG", "0")  # debug mode fills buffers of its own with NaN
+
+
+@pytest.fixture
+def recorder() -> Iterator[MemoryRecorder]:
+    """Of a rank alone, whose one owner is in this process."""
+    recorder = MemoryRecorder()
+    owners = LocalOwners(2)
+    with running_in(RankContext(connect=lambda: InProcessStore(0, owners, recorder=recorder), recorder=recorder)):
+        yield recorder
+    owners.close()
+
+
+def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    model = copy.deepcopy(base)
+    return rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_state(base: nn.Module, steps: int) -> dict[str, Tensor]:
+    model = copy.deepcopy(base)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps)
+    return model.state_dict()
+
+
+def owners_memory(optimizer: rayzero.ZeroOptimizer, unit: ParamUnit) -> Tensor:
+    mapped = optimizer.engine.store.mapped(unit.index)
+    assert mapped is not None
+    return mapped
+
+
+CONFIGS = {
+    "all up": lambda model: ZeroConfig(),
+    "one ahead": lambda model: tight(model, prefetch_buffer_size=1, spare=0),
+    "none ahead": lambda model: tight(model, async_prefetch=False, spare=0),
+    "bf16": lambda model: tight(model, precision="bf16"),
+    "no overlap": lambda model: ZeroConfig(overlap="none"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_are_those_of_ranks_that_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = seeded(lambda: Net(num_layers=5))
+    config = CONFIGS[name](base)
+
+    def loop(context: RankContext) -> dict[str, Tensor]:
+        model, optimizer = prepared(base, config)
+        for step in range(4):
+            token_loss(model, tokens(step, context.rank)).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        return rayzero.full_state_dict(model)
+
+    states = run_ranks(loop, 2, 2)
+    monkeypatch.setenv("RAYZERO_DEBUG", "1")
+    copied = run_ranks(loop, 2, 2)
+    assert all(same_bits(state, copied[0]) for state in states)
+
+
+def test_a_parameter_is_the_owners_memory_and_nothing_is_fetched(recorder: MemoryRecorder) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig())
+    train(model, optimizer, 2)
+    model(tokens(0)[0])
+    for unit in optimizer.engine.units:
+        mapped = owners_memory(optimizer, unit)
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            assert param.data_ptr() == mapped[slot.start :].data_ptr()
+    assert recorder.total(TRANSFER_BYTES, direction="fetch") == 0
+    assert recorder.total(EXPOSED_WAIT_SECONDS, cause="fetch") == 0
+    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 2))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_same_units_may_be_up_as_if_they_had_memory_of_their_own(depth: int, recorder: MemoryRecorder) -> None:
+    base = seeded(lambda: Net(num_layers=8))
+    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=depth, spare=0))
+    train(model, optimizer, 3)
+    sizes = {unit.name: buffer_bytes(unit.size_bytes) for unit in optimizer.engine.units}
+    assert optimizer.engine.residency.peak == (1 + depth) * sizes["layers.0"] + sizes["root"]
+    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 3))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_write_is_refused_and_taken_back(held: bool, recorder: MemoryRecorder) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig())
+    train(model, optimizer, 1)
+    weight = model.layers[1].up.weight
+    view = weight.detach()[1:3] if held else None
+    with pytest.raises(UnsupportedError, match=r"'layers\.1\.up\.weight' was written in place"), torch.no_grad():
+        weight.mul_(2)
+    expected = plain_state(base, 1)["layers.1.up.weight"]
+    assert torch.equal(weight, expected)
+    assert view is None or torch.equal(view, expected[1:3])
+    del view
+    token_loss(model, tokens(1)).backward()
+    optimizer.step()
+    plain = copy.deepcopy(base)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 2)
+    assert same_bits(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_write_that_nobody_sees_does_not_outlive_the_step(held: bool, recorder: MemoryRecorder) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig())
+    array = model.layers[1].up.weight.detach().numpy()
+    array[:] = 7.0
+    assert float(model.layers[1].up.weight.detach()[0, 0]) == 7.0
+    if not held:
+        del array
+    optimizer.zero_grad()
+    optimizer.step()  # nothing was pushed: the weights are the first ones
+    assert same_bits(model.state_dict(), base.state_dict())
+    train(model, optimizer, 2)
+    assert same_bits(model.state_dict(), plain_state(base, 2))
+    if held:
+        assert torch.equal(torch.from_numpy(array), model.layers[1].up.weight)
+
+
+def test_a_view_held_over_a_step_reads_the_new_weights_and_outlives_the_run(recorder: MemoryRecorder) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=1))
+    view = model.layers[1].up.weight.detach()[3:5]
+    train(model, optimizer, 2)
+    expected = plain_state(base, 2)["layers.1.up.weight"][3:5]
+    assert torch.equal(view, expected)
+    optimizer.engine.close()
+    del model, optimizer
+    assert torch.equal(view, expected)
+
+
+def test_a_graph_kept_over_a_step_is_torchs_in_place_error(recorder: MemoryRecorder) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig())
+    loss = token_loss(model, tokens(0))
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

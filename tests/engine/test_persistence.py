@@ -1,0 +1,223 @@
+"""Units whose content did not change are not fetched again, and no schedule has more up than the budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.memory.pool import buffer_bytes
+from rayzero.messages import COMPUTE, Contribution
+from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.telemetry.names import PREFETCH_DEPTH
+from rayzero.telemetry.recorder import MemoryRecorder
+
+from .models import Net, same_bits, seeded, tight, token_loss, tokens
+
+
+@pytest.fixture(autouse=True)
+def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYZERO_DEBUG", "0")  # debug mode keeps no out-of-date memory
+
+
+class FarStore(InProcessStore):
+    """An in-process store of a rank that shares no memory with the owners; it notes what is fetched, and may hold
+    pushes back."""
+
+    def __init__(self, owners: LocalOwners, recorder: MemoryRecorder) -> None:
+        super().__init__(0, owners, recorder=recorder)
+        self.fetched: list[int] = []
+        self.held: list[tuple[Contribution, Tensor, Future[None]]] | None = None
+        self.most_held = 0  # bytes
+
+    def mapped(self, unit: int) -> Tensor | None:
+        return None
+
+    def landing(self, contribution: Contribution) -> Tensor | None:
+        return None
+
+    def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
+        if kind == COMPUTE:
+            self.fetched.append(unit)
+        return super().fetch(unit, version, kind, out)
+
+    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+        if self.held is None:
+            return super().push(contribution, grads)
+        self.held.append((contribution, grads, Future()))
+        self.most_held = max(self.most_held, sum(flat.nbytes for _, flat, _ in self.held))
+        return self.held[-1][2]
+
+
+@pytest.fixture
+def store() -> Iterator[FarStore]:
+    owners, recorder = LocalOwners(2), MemoryRecorder()
+    store = FarStore(owners, recorder)
+    with running_in(RankContext(connect=lambda: store, recorder=recorder)):
+        yield store
+    owners.close()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.01)
+
+
+def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    model = copy.deepcopy(base)
+    return rayzero.prepare(model, sgd(model), config)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_frozen_units_stay_up_over_steps(store: FarStore) -> None:
+    base = seeded(lambda: Net(num_layers=4))
+    base.layers[1].requires_grad_(False)
+    base.layers[3].requires_grad_(False)
+    model, optimizer = prepared(base, ZeroConfig(prefetch_adaptive=False))
+    train(model, optimizer, range(3))
+    names = [optimizer.engine.units[unit].name for unit in store.fetched]
+    assert names.count("layers.1:frozen") == names.count("layers.3:frozen") == 1
+    assert names.count("layers.0") == 4  # steps 0, 1, 2, and ahead of the next
+    assert torch.equal(model.layers[1].up.weight, base.layers[1].up.weight)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_units_of_a_skipped_step_are_not_fetched_again(ahead: bool, store: FarStore) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig(async_prefetch=ahead))
+    train(model, optimizer, range(1))
+    model(tokens(0)[0])
+    before = len(store.fetched)
+    (token_loss(model, tokens(1)) * float("nan")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(1, 2))
+    model(tokens(0)[0])
+    assert len(store.fetched) - before == len(optimizer.engine.units)  # once, after the step that was applied
+    plain = copy.deepcopy(base)
+    train(plain, sgd(plain), range(2))
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+
+
+def test_pushes_hold_two_largest_units_of_staging_at_most(store: FarStore) -> None:
+    base = seeded(lambda: Net(num_layers=6))
+    model, optimizer = prepared(base, ZeroConfig())
+    largest = max(unit.size_bytes for unit in optimizer.engine.units)
+    store.held = []
+
+    def let_go(*_: object) -> None:
+        held, store.held = store.held or [], None
+        for contribution, grads, done in held:
+            store.push(contribution, grads).result()
+            done.set_result(None)
+        store.held = []
+
+    # layers 5 and 4 fill the staging; a third push would wait for them for ever if nobody let them go
+    model.layers[3].register_full_backward_pre_hook(let_go)
+    model.layers[1].register_full_backward_pre_hook(let_go)
+    optimizer.engine.observers.append(lambda verb, unit: let_go() if (verb, unit) == ("push", "root") else None)
+    token_loss(model, tokens(0)).backward()
+    let_go()
+    optimizer.step()
+    assert largest < store.most_held <= 2 * buffer_bytes(largest)
+    plain = copy.deepcopy(base)
+    train(plain, sgd(plain), range(1))
+    store.held = None
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_depth_follows_what_was_measured_up_to_the_setting(adaptive: bool, store: FarStore) -> None:
+    base = seeded(lambda: Net(num_layers=6))
+    config = tight(base, prefetch_buffer_size=3, prefetch_adaptive=adaptive)
+    model, optimizer = prepared(base, config)
+    pace = optimizer.engine.cache._pace
+    assert (pace is not None) is adaptive
+    train(model, optimizer, range(3))
+    if pace is None:
+        assert optimizer.engine.cache.depth == 3
+        return
+    for seconds, depth in ((0.0, 1), (1e6, 3)):
+        for _ in range(64):
+            pace.fetched(seconds)
+        model(tokens(0)[0])
+        assert optimizer.engine.cache.depth == depth
+
+
+# ---- any schedule -----------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """A unit of ``size`` parameters."""
+
+    def __init__(self, size: int, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.weight * self.weight).mean() + 1.0
+
+
+class Path(nn.Module):
+    """Calls its layers in whatever order it is told."""
+
+    def __init__(self, sizes: list[int], frozen: set[int]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList(Scale(size, i not in frozen) for i, size in enumerate(sizes))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        x = x * self.first
+        for layer in order:
+            x = self.layers[layer](x)
+        return x
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[int], set[int], list[list[int]], int, int]:
+    """Unit sizes in elements, frozen units, the layers of each step, bytes of budget beyond the least, depth."""
+    sizes = draw(st.lists(st.sampled_from([64, 128, 300, 1000, 1100, 4096]), min_size=2, max_size=7))
+    frozen = draw(st.sets(st.integers(0, len(sizes) - 1), max_size=len(sizes) - 1))
+    order = st.lists(st.integers(0, len(sizes) - 1), max_size=10)
+    steps = draw(st.lists(order, min_size=1, max_size=4))
+    return sizes, frozen, steps, draw(st.integers(0, 40_000)), draw(st.integers(1, 8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.booleans())
+def test_no_schedule_has_more_up_than_the_budget_or_other_bits(
+    plan: tuple[list[int], set[int], list[list[int]], int, int], far: bool
+) -> None:
+    sizes, frozen, steps, spare, depth = plan
+    base = Path(sizes, frozen)
+    plain = copy.deepcopy(base)
+    least = buffer_bytes(4) + buffer_bytes(4 * max(sizes))
+    config = ZeroConfig(gpu_param_memory_budget=least + spare, prefetch_buffer_size=depth)
+    owners, recorder = LocalOwners(2), MemoryRecorder()
+    store = FarStore(owners, recorder) if far else InProcessStore(0, owners, recorder=recorder)
+    with running_in(RankContext(connect=lambda: store, recorder=recorder)):
+        model, optimizer = prepared(base, config)
+        plain_optimizer = sgd(plain)
+        for order in steps:
+            for twin, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+                twin(torch.ones(2), order).sum().backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+        assert optimizer.engine.residency.peak <= config.gpu_param_memory_budget
+        assert recorder.total(PREFETCH_DEPTH) == optimizer.engine.cache.depth
+        assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+    owners.close()
