@@ -292,6 +292,11 @@ def test_yaml_floats_without_a_point_are_numbers() -> None:
     }
 
 
+def test_text_that_looks_like_a_float_stays_text() -> None:
+    config = ZeroConfig(units=("1e100", "-2E-3", "e4", "1e+5"))
+    assert ZeroConfig.from_yaml(config.to_yaml()) == config
+
+
 def test_yaml_errors_name_the_source_and_the_line(tmp_path: Path) -> None:
     assert "recipe.yaml line 2, column 1: not valid YAML: 'a' is set twice" in error_line(
         lambda: load_yaml("a: 1\na: 2", source="recipe.yaml")

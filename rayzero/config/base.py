@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
 
-from rayzero.config.yaml_text import load_yaml
+from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -118,7 +117,7 @@ class ConfigModel(BaseModel):
 
     def to_yaml(self) -> str:
         """YAML text with every setting, from which ``from_yaml`` makes an equal config."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return dump_yaml(self.model_dump(mode="json"))
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""YAML text in: plain mappings, one-line errors that name the source, and dotted overrides."""
+"""YAML text in and out: plain mappings, one-line errors that name the source, and dotted overrides."""
 
 from __future__ import annotations
 
@@ -26,9 +26,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes what ``_Loader`` reads back as it was: text that looks like its floats is quoted."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+.0123456789")
+    )
+
+
+def dump_yaml(settings: Mapping[str, Any]) -> str:
+    """YAML text from which ``load_yaml`` makes an equal mapping, in the same order."""
+    return str(yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False))
 
 
 def _parse_yaml(text: str, source: str) -> Any:
