@@ -32,7 +32,7 @@ class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(self, hold: str = "", *, after_first_message: bool = False) -> None:
         self.calls = {"Push": 0, "Fetch": 0}
         self.headers: list[pb.PushRequest.Header] = []
-        self.came, self.ended = threading.Event(), threading.Event()  # a Fetch
+        self.came, self.ended = threading.Event(), threading.Event()  # a held call came; a Fetch ended
         self._hold, self._after = hold, after_first_message
         self._go: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,6 +67,7 @@ class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     yield message
 
             self.calls["Push"] += 1
+            self.came.set()
             if self._hold == "Push":
                 await self.wait()
             return await behaviour(seen(), context)
@@ -243,7 +244,7 @@ def test_fetches_that_wait_for_a_thread_go_in_one_stream() -> None:
         onlooker.let_go()
         for future, _ in asked:
             future.result(WAIT)
-        assert onlooker.calls["Fetch"] <= 4  # two threads; 12 at most one each
+        assert onlooker.calls["Fetch"] <= 3  # two threads begin, one takes what came meanwhile
         moments = [rank.fetch_unit(unit, 0, "exp_avg")[0] for unit in (0, 2, 1, 0, 2)]
         with pytest.raises(StoreError, match=r"'layers.0' has no 'exp_avg'"):
             moments.pop(2).result(WAIT)
@@ -262,12 +263,12 @@ def test_pushes_that_wait_for_a_thread_go_in_one_stream() -> None:
         (rank,) = start(stores, spec)
         landed = [rank.push_unit(unit, grads) for unit in (2, 1, 0)]
         landed += [rank.push_unit(unit, grads, seq=0) for _ in range(3) for unit in (2, 1, 0)]  # repeats
-        while onlooker.calls["Push"] < 2:
-            threading.Event().wait(0.001)
+        assert onlooker.came.wait(WAIT)
         onlooker.let_go()
         for future in landed:
             future.result(WAIT)
-        assert (onlooker.calls["Push"], len(onlooker.headers)) == (3, 12)
+        assert onlooker.calls["Push"] <= 3  # two threads begin, one takes what came meanwhile
+        assert len(onlooker.headers) == 12
         rank.finish().result(WAIT)
         assert equal(masters(rank), expected)
 
@@ -305,5 +306,4 @@ def test_nothing_is_mapped() -> None:
         start([store], make_spec(1))
         assert store.mapped(0) is None
         assert store.landing(header) is None
-        with pytest.raises(StoreError, match="unit 0 is not mapped"):
-            store.revert(0)
+        store.revert(0)  # there is nothing to undo
