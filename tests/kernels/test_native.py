@@ -460,7 +460,7 @@ def test_helpers_begin_with_the_first_large_call_sleep_when_idle_and_end_with_th
 
 
 def test_calls_in_quick_succession_lose_and_repeat_nothing() -> None:
-    squares, count = native.NativeSquareSum(threads=5), 3 * native.LEAF
+    squares, count = native.NativeSquareSum(threads=5), 8 * native.LEAF
     gradients = make_gradients(count, 1, torch.bfloat16)
     want = native.NativeSquareSum(threads=1).part(gradients, (0,), 0, count)
     assert {squares.part(gradients, (0,), 0, count) for _ in range(500)} == {want}
