@@ -108,7 +108,8 @@ class Engine:
             check=self.step_state.raise_if_failed,
         )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
-        self.saved = SavedWeights(weights, self.use, lambda: self.version)
+        cache = self.cache
+        self.saved = SavedWeights(weights, self.use, lambda: cache.version)
         self.registered = Registered(self.model, units)
         self.collector.watch([(self.units[i], slots) for i, slots in trained.items()])
 
@@ -132,7 +133,7 @@ class Engine:
         """A module's forward starts: have its units up, and plain Parameters. Returns whether saved-tensor hooks were
         pushed, in any grad mode: the forward may change it. All or nothing."""
         opened: list[ParamUnit] = []
-        phase = _phase()
+        phase = Phase.BACKWARD if graph_task_id() >= 0 else Phase.FORWARD
         try:
             for unit in units:
                 unit.open_calls += 1
@@ -175,11 +176,12 @@ class Engine:
 
         Under create_graph the node that wants it saves it again: hooks pushed here see that, and autograd, which
         restores its thread's state after every node, takes them off."""
-        if graph_task_id() >= 0:
-            self.collector.join()
+        task = graph_task_id()
+        if task >= 0:
+            self.collector.join(task)
             if torch.is_grad_enabled():
                 self._push_hooks()
-        self.cache.use(unit, _phase())
+        self.cache.use(unit, Phase.BACKWARD if task >= 0 else Phase.FORWARD)
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:
@@ -327,7 +329,3 @@ class Engine:
 
 def _mapped(store: ParameterStore, layout: ModelLayout) -> dict[int, Tensor]:
     return {unit.index: flat for unit in layout.units if (flat := store.mapped(unit.index)) is not None}
-
-
-def _phase() -> Phase:
-    return Phase.BACKWARD if graph_task_id() >= 0 else Phase.FORWARD

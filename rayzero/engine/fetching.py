@@ -79,8 +79,14 @@ class Fetching:
         return max(0.0, self._done_at - max(self._asked, self._published_at or 0.0))
 
     def cancel(self) -> bool:
-        """Call it off; True when nothing will be written to the buffer any more."""
-        return self.request is None or self.request.cancel() or self.done.done()
+        """Call it off; True when nothing will be written to the buffer any more, also by the device."""
+        if self.request is None or self.request.cancel():
+            return True
+        if not self.done.done():
+            return False
+        if self.ready is not None:
+            self.ready.synchronize()
+        return True
 
     def wait(self) -> Waited:
         """Block until the bytes are there, also on the device."""

@@ -45,7 +45,7 @@ class GradientCollector:
 
     def _hook(self, unit: ParamUnit, slot: int, nodes: dict[int, Any]) -> Callable[..., None]:
         def after_accumulate(*_: Any) -> None:
-            units = self.join()
+            units = self.join(graph_task_id())
             coming = units.get(unit)
             if coming is None:
                 coming = units[unit] = {other for other, node in nodes.items() if will_execute(node)}
@@ -56,9 +56,8 @@ class GradientCollector:
 
         return after_accumulate
 
-    def join(self) -> dict[ParamUnit, set[int]]:
-        """Be told of the end of the running graph task; returns what it still waits for."""
-        task = graph_task_id()
+    def join(self, task: int) -> dict[ParamUnit, set[int]]:
+        """Be told of the end of the graph task, which is running; returns what it still waits for."""
         units = self._tasks.get(task)
         if units is None:
             units = self._tasks[task] = {}

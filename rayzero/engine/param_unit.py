@@ -27,6 +27,7 @@ from rayzero.engine.private_torch import (
     increment_versions,
     plain,
     storage_key,
+    swap_all,
     swap_bytes,
     use_count,
 )
@@ -144,6 +145,9 @@ class ParamUnit:
         return [i for i in self._filled if use_count(self.keys[i]) != AT_REST + 1]  # + alias
 
     def _swap(self, buffer: UnitBuffer) -> None:
+        if len(self._filled) == len(self.storages):
+            swap_all(self.storages, buffer.slices)
+            return
         for i in self._filled:
             swap_bytes(self.storages[i], buffer.slices[i])
 

@@ -22,21 +22,30 @@ class Registered:
 
     def __init__(self, model: nn.Module, units: Sequence[ParamUnit]) -> None:
         places = {id(param): (unit, i) for unit in units for i, param in enumerate(unit.params)}
-        self._entries = [
-            (module._parameters, name, param, *places[id(param)])
+        found = [
+            (module._parameters, name, param)
             for module in model.modules()
             for name, param in module._parameters.items()
             if param is not None
         ]
+        self._entries = [(table, name) for table, name, _ in found]
+        self._params = [param for _, _, param in found]
+        self._places = [places[id(param)] for param in self._params]
+        self._keys = [unit.keys[slot] for unit, slot in self._places]
 
     def check(self) -> None:
         """Raise UnsupportedError naming the first Parameter that is another object, or has other memory, than at
         prepare()."""
         with plain():
-            for table, name, param, unit, slot in self._entries:
-                if table.get(name) is not param or storage_key(param.untyped_storage()) != unit.keys[slot]:
-                    raise UnsupportedError(
-                        f"parameter {unit.layout.slots[slot].name!r} was exchanged after rayzero.prepare() (by "
-                        "model.to/half/double, param.data = ..., or a new nn.Parameter); its dtype, device and values "
-                        "are the owners': change them before prepare()"
-                    )
+            now = [table.get(name) for table, name in self._entries]
+            keys = [storage_key(param.untyped_storage()) for param in self._params]
+        same = [ours is theirs for ours, theirs in zip(self._params, now, strict=True)]
+        if keys == self._keys and all(same):
+            return
+        exchanged = [not kept or key != its for kept, key, its in zip(same, keys, self._keys, strict=True)].index(True)
+        unit, slot = self._places[exchanged]
+        raise UnsupportedError(
+            f"parameter {unit.layout.slots[slot].name!r} was exchanged after rayzero.prepare() (by "
+            "model.to/half/double, param.data = ..., or a new nn.Parameter); its dtype, device and values "
+            "are the owners': change them before prepare()"
+        )

@@ -94,6 +94,8 @@ class UnitCache:
 
     def use(self, unit: ParamUnit, phase: Phase) -> None:
         """Something computes with the unit: have it up, and ask for what comes next."""
+        if unit.index == self._current and unit.state is UnitState.UNSHARDED:
+            return
         if unit.index != self._current and unit.index not in self._root:
             self._current = unit.index
             self.schedule.used(phase, unit.index)
