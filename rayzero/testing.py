@@ -33,7 +33,7 @@ import torch
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.memory.slabs import SHARED_MEMORY
+from rayzero.memory.slabs import SHARED_MEMORY, sweep
 from rayzero.store.protocol import ParameterStore
 from rayzero.store.same_host import why_no_sharing
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
@@ -268,6 +268,7 @@ def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T
         for child in children:
             child.terminate()
             child.join()
+        sweep()  # what those left that were ended in the middle
 
 
 def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:

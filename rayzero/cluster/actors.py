@@ -25,6 +25,7 @@ from rayzero.cluster.placement import Placement
 from rayzero.cluster.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
 from rayzero.errors import ConfigError
+from rayzero.memory.slabs import sweep
 
 __all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
 
@@ -46,6 +47,7 @@ class RunActors:
         self._run = run
         self._placement = placement
         self._token = secrets.token_hex(32)  # only ever travels as an argument of actors
+        self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: list[psutil.Process] = []  # on this node, to see them gone
         self.members: dict[str, Member] = {}
         self.coordinator: Any = None
@@ -67,6 +69,7 @@ class RunActors:
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator()
+        self._share = share
         self._make_owners(owner_memory, share)
         self._make_ranks()
         everyone = {**self.owners, **self.ranks}
@@ -198,6 +201,8 @@ class RunActors:
             ray.kill(actor)
         psutil.wait_procs(self._processes, timeout=KILL_S)
         self.coordinator, self.owners, self.ranks, self._processes = None, {}, {}, []
+        if self._share is not None and self._share.is_dir():
+            sweep(self._share)  # of the killed, on this node; on others the next start sweeps
 
 
 def refuse_name_in_use(run: str) -> None:

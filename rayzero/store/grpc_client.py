@@ -27,6 +27,7 @@ from rayzero.errors import (
     RayZeroError,
     StoreClosedError,
     StoreError,
+    UnsupportedError,
 )
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.layout.shard_map import ShardMap, shard_map_for
@@ -91,13 +92,14 @@ class GrpcStore:
         wire_compression: str = "none",
         broadcast: str = "pull",
         share: Path | None = None,
+        share_with_all: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
         ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory of memory that is shared with
-        owners of this host; None: gRPC with all."""
+        owners of this host; None: gRPC with all. ``share_with_all``: an owner elsewhere is an error."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a gRPC store needs the address of at least one owner")
@@ -127,7 +129,7 @@ class GrpcStore:
             for link in self._links
         ]
         self._transfers: list[Transfers | SharedTransfers] = list(self._wires)  # by owner
-        self._share = share
+        self._share, self._share_with_all = share, share_with_all
         self._shared: SharedRank | None = None  # after attach, where some owner is of this host
         self._writer: GradientWriter | None = None  # of gradients that owners of this host read
         self._windows: UnitWindows | None = None
@@ -170,7 +172,17 @@ class GrpcStore:
     def _join_host(self, offers: Mapping[int, pb.SharedFiles]) -> None:
         """Share memory with the owners of this host, by owner what they offer."""
         spec, owners = self._require_attached()
-        if self._share is None or not offers:
+        away = [link.owner for link in self._links if link.owner not in offers]
+        if self._share_with_all and away:
+            raise UnsupportedError(
+                f"transport='shm', but optimizers {away} share no memory with rank {self._rank}: use 'auto'"
+            )
+        if self._share is None:
+            return
+        ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
+        said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
+        log.info("rank %d: %s", self._rank, said)
+        if not offers:
             return
         plan = SharedPlan(spec, owners)
         shared = self._shared = SharedRank(self._rank, plan, self._share)  # freed by: close()

@@ -10,6 +10,7 @@ from rayzero.errors import UnsupportedError
 from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.protocol import ParameterStore
 from rayzero.store.rpc import TlsFiles
+from rayzero.store.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,12 @@ def connect_store(
         raise UnsupportedError(
             "transport='inproc' needs the owners in the rank's own process; on a cluster use 'auto' or 'grpc'"
         )
-    if config.transport == "shm":
-        raise UnsupportedError("transport='shm' (shared memory) is not there yet; use 'auto' or 'grpc'")
-    reason = "asked for" if config.transport == "grpc" else "owners are in other processes"
-    log.info("rank %d: gRPC to %d owners (%s)", rank, len(addresses), reason)
+    share = config.shared_directory
+    reason = why_no_sharing(share) if share is not None else "transport='grpc' was asked for"
+    if config.transport == "shm" and reason is not None:
+        raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
+    if reason is not None:
+        log.info("rank %d: gRPC to all %d owners: %s", rank, len(addresses), reason)
     return GrpcStore(
         rank,
         addresses,
@@ -44,5 +47,7 @@ def connect_store(
         chunk_bytes=config.chunk_bytes,
         wire_compression=config.wire_compression,
         broadcast=config.broadcast,
+        share=share if reason is None else None,
+        share_with_all=config.transport == "shm",
         recorder=recorder,
     )

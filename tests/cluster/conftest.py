@@ -18,6 +18,8 @@ import ray
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
+from .processes import shared_memory
+
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
@@ -56,8 +58,8 @@ def ray_processes() -> list[str]:
 @pytest.fixture
 def nothing_left(local_ray: None) -> Iterator[None]:
     """After the test, Ray knows no actor and holds no CPU of the run, and /dev/shm is as before."""
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     yield
     assert ray.util.list_named_actors(all_namespaces=True) == []
     assert [name for name in ray_processes() if name in ("RankWorker", "OptimizerActor", "Coordinator")] == []
-    assert set(os.listdir("/dev/shm")) - shm == set()
+    assert shared_memory() - shm == set()

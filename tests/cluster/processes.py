@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from rayzero.memory.slabs import list_slabs
+
 SCRIPT = Path(__file__).with_name("script_run.py")
 
 
@@ -54,3 +56,9 @@ def listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
+
+
+def shared_memory() -> set[str]:
+    """Files in /dev/shm, without the slabs of processes that live: others may train on this machine."""
+    alive = {slab.path.name for slab in list_slabs() if slab.alive}
+    return set(os.listdir("/dev/shm")) - alive

@@ -10,13 +10,13 @@ import pytest
 
 from rayzero.cluster.run_dir import read_record
 
-from .processes import everyone_of, listens, start_script, still_there, until_it_trains
+from .processes import everyone_of, listens, shared_memory, start_script, still_there, until_it_trains
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
 def test_ctrl_c_tells_the_ranks_and_leaves_nothing_not_even_ray(tmp_path):
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files:  # short: sockets have their path there
         script = start_script(tmp_path, 0, RAY_TMPDIR=ray_files)
         said = until_it_trains(script)
@@ -31,4 +31,4 @@ def test_ctrl_c_tells_the_ranks_and_leaves_nothing_not_even_ray(tmp_path):
     assert read_record(run)["state"] == "stopped"
     assert sorted(path.name for path in run.glob("ended-*")) == ["ended-0", "ended-1"], "the loops' finally ran"
     assert not any(listens(address) for address in record["routing"]["addresses"])
-    assert set(os.listdir("/dev/shm")) - shm == set()
+    assert shared_memory() - shm == set()
