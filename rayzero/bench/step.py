@@ -7,7 +7,7 @@ take turns A B C A B C ...; a turn is one step that is not timed and ``--steps``
 each of R ranks has cores / R threads, and RayZero's owners have no more. A ratio is within one round; rounds in which
 others took more than 5 % of the machine are played again while ``--patience`` lasts. Losses of every step must agree
 with plain PyTorch's within TOLERANCE, else the cell fails. Resident bytes are the most seen while a further turn is
-played, less what the ranks' processes held before they built anything.
+played, less what the ranks' processes held before they built anything. OMP_* variables hold for everybody.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from statistics import fmean
 from typing import Any, get_args
 
@@ -200,23 +202,33 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+@contextmanager
+def confined_to(cores: int) -> Iterator[None]:
+    """Processes that start inside have these cores, all together."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:cores])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def main(argv: Sequence[str] | None = None, peers: EntryMaker | None = None) -> None:
     """Measure and print. ``peers``: further entries."""
     args = parser().parse_args(argv)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])  # children inherit it
     rules = Rules(rounds=args.rounds, steps=args.steps, patience_s=args.patience)
     base = Work(dim=args.dim, layers=args.layers, vocab=args.vocab, seq=args.seq, batch=args.batch)
     facts = about() | {"work": asdict(base), "rules": asdict(rules), "cores": args.cores}
     facts["transports"] = {world: args.transport or best_transport(world) for world in args.worlds}
     cells = []
-    for world in args.worlds:
-        for precision in args.precisions:
-            work = replace(base, precision=precision)
-            options = OursOptions(transport=args.transport, owners=args.owners or world)
-            entries = [plain(work), ours(work, options), *(peers(work) if peers else [])]
+    for world, precision in product(args.worlds, args.precisions):
+        work = replace(base, precision=precision)
+        options = OursOptions(transport=args.transport, owners=args.owners or world)
+        entries = [plain(work), ours(work, options), *(peers(work) if peers else [])]
+        with confined_to(args.cores):
             cells.append(hold(entries, work, world, max(1, args.cores // world), rules))
-            if not args.json:
-                print(text_of(cells[-1]), flush=True)
+        if not args.json:
+            print(text_of(cells[-1]), flush=True)
     if args.json:
         print(json.dumps(facts | {"cells": as_plain(cells)}, indent=1))
     else:

@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from threading import Event, Thread
 from typing import Any, Protocol
 
+import torch
+
 from rayzero.bench.figures import resident_bytes
 from rayzero.errors import RunFailedError
 
@@ -73,6 +75,7 @@ class _Refusal:
 def take_turns(build: Callable[[Seat], Player], seat: Seat) -> None:
     """The life of a rank: build the player, then play until told to end. An error is told instead of a result."""
     try:
+        _load_what_training_loads()
         base = resident_bytes(os.getpid())
         player = build(seat)
         seat.pipe.send((os.getpid(), base))
@@ -85,6 +88,15 @@ def take_turns(build: Callable[[Seat], Player], seat: Seat) -> None:
     except Exception as exc:
         seat.pipe.send(_Refusal(f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"))
         raise
+
+
+def _load_what_training_loads() -> None:
+    """One step of nothing much: torch imports half of itself at the first one, which is nobody's parameters."""
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(torch.ones(1, 8)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    optimizer.step()
 
 
 @dataclass(slots=True)
@@ -120,7 +132,9 @@ class Contestant:
         over = Event()
 
         def look() -> None:
-            while not over.wait(_SAMPLE_S):
+            ended = False
+            while not ended:
+                ended = over.wait(_SAMPLE_S)  # and once more after the end
                 for i, pids in enumerate((self.rank_pids, self.owner_pids)):
                     most[i] = max(most[i], sum(resident_bytes(pid) for pid in pids))
 

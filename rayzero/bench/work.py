@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rayzero.recipes.gpt import GPT, GPTConfig
 
@@ -30,6 +31,7 @@ class Work:
     seq: int = 256
     batch: int = 2
     precision: Precision = "fp32"
+    checkpointing: bool = False  # blocks are recomputed in backward
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,12 +46,15 @@ class Work:
             vocab_size=self.vocab, seq_len=self.seq, num_layers=self.layers, num_heads=heads, dim=self.dim
         )
         with torch.device(device):
-            return GPT(config)
+            model = GPT(config)
+        if self.checkpointing:
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = Recomputed(block)
+        return model
 
     def count_params(self) -> int:
         """Parameters of the model."""
-        with torch.device("meta"):
-            return sum(p.numel() for p in self.model("meta").parameters())
+        return sum(p.numel() for p in self.model("meta").parameters())
 
     def batch_of(self, step: int, rank: int) -> Tensor:
         """Tokens (batch, seq + 1), int64: sequences with a start and a stride, so that the loss can fall."""
@@ -58,6 +63,19 @@ class Work:
         strides = torch.tensor([[draw.randrange(1, _PERIOD)] for _ in range(self.batch)])
         tokens = (starts + strides * torch.arange(self.seq + 1)) % _PERIOD
         return tokens % self.vocab
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are not kept."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Tensor) -> Tensor:
+        """As the block's."""
+        out: Tensor = checkpoint(self.block, *args, use_reentrant=False)
+        return out
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from rayzero.cli.bench import bench
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
 from rayzero.cli.status import status
@@ -29,6 +30,7 @@ app.command()(train)
 app.command()(status)
 app.command()(export)
 app.command()(doctor)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 
 
 def exit_code(error: RayZeroError) -> int:

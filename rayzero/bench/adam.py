@@ -1,0 +1,292 @@
+"""How fast the kernels update, against the memory limit of the same run: bf16 gradients in, bf16 parameters out.
+
+    rayzero bench adam [--mparams 64] [--threads 2] [--rounds 15] [--patience 60] [--all-isas] [--json]
+
+The limit is three fp32 arrays read, scaled and written in place by the same threads (24 bytes a parameter); an update
+moves 28: gradient 2, master and two moments 8 each, parameter 2. Every path has memory of its own and runs once a
+round, in turn, so that what the machine does meanwhile hits them alike; a ratio is the median over rounds of path /
+limit within a round. A round in which others took more than 5 % of the machine is run again while ``--patience``
+(seconds) lasts. DeepSpeedCPUAdam is measured where it is installed; it compiles its extension first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.bench.figures import Busy, Spread, about, plain, timed
+from rayzero.errors import UnsupportedError
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
+from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
+from rayzero.kernels.torch_kernel import TorchKernel
+from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.messages import Hyper, ModelSpec
+from rayzero.optimizer.host_memory import PrivateMemory
+from rayzero.optimizer.rules import AdamRule, ShardWork
+from rayzero.optimizer.state import OwnedShard, allocate
+
+HYPER: Hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS = AdamOptions.from_hyper(HYPER, decoupled=True)
+SHARD = 1 << 21  # elements: layout's own size
+LIMIT, ONE_BLOCK, SHARDS = "limit", "native, one block", "native, 2M-element shards by AdamRule"
+TORCH, TORCH_OPTIM, DEEPSPEED = "torch kernel, one block", "torch.optim.AdamW(fused=True)", "DeepSpeedCPUAdam"
+MOST_DISTURBED = 0.05  # of the machine, by others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """One way to do the work."""
+
+    name: str
+    param_bytes: int  # least traffic per parameter
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was measured of one path."""
+
+    name: str
+    mparams_per_s: Spread
+    gb_per_s: float  # median
+    of_limit: Spread  # bytes per second against the limit's, per round
+
+
+# ---- paths ------------------------------------------------------------------------------------------------------
+
+
+def make_memory(count: int) -> AdamMemory:
+    """A shard of ``count`` elements, all pages touched."""
+    return AdamMemory(
+        master=torch.randn(count),
+        exp_avg=torch.zeros(count),
+        exp_avg_sq=torch.zeros(count),
+        max_exp_avg_sq=None,
+        params=torch.zeros(count, dtype=torch.bfloat16),
+    )
+
+
+def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
+    """Three arrays in place."""
+    arrays, team = [torch.randn(count) for _ in range(3)], Team(library, threads)
+
+    def run() -> None:
+        library.rewrite(team.address, *(array.data_ptr() for array in arrays), count, 1.0, native.TILE)
+
+    return Path(name=LIMIT, param_bytes=24, run=run)
+
+
+def kernel_path(name: str, kernel: Kernel, memory: AdamMemory, gradient: Tensor) -> Path:
+    """One call for everything."""
+    segments = [Segment(offset=0, length=gradient.numel(), ranks=(0,), options=OPTIONS, step=10)]
+    return Path(name=name, param_bytes=28, run=partial(kernel.update, memory, [gradient], segments, 1.0, quiet))
+
+
+def shards_path(gradient: Tensor) -> Path:
+    """As an owner does it: shard after shard, through its rule."""
+    rows = gradient.numel() // 1024
+    unit = lay_out_unit(0, "all", torch.bfloat16, True, [(f"{i}.weight", (1024, 1024)) for i in range(rows // 1024)])
+    layout = ModelLayout(units=(unit,), shard_numel=SHARD)
+    spec = ModelSpec(
+        run="bench",
+        layout=layout,
+        world_size=1,
+        optimizer="torch.optim.adamw:AdamW",
+        hyper=(HYPER,),
+        group_of=((0,) * len(unit.slots),),
+        kernel=NativeKernel.name,
+    )
+    rule = AdamRule(spec, decoupled=True)
+    owned = allocate(layout, range(len(layout.shards)), spec.group_of, rule.state_kinds, PrivateMemory())
+    work = [(shard, shard_work(shard, gradient, spec)) for shard in owned.values()]
+
+    def run() -> None:
+        for shard, todo in work:
+            rule.update(shard, todo, quiet)
+
+    return Path(name=SHARDS, param_bytes=28, run=run)
+
+
+def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWork:
+    """A decision that updates all of a shard by one rank's gradient."""
+    return ShardWork(
+        gradients=[gradient[owned.shard.start : owned.shard.stop]],
+        contributors=((0,),) * len(owned.slices),
+        scale=1.0,
+        hyper=spec.hyper,
+    )
+
+
+def optimizer_path(name: str, make: Callable[..., torch.optim.Optimizer], memory: AdamMemory, gradient: Tensor) -> Path:
+    """The same work around an optimizer that wants whole fp32 gradients: upcast, step, downcast."""
+    assert memory.params is not None
+    params, parameter = memory.params, torch.nn.Parameter(memory.master)
+    optimizer = make([parameter], **HYPER)
+    parameter.grad = wide = torch.zeros(gradient.numel())
+
+    def run() -> None:
+        wide.copy_(gradient)
+        optimizer.step()
+        params.copy_(parameter.detach())
+
+    return Path(name=name, param_bytes=28, run=run)
+
+
+def find_deepspeed() -> Callable[..., torch.optim.Optimizer] | None:
+    """DeepSpeed's optimizer with its extension, which its first use compiles; None where it is not installed."""
+    with contextlib.redirect_stdout(sys.stderr):  # it talks
+        try:
+            found: Callable[..., torch.optim.Optimizer] = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        except ImportError:
+            return None
+        found([torch.nn.Parameter(torch.zeros(64))])
+    return found
+
+
+def quiet(done: int, total: int) -> None:
+    """Nobody asks for progress."""
+
+
+def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bool) -> list[Path]:
+    """Every path of this machine, the limit first."""
+    gradient = torch.randn(count).to(torch.bfloat16)
+    isas = [native.ISAS[isa] for isa in library.isas[:-1]] if all_isas else []
+    block, deepspeed = make_memory(count), find_deepspeed()
+    peers = [(TORCH_OPTIM, partial(torch.optim.AdamW, fused=True)), (DEEPSPEED, deepspeed)]
+    return [
+        limit_path(library, count, threads),
+        kernel_path(ONE_BLOCK, NativeKernel(threads=threads), block, gradient),
+        shards_path(gradient),
+        *(kernel_path(f"native {isa}", NativeKernel(threads=threads, isa=isa), block, gradient) for isa in isas),
+        kernel_path(TORCH, TorchKernel(), make_memory(count), gradient),
+        *(optimizer_path(name, make, make_memory(count), gradient) for name, make in peers if make is not None),
+    ]
+
+
+# ---- rounds -----------------------------------------------------------------------------------------------------
+
+
+def play(paths: Sequence[Path], rounds: int, patience_s: float) -> tuple[list[dict[str, float]], list[float]]:
+    """Seconds per path of each round, and the part of the machine that others took in it."""
+    one_round(paths)  # warm
+    kept, taken, deadline = list[dict[str, float]](), list[float](), perf_counter() + patience_s
+    while len(kept) < rounds:
+        seconds, others = one_round(paths)
+        if others <= MOST_DISTURBED or perf_counter() > deadline:
+            kept.append(seconds)
+            taken.append(others)
+    return kept, taken
+
+
+def one_round(paths: Sequence[Path]) -> tuple[dict[str, float], float]:
+    """Every path once: seconds, and what others took."""
+    before = Busy.now(())
+    seconds = {path.name: timed(path.run) for path in paths}
+    return seconds, Busy.now(()).others_since(before)
+
+
+def row_of(path: Path, limit: Path, count: int, rounds: Sequence[dict[str, float]]) -> Row:
+    """Medians and spreads over the rounds."""
+    rates = [count / seconds[path.name] for seconds in rounds]
+    most = [limit.param_bytes * count / seconds[LIMIT] for seconds in rounds]
+    speed = Spread.of(rate / 1e6 for rate in rates)
+    return Row(
+        name=path.name,
+        mparams_per_s=speed,
+        gb_per_s=speed.median * path.param_bytes / 1e3,
+        of_limit=Spread.of(rate * path.param_bytes / bytes_s for rate, bytes_s in zip(rates, most, strict=True)),
+    )
+
+
+def measure(
+    *, mparams: int = 64, threads: int = 2, rounds: int = 15, patience_s: float = 60.0, all_isas: bool = False
+) -> dict[str, Any]:
+    """Measure on this machine; everything that is said of it, as plain numbers. ``mparams``: 2^20 parameters.
+
+    Raises UnsupportedError where the native kernel, and with it the limit's loop, is not there."""
+    library = native.load()
+    if isinstance(library, str):
+        raise UnsupportedError(f"no native kernel, and so no limit to measure against: {library}")
+    facts, before, count = about(), torch.get_num_threads(), mparams << 20
+    torch.set_num_threads(threads)
+    try:
+        paths = make_paths(library, count, threads, all_isas=all_isas)
+        seconds, others = play(paths, rounds, patience_s)
+    finally:
+        torch.set_num_threads(before)
+    names = {path.name for path in paths}
+    found: dict[str, Any] = plain(
+        facts
+        | {"mparams": mparams, "threads": threads, "rounds": rounds, "isa": NativeKernel().isa}
+        | {"others": Spread.of(others), "rows": [row_of(path, paths[0], count, seconds) for path in paths]}
+        | {"absent": {} if DEEPSPEED in names else {DEEPSPEED: "not installed"}}
+        | {
+            "native_over": {
+                name: Spread.of(times[name] / times[ONE_BLOCK] for times in seconds)
+                for name in (TORCH_OPTIM, DEEPSPEED)
+                if name in names
+            }
+        }
+    )
+    return found
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """A table for people."""
+    apart = ("rows", "absent", "native_over", "others")
+    lines = [", ".join(f"{name} {value}" for name, value in found.items() if name not in apart)]
+    lines.append(f"others took {Spread(**found['others']).text(100, 0)} % of the machine")
+    for row in found["rows"]:
+        rate, part = Spread(**row["mparams_per_s"]), Spread(**row["of_limit"])
+        lines.append(
+            f"  {row['name']:38} {rate.text(digits=0):>18} Mparam/s {row['gb_per_s']:6.1f} GB/s   "
+            f"{part.text()} of the limit"
+        )
+    lines += [f"  {name:38} {why}" for name, why in found["absent"].items()]
+    lines += [f"  native, one block: {Spread(**r).text()} x {name}" for name, r in found["native_over"].items()]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    made = argparse.ArgumentParser(
+        prog="rayzero bench adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--mparams", type=int, default=64, help="2^20 parameters, an even number")
+    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--patience", type=float, default=60.0, help="seconds to wait for undisturbed rounds")
+    made.add_argument("--all-isas", action="store_true", help="every instruction set, not the best alone")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    args = parser().parse_args(argv)
+    found = measure(
+        mparams=args.mparams,
+        threads=args.threads,
+        rounds=args.rounds,
+        patience_s=args.patience,
+        all_isas=args.all_isas,
+    )
+    print(json.dumps(found, indent=1) if args.json else text_of(found))
+
+
+if __name__ == "__main__":
+    main()

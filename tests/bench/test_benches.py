@@ -1,0 +1,118 @@
+"""Each benchmark at a tiny size: its JSON has what RESULTS.md is written from, and the figures fit together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rayzero.bench import adam, overlap, store
+from rayzero.bench.figures import Spread
+from rayzero.bench.step import PLAIN, Result, Score, check_losses, main, result_of
+from rayzero.bench.work import Work
+from rayzero.cli import app
+from rayzero.errors import ConfigError, RunFailedError
+
+TINY = ["--dim", "64", "--layers", "1", "--vocab", "128", "--seq", "16", "--batch", "1"]
+ONCE = ["--rounds", "1", "--steps", "1"]
+GPU_STEP = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
+
+
+def test_step_compares_with_plain_pytorch(capsys):
+    main([*TINY, *ONCE, "--patience", "0", "--worlds", "2", "--precisions", "bf16", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    (cell,) = found["cells"]
+    assert (cell["world_size"], cell["precision"], cell["absent"]) == (2, "bf16", {})
+    assert cell["params"] == sum(p.numel() for p in Work(dim=64, layers=1, vocab=128, seq=16).model().parameters())
+    assert cell["results"][PLAIN]["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+    ours, theirs = cell["results"]["rayzero"], cell["results"][PLAIN]
+    assert ours["ratio"]["median"] == pytest.approx(ours["step_s"]["median"] / theirs["step_s"]["median"])
+    assert ours["loss_apart"] < 3e-2
+    assert ours["owner_bytes_per_param"] > 0 == theirs["owner_bytes_per_param"]
+
+
+def test_losses_that_differ_fail_the_cell():
+    score = Score(step_s=[1.0], losses=[2.0], waits_s=[dict.fromkeys(("fetch", "push", "norm", "optimizer"), 0.0)])
+    result: Result = result_of(score, replace(score, losses=[1.0], step_s=[0.5]), (300, 100), 100, 10)
+    assert (result.loss_apart, result.ratio) == (1.0, Spread(2.0, 2.0, 2.0))
+    assert (result.rank_bytes_per_param, result.owner_bytes_per_param) == (20.0, 10.0)
+    check_losses({"a": result}, 1.0)
+    with pytest.raises(RunFailedError, match=r"a 1\.0e\+00"):
+        check_losses({"a": result}, 0.5)
+    with pytest.raises(RunFailedError):
+        check_losses({"a": replace(result, loss_apart=float("nan"))}, 0.5)
+
+
+def test_store_measures_transports_against_memcpy_and_a_bare_stream(capsys):
+    store.main(["--transports", "inproc", "--mib", "8", *ONCE, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["who"], row["what"], row["bytes"]): row for row in found["rows"]}
+    for size in (8 << 20, *store.SMALL):
+        assert {("inproc", verb, size) for verb in ("fetch", "push", "memcpy")} <= rows.keys()
+    assert {what for who, what, _ in rows if who == store.BARE} == {
+        f"{way}, {mib} MiB" for way in ("down", "down into a tensor", "up") for mib in (1, 4)
+    }
+    for row in rows.values():
+        assert row["gb_per_s"]["median"] * row["milliseconds"]["median"] == pytest.approx(row["bytes"] / 1e6)
+    large = rows["inproc", "fetch", 8 << 20]
+    assert found["summary"]["inproc fetch / memcpy"] == large["of_memcpy"]["median"]
+
+
+def test_overlap_reports_exposed_time_beside_its_bound(capsys):
+    overlap.main(["--mparams", "1", "--units", "4", *ONCE, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal_bits"]
+    assert [row["ratio"] for row in found["rows"]] == list(overlap.RATIOS)
+    adam_s, floor_s = found["adam_s"]["median"], found["floor_s"]["median"]
+    for row in found["rows"]:
+        assert row["forward_s"]["median"] == pytest.approx(row["ratio"] * adam_s)
+        assert row["bound_s"]["median"] == pytest.approx(max(0.0, 1 - row["ratio"]) * adam_s + floor_s)
+        beyond = (row["exposed_s"]["median"] - floor_s) / row["step_s"]["median"]
+        assert row["beyond_floor"]["median"] == pytest.approx(beyond)
+
+
+def test_digests_tell_one_bit():
+    state = {"a": torch.zeros(4)}
+    changed = {"a": torch.tensor([0.0, 0.0, 0.0, -0.0])}
+    assert overlap.digest(state) == overlap.digest({"a": torch.zeros(4)}) != overlap.digest(changed)
+
+
+def test_adam_measures_kernels_against_the_limit(capsys):
+    adam.main(["--mparams", "2", "--rounds", "1", "--patience", "0", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    limit, *others = found["rows"]
+    assert limit["of_limit"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+    for row in others:
+        assert row["gb_per_s"] / limit["gb_per_s"] == pytest.approx(row["of_limit"]["median"])
+
+
+def test_the_command_passes_options_on_and_refuses_other_names():
+    found = CliRunner().invoke(app, ["bench", "store", "--transports", "pigeon"])
+    assert found.exit_code == 2
+    refused = CliRunner().invoke(app, ["bench", "pigeon"])
+    assert isinstance(refused.exception, ConfigError)
+
+
+def test_gpu_step_runs_the_same_path_on_a_cpu():
+    command = [sys.executable, GPU_STEP, "--device", "cpu", "--sizes", "tiny", "--tokens", "64", *ONCE, "--threads=1"]
+    command += ["--without", "rayzero-none", "fsdp2", "deepspeed", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    found = json.loads(done.stdout)
+    assert found["loss_apart"].keys() == {PLAIN, "rayzero-forward"}
+    ceiling, ours = found["rows"]
+    assert (ceiling["name"], ceiling["exposed_s"]) == (PLAIN, 0.0)
+    assert ours["of_ceiling"] == pytest.approx(ceiling["step_s"]["median"] / ours["step_s"]["median"])
+    assert ours["host_bytes"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_gpu_step_refuses_without_a_gpu():
+    done = subprocess.run([sys.executable, GPU_STEP], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no CUDA device here")
