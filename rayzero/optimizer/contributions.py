@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import StepMismatchError, StoreError
@@ -14,6 +15,7 @@ from rayzero.optimizer.landing import Admission, Landing, RankGradients, check_p
 from rayzero.optimizer.state import OwnedShard
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: ranks with a gradient for it, ascending
+_NOTHING = torch.empty(0)
 PartKey = tuple[tuple[int, int], ...]  # (rank, generation of its landing): what a norm part was computed from
 Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
 
@@ -132,7 +134,9 @@ class Contributions:
     def _is_there(self, collection: Collection, owned: OwnedShard, rank: int) -> bool:
         report = collection.reports[rank]
         counted = report.counts[owned.unit.index]
-        landed = self.ranks[rank].landings[owned.shard.index].count(report.step, report.attempt)
+        gradients = self.ranks.get(rank)  # None: its finish came before its attach reached this owner
+        landing = gradients.landings[owned.shard.index] if gradients is not None else None
+        landed = landing.count(report.step, report.attempt) if landing is not None else 0
         if landed > counted:
             raise StepMismatchError(
                 f"rank {rank} finished step {report.step} with {counted} pushes of {owned.unit.name!r}, "
@@ -178,8 +182,11 @@ class Contributions:
         )
 
     def gradients(self, owned: OwnedShard) -> list[Tensor]:
-        """Per rank, its memory for this shard; all have attached."""
-        return [self.ranks[rank].landings[owned.shard.index].buffer for rank in range(self._world_size)]
+        """Per rank, its memory for this shard; empty for one that has not attached and so has no gradient."""
+        landings = [
+            r.landings[owned.shard.index] if (r := self.ranks.get(i)) else None for i in range(self._world_size)
+        ]
+        return [landing.buffer if landing is not None else _NOTHING for landing in landings]
 
     def keep_part(self, owned: OwnedShard, key: PartKey, squares: tuple[float, ...]) -> bool:
         """Keep a norm part unless what it was computed from has changed since."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def trainer(local_ray: None, tmp_path: Path) -> Callable[..., ZeroTrainer]:
 
 def ray_processes() -> list[str]:
     """What the workers of this process's Ray are busy with: the names of their actors, "IDLE" for none."""
-    names = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            names.append(" ".join(process.cmdline()))
     return [name.removeprefix("ray::").split(".")[0].strip() for name in names if name.startswith("ray::")]
 
 
