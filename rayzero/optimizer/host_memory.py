@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rayzero.memory.planner import OwnerPlan
 from rayzero.messages import ModelSpec
 
 Sizes = Sequence[tuple[int, int]]  # (key, elements); elements are multiples of 64
@@ -30,7 +31,7 @@ class HostMemory(Protocol):
         ...
 
 
-MakeMemory = Callable[[ModelSpec, str], HostMemory]  # (spec, name of the kernel)
+MakeMemory = Callable[[ModelSpec, str, OwnerPlan], HostMemory]  # (spec, name of the kernel, what will be asked for)
 
 
 class PrivateMemory:

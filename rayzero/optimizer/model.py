@@ -66,7 +66,7 @@ def build_model(
         own_gradients=own_gradients,
     )
     check_plan(plan, host_limits(), memory_budget)
-    memory = make_memory(spec, rule.kernel)
+    memory = make_memory(spec, rule.kernel, plan)
     shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory)
     return OwnedModel(
         spec=spec,

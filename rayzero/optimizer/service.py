@@ -73,7 +73,7 @@ class ShardService:
         self.owner = owner
         self.num_owners = num_owners
         self._memory_budget = memory_budget
-        self._make_memory = make_memory or (lambda spec, kernel: PrivateMemory())
+        self._make_memory = make_memory or (lambda spec, kernel, plan: PrivateMemory())
         self._recorder = recorder or NullRecorder()
         self._attaching = threading.Lock()
         self._lock = threading.RLock()

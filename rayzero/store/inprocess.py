@@ -16,6 +16,7 @@ from torch import Tensor
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.memory.planner import OwnerPlan
 from rayzero.messages import (
     COMPUTE,
     Attached,
@@ -78,7 +79,7 @@ class LocalOwners:
         ]
         self.lead = StepLead([LocalPeer(service) for service in self.services])
 
-    def _make_memory(self, owner: int, num_owners: int, spec: ModelSpec, kernel: str) -> OwnerSlabs:
+    def _make_memory(self, owner: int, num_owners: int, spec: ModelSpec, kernel: str, _: OwnerPlan) -> OwnerSlabs:
         plan = SharedPlan(spec, shard_map_for(spec.layout, num_owners, spec.shard_map))
         facts = partial(plan.facts, index=owner, kernel=kernel, incarnation=0)
         self.memories[owner] = OwnerSlabs(plan, owner, facts, None)

@@ -15,7 +15,7 @@ from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.kernels.signals import Bell
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.arena import Arena
-from rayzero.memory.planner import format_bytes
+from rayzero.memory.planner import OwnerPlan, check_shared, format_bytes
 from rayzero.memory.slab_header import SlabFacts, lay_out_slab
 from rayzero.memory.slabs import SHARED_MEMORY, Slab, sweep
 from rayzero.messages import ModelSpec
@@ -78,12 +78,15 @@ class SharedOwner:
 
     # ---- memory
 
-    def make_memory(self, spec: ModelSpec, kernel: str) -> OwnerSlabs:
-        """Slabs for this owner's tensors and signals; see ``ShardService``. Slabs of dead runs are swept first."""
+    def make_memory(self, spec: ModelSpec, kernel: str, needed: OwnerPlan) -> OwnerSlabs:
+        """Slabs for this owner's tensors and signals; see ``ShardService``. Slabs of dead runs are swept first.
+
+        Raises MemoryPlanError, before anything is allocated, where they and the ranks' gradients do not fit."""
         swept = sweep(self.directory)
         if swept:
             size = format_bytes(sum(size for _, size in swept))
             log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
+        check_shared(needed.total, self.directory)
         plan = SharedPlan(spec, shard_map_for(spec.layout, self._num_owners, spec.shard_map))
 
         def facts(role: str) -> SlabFacts:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.kernels.signals import Bell
 from rayzero.memory.arena import Arena
+from rayzero.memory.planner import check_shared
 from rayzero.memory.slab_header import lay_out_slab
 from rayzero.memory.slabs import SHARED_MEMORY, Slab
 from rayzero.messages import Pushed
@@ -53,7 +54,9 @@ class SharedRank:
     def __init__(self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY) -> None:
         """Allocates the rank's gradient memory. Raises MemoryPlanError where there is no room."""
         self.rank, self._plan = rank, plan
-        self._gradients = Arena.create(plan.gradients(), plan.facts("grads", rank, "", os.getpid()), directory)
+        gradients = plan.gradients()
+        check_shared(sum(gradients.slabs), directory)
+        self._gradients = Arena.create(gradients, plan.facts("grads", rank, "", os.getpid()), directory)
         try:
             header = lay_out_slab(plan.facts("control", rank, "rank", os.getpid()), plan.rank_control())
             self._control = Slab.create(header, directory)

@@ -1,0 +1,221 @@
+"""What only the store over shared memory promises: no RPC within a step, no copy, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+import rayzero
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
+from rayzero.kernels.signals import available
+from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.memory.slabs import SHARED_MEMORY, list_slabs
+from rayzero.optimizer.service import ShardService
+from rayzero.store.grpc_client import GrpcStore
+from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.select import connect_store
+from rayzero.store.shared_owner import SharedOwner
+from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
+from rayzero.testing import run_ranks
+
+from .stores import TOKEN
+from .toy import Rank, initial_values, make_spec, random_grads, start, take_step
+
+pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+
+
+class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]  # grpc.aio is untyped at run time
+    """Counts the calls that reach a server."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        self.names.append(details.method.rpartition("/")[2])
+        return await continuation(details)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def served(
+    stack: ExitStack,
+    num_owners: int,
+    *,
+    sharing: bool = True,
+    calls: Calls | None = None,
+    directory: Path = SHARED_MEMORY,
+) -> list[str]:
+    """Addresses of owners that share memory."""
+    servers = []
+    for owner in range(num_owners):
+        shared = SharedOwner(owner, num_owners, directory) if sharing else None
+        service = ShardService(owner, num_owners, make_memory=shared.make_memory if shared is not None else None)
+        stack.callback(service.close)
+        server = OwnerServer(service, token=TOKEN, shared=shared, interceptors=[calls] if calls is not None else [])
+        servers.append(stack.enter_context(server))
+    addresses = [server.address for server in servers]
+    for server in servers:
+        server.connect_peers(addresses)
+    return addresses
+
+
+def ranks_of(stack: ExitStack, addresses: list[str], world_size: int, **options: Any) -> list[Rank]:
+    stores = [GrpcStore(r, addresses, token=TOKEN, share=SHARED_MEMORY, **options) for r in range(world_size)]
+    for store in stores:
+        stack.callback(store.close)
+    return start(stores, make_spec(world_size))
+
+
+def test_no_rpc_is_made_within_a_step(stack: ExitStack) -> None:
+    calls = Calls()
+    ranks = ranks_of(stack, served(stack, 3, calls=calls), 2)
+    take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
+    for rank in ranks:
+        rank.fetch(1)
+    calls.names.clear()
+    for step in range(1, 4):
+        take_step(ranks, [random_grads(ranks[0].spec, 10 * step + rank) for rank in range(2)])
+        for rank in ranks:
+            rank.fetch(step + 1)
+    assert calls.names == []
+
+
+def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owners_write(stack: ExitStack) -> None:
+    (rank,) = ranks_of(stack, served(stack, 1), 1)
+    store, spec = rank.store, rank.spec
+    slabs = [slab for slab in list_slabs() if slab.header is not None and slab.header.pid == os.getpid()]
+    roles = sorted(slab.header.facts.role for slab in slabs if slab.header is not None)
+    assert roles == ["control", "control", "grads", "params", "state", "state"]
+    assert all(slab.alive and slab.path.stat().st_mode & 0o777 == 0o600 for slab in slabs)
+    mapped = store.mapped(0)
+    assert mapped is not None
+    before = mapped.clone()
+    take_step([rank], [random_grads(spec, 1)])
+    assert store.published(0, 1).result(20) == 1
+    assert not torch.equal(mapped, before), "the same memory shows the new version"
+
+
+def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
+    recorder = MemoryRecorder()
+    addresses = served(stack, 2)
+    store = GrpcStore(0, addresses, token=TOKEN, share=SHARED_MEMORY, recorder=recorder)
+    stack.callback(store.close)
+    (rank,) = start([store], make_spec(1))
+    take_step([rank], [random_grads(rank.spec, 1)])
+    size = sum(unit.size_bytes for unit in rank.spec.layout.units)
+    before = recorder.total(TRANSFER_BYTES, direction="fetch", transport="shm")
+    rank.fetch(1)
+    assert recorder.total(TRANSFER_BYTES, direction="fetch", transport="shm") - before == size
+    assert recorder.total(TRANSFER_BYTES, direction="push", transport="shm") == size
+    assert recorder.total(TRANSFER_BYTES, direction="push", transport="grpc") == 0
+
+
+def test_transport_shm_refuses_owners_elsewhere_and_auto_takes_them(stack: ExitStack) -> None:
+    addresses = served(stack, 1, sharing=False)
+    spec = make_spec(1)
+    forced = connect_store(0, addresses, token=TOKEN, config=ZeroConfig(transport="shm"), recorder=NullRecorder())
+    stack.callback(forced.close)
+    with pytest.raises(UnsupportedError, match=r"transport='shm', but optimizers \[0\] share no memory with rank 0"):
+        forced.attach(spec)
+
+
+def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None:
+    free = os.statvfs(SHARED_MEMORY)
+    numel = free.f_bavail * free.f_frsize // 8  # 16 bytes a parameter with moments and gradients: twice what is free
+    unit = lay_out_unit(0, "huge", torch.float32, True, [("huge.weight", (numel // 64 * 64,))])
+    base = make_spec(1)
+    spec = type(base)(
+        run="too-large",
+        layout=ModelLayout(units=(unit,), shard_numel=1 << 26),
+        world_size=1,
+        optimizer=base.optimizer,
+        hyper=base.hyper,
+        group_of=((0,),),
+    )
+    store = GrpcStore(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY)
+    stack.callback(store.close)
+    with pytest.raises(MemoryPlanError, match=r"needs .* but "):
+        store.attach(spec)
+    assert not [slab for slab in list_slabs() if "too-large" in slab.path.name]
+
+
+# ---- processes
+
+
+def train(ctx: RankContext) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.ReLU(), torch.nn.Linear(70, 3))
+    model, optimizer = rayzero.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), ZeroConfig(min_unit_bytes=1)
+    )
+    for step in range(4):
+        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+        model(inputs).square().mean().backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return rayzero.full_state_dict(model)
+
+
+def test_ranks_in_processes_of_their_own_have_the_bits_of_every_other_store() -> None:
+    expected = run_ranks(train, 2, 1)[0]
+    for state in run_ranks(train, 2, 2, "shm", processes=True):
+        assert {name: value.tolist() for name, value in state.items()} == {n: v.tolist() for n, v in expected.items()}
+
+
+def die(ctx: RankContext) -> None:
+    model = torch.nn.Linear(40, 70)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    model(torch.ones(1, 40)).sum().backward()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    rayzero.full_state_dict(model)
+
+
+def test_a_killed_rank_ends_the_others_and_its_slabs_are_swept() -> None:
+    before = {slab.path for slab in list_slabs()}
+    with pytest.raises(RayZeroError):
+        run_ranks(die, 2, 1, "shm", processes=True)
+    assert [slab.path for slab in list_slabs() if slab.path not in before and not slab.alive] == []
+
+
+def test_the_slabs_of_a_killed_process_are_gone_after_the_next_start(stack: ExitStack) -> None:
+    program = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from contextlib import ExitStack
+from store.test_shared_store import ranks_of, served
+stack = ExitStack()
+ranks_of(stack, served(stack, 1), 1)
+print("up", flush=True)
+signal.pause()
+"""
+    tests = str(Path(__file__).parents[1])
+    with subprocess.Popen([sys.executable, "-c", program, tests], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        left = [slab.path for slab in list_slabs() if slab.header is not None and slab.header.pid == process.pid]
+        assert len(left) == 6
+        process.kill()
+    assert all(path.exists() for path in left)
+    ranks = ranks_of(stack, served(stack, 1), 1)
+    assert not any(path.exists() for path in left)
+    assert ranks[0].fetch(0).keys() == initial_values(ranks[0].spec).keys()
