@@ -33,6 +33,21 @@ def test_a_released_buffer_serves_the_next_request_of_about_its_size() -> None:
     assert (pool.stats.num_reused, pool.stats.allocated) == (1, buffer_bytes(9000))
 
 
+def test_what_is_made_over_a_buffer_stays_with_its_memory_and_goes_with_it() -> None:
+    pool = BufferPool()
+    first = acquire(pool, 1024)
+    first.made["view"] = view = first.tensor.view(torch.float32)
+    first.release()
+    again = acquire(pool, 1024)
+    assert again.made["view"] is view
+    other = acquire(pool, 1024)
+    assert "view" not in other.made
+    again.release()
+    other.release()
+    pool.trim()
+    assert "view" not in acquire(pool, 1024).made
+
+
 def test_a_buffer_much_larger_than_the_request_is_not_used_for_it() -> None:
     pool = BufferPool()
     acquire(pool, 9000).release()

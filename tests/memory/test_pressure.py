@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.config import AutoMemoryStrategy
-from rayzero.memory.pressure import MemoryReading, read_memory, scaled_depth
+from rayzero.memory.pressure import MemoryReading, PressureGauge, read_memory, scaled_depth
 
 MIB = 1 << 20
 A = AutoMemoryStrategy
@@ -68,3 +68,16 @@ def test_more_pressure_never_means_more_depth(depth: int, p: float, q: float, st
     low, high = sorted((p, q))
     assert depth >= scaled_depth(depth, low, strategy) >= scaled_depth(depth, high, strategy) >= 0
     assert strategy is A.EXTREME or scaled_depth(depth, high, strategy) >= 1
+
+
+def test_pressure_is_measured_at_most_once_a_second() -> None:
+    now = 0.0
+    gauge = PressureGauge(torch.device("cpu"), 64 * 1024, 8 * 1024, clock=lambda: now)
+    first = gauge.read()
+    assert 0 < first < 1
+    ballast = torch.ones(64 << 20, dtype=torch.uint8)  # a thousandth of the limit
+    now = 0.9
+    assert gauge.read() == first
+    now = 1.0
+    assert gauge.read() > first
+    del ballast
