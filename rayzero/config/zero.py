@@ -19,8 +19,8 @@ class ZeroConfig(ConfigModel):
     """How a model's states are split, moved and updated."""
 
     offload_params: Flag = True
-    """True: a unit's parameters are freed on the device after use. False: every unit stays resident between uses
-    and is refreshed only when a new version is published."""
+    """True: a unit's parameters leave the device when other units need their room in gpu_param_memory_budget. False:
+    every unit stays resident between uses and is refreshed only when a new version is published."""
 
     offload_grads: Flag = True
     """True: gradients leave the device as soon as a unit's are complete. False: they accumulate on the device in

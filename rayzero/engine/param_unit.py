@@ -1,8 +1,9 @@
 """One unit's parameters and the one state they share.
 
 [Note: swap] A Parameter stays the same object for the whole training. It owns a storage of its own, which is empty
-while the unit is SHARDED. Lanes fill a buffer ahead of use; going up swaps the buffer's slices under the storages,
-going down swaps them back. No byte is copied.
+while the unit is SHARDED. Lanes fill a buffer ahead of use, or it is the memory that the owners write
+(``UnitBuffer.mapped``); going up swaps the buffer's slices under the storages, going down swaps them back. No byte is
+copied.
 
 [Note: use count] A storage at rest is held by its Parameter, by our alias of it and by our wrapper. Anything above
 that is a view, a tensor autograd saved, a numpy alias: bytes somebody may still read. Such a unit is *pinned*: it is
