@@ -16,6 +16,7 @@ from rayzero.cluster.measured import Measured
 from rayzero.cluster.supervision import optimizer_name
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.malloc import keep_message_buffers
 from rayzero.store.same_host import why_no_sharing
 from rayzero.store.shared_owner import SharedOwner
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -45,6 +46,7 @@ class OptimizerActor:
         self._recorder = MemoryRecorder()
         self._stopped = threading.Event()
         torch.set_num_threads(settings.threads)
+        keep_message_buffers()
         share = settings.share if settings.share is not None and why_no_sharing(settings.share) is None else None
         self._shared = SharedOwner(settings.owner, settings.num_owners, share) if share is not None else None
         self._service = ShardService(
