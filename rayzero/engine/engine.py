@@ -192,7 +192,6 @@ class Engine:
         finally:
             self.close_units(units, pushed_hooks)
         for unit in units:
-            self.cache.watch_for_writes(unit)
             self.cache.refuse_writes(unit)
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:

@@ -77,7 +77,6 @@ class ParamUnit:
         self.buffer: UnitBuffer | None = None  # while UNSHARDED. freed by: reshard()
         self.kept: UnitBuffer | None = None  # while SHARDED: memory with bytes of ``version``. freed by: take_kept()
         self.version = -1  # published version that the bytes in ``buffer`` or ``kept`` were right for
-        self.exposed = False  # somebody may have written into the owners' memory unseen
         self.open_calls = 0  # forward calls that are running, and touches
         self.storages = [_own_storage(param) for param in params]
         self.keys = [storage_key(storage) for storage in self.storages]

@@ -238,9 +238,10 @@ class UnitCache:
 
     def _reshard(self, unit: ParamUnit, *, keep: bool) -> None:
         buffer = unit.reshard()
-        if unit.exposed:
+        if (
+            buffer.mapped
+        ):  # also what nobody saw: a write through .data or .numpy() would hide the owners' pages for ever
             self._store.revert(unit.index)
-            unit.exposed = False
         if keep and self._keeps and not buffer.mapped:
             unit.kept = buffer
         else:
@@ -290,25 +291,18 @@ class UnitCache:
         try:
             unit.refuse_writes()
         except UnsupportedError:
-            assert unit.buffer is not None
-            unit.exposed = unit.buffer.mapped
             if unit.can_reshard():
                 self._reshard(unit, keep=False)
             else:
                 self._refresh(unit)
             raise
 
-    def watch_for_writes(self, unit: ParamUnit) -> None:
-        """Somebody had the Parameters in hand: if he still holds their bytes, he may write to them unseen (numpy)."""
-        if unit.buffer is not None and unit.buffer.mapped and unit.pinned_slots():
-            unit.exposed = True
-
     def _refresh(self, unit: ParamUnit) -> None:
         """Put the present version under a unit that somebody holds."""
         buffer = unit.buffer
         assert buffer is not None
         published = self._published(unit.index)
-        if unit.exposed:
+        if buffer.mapped:
             self._store.revert(unit.index)
         self._lane.fetch(unit.layout, self.version, buffer, published=published, held=None, ahead=False).wait()
         unit.refreshed(self.version)

@@ -56,11 +56,13 @@ class Window:
         return self._open().tensor(0, self.bytes // dtype.itemsize, dtype)
 
     def revert(self) -> None:
-        """Throw away what this process wrote: the window shows the slabs again. Only of a private window."""
+        """Throw away what this process wrote: the window shows the slabs again. Only of a private window. Costs little
+        where nothing was written."""
         if not self.private:
             raise UnsupportedError("a shared window cannot be reverted: what was written to it is in the slabs")
         mapping = self._open()
-        mapping.drop_private(0, mapping.size)
+        if mapping.has_private(0, mapping.size):
+            mapping.drop_private(0, mapping.size)
 
     def close(self) -> None:
         """Unmap as soon as no tensor uses it. Idempotent."""

@@ -152,6 +152,19 @@ def test_a_write_that_nobody_sees_does_not_outlive_the_step(held: bool, recorder
         assert torch.equal(torch.from_numpy(array), model.layers[1].up.weight)
 
 
+def test_a_write_inside_forward_that_nobody_sees_does_not_hide_later_versions(recorder: MemoryRecorder) -> None:
+    """A private page that shadowed the owners' for good would freeze its weights without a word."""
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig())
+
+    def scribble(module: nn.Module, _: object) -> None:
+        module.up.weight.data.mul_(1.0)
+
+    model.layers[1].register_forward_pre_hook(scribble)
+    train(model, optimizer, 2)
+    assert same_bits(model.state_dict(), plain_state(base, 2))
+
+
 def test_a_view_held_over_a_step_reads_the_new_weights_and_outlives_the_run(recorder: MemoryRecorder) -> None:
     base = seeded(Net)
     model, optimizer = prepared(base, tight(base, prefetch_buffer_size=1))

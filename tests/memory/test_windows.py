@@ -154,3 +154,16 @@ def test_pieces_that_cannot_be_mapped_are_refused_with_their_offsets(slabs: list
         Window([piece(slabs[0], 1, 10), piece(slabs[0], 2, 10)], private=True)
     with pytest.raises(UnsupportedError, match=rf"are not all in slab .*, which has {5 * PAGE}"):
         Window([piece(slabs[0], 4, PAGE + 1)], private=True)
+
+
+def test_reverting_a_window_that_nobody_wrote_to_keeps_its_pages(slabs: list[Slab]) -> None:
+    window = mixed(slabs, private=True)
+    before = pages(window)  # every page is read
+    mapping = window._open()
+    assert not mapping.has_private(0, mapping.size)
+    window.tensor().numpy()[2 * PAGE + 5] = 77  # as nobody sees it
+    assert mapping.has_private(0, mapping.size)
+    assert not mapping.has_private(0, 2 * PAGE)
+    window.revert()
+    assert not mapping.has_private(0, mapping.size)
+    assert pages(window) == before
