@@ -71,7 +71,7 @@ def prepare(
     device = _device(model, context)
     store = context.connect() if context.connect is not None else _alone(config, context)
     try:
-        attached = store.attach(spec)
+        attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
         if attached.needs_load and context.rank == 0:
             _load(store, plan, params)
         engine = _engine(model, store, plan, spec, config, context, device, attached.version)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError
 from rayzero.memory.mapping import Mapping
+from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
 from rayzero.memory.slab_header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
 
@@ -87,6 +88,11 @@ class Slab:
     def keeper(self) -> object:
         """Keeps the mapping while it is held: for who uses addresses."""
         return self._open().keeper
+
+    def page_lock(self) -> PageLock:
+        """Have CUDA copy to and from it by itself; of a slab that this process may write to."""
+        mapping = self._open()
+        return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
 
     def fileno(self) -> int:
         """The open file, to map parts of it elsewhere."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rayzero.errors import StoreClosedError, UnsupportedError
 from rayzero.memory.mapping import PAGE, Mapping, whole_pages
+from rayzero.memory.page_lock import PageLock
 from rayzero.memory.slabs import Slab
 
 
@@ -54,6 +55,11 @@ class Window:
     def tensor(self, dtype: torch.dtype = torch.uint8) -> Tensor:
         """1D, all of the window. It stays readable after ``close()``."""
         return self._open().tensor(0, self.bytes // dtype.itemsize, dtype)
+
+    def page_lock(self) -> PageLock:
+        """Have CUDA copy from it by itself. See :class:`PageLock`."""
+        mapping = self._open()
+        return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
 
     def revert(self) -> None:
         """Throw away what this process wrote: the window shows the slabs again. Only of a private window. Costs little

@@ -49,8 +49,8 @@ class PrivateMemory:
         """Nothing to do: it is freed with its tensors."""
 
 
-def carve(sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
-    """One zeroed block cut into 1D tensors."""
-    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype)
+def carve(sizes: Sizes, dtype: torch.dtype, *, pinned: bool = False) -> dict[int, Tensor]:
+    """One zeroed block cut into 1D tensors. ``pinned``: page-locked (CUDA)."""
+    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, pin_memory=pinned)
     ends = accumulate(numel for _, numel in sizes)
     return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}

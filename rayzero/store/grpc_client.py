@@ -141,7 +141,7 @@ class GrpcStore:
 
     # ---- handshake
 
-    def attach(self, spec: ModelSpec) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner; see ``ParameterStore.attach``."""
         self._greeted = True
         # no shorter than any other call's deadline: an owner allocates, or restores a checkpoint, before it answers
@@ -163,13 +163,12 @@ class GrpcStore:
         self._require_same("version", [answer.version for answer in answers])
         self._attached = spec, shard_map_for(spec.layout, len(self._links), spec.shard_map)
         if self._shared is None:
-            self._join_host(
-                {link.owner: a.shared for link, a in zip(self._links, answers, strict=True) if a.shared.control}
-            )
+            offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
+            self._join_host({owner: files for owner, files in offers.items() if files.control}, page_lock)
         self._listen()
         return Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers))
 
-    def _join_host(self, offers: Mapping[int, pb.SharedFiles]) -> None:
+    def _join_host(self, offers: Mapping[int, pb.SharedFiles], page_lock: bool) -> None:
         """Share memory with the owners of this host, by owner what they offer."""
         spec, owners = self._require_attached()
         away = [link.owner for link in self._links if link.owner not in offers]
@@ -185,7 +184,7 @@ class GrpcStore:
         if not offers:
             return
         plan = SharedPlan(spec, owners)
-        shared = self._shared = SharedRank(self._rank, plan, self._share)  # freed by: close()
+        shared = self._shared = SharedRank(self._rank, plan, self._share, page_lock=page_lock)  # freed by: close()
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
             self._transfers[owner] = SharedTransfers(
@@ -201,7 +200,7 @@ class GrpcStore:
         calls = [(self._links[owner], self._links[owner].start("Share", request)) for owner in offers]
         for link, call in calls:
             link.answer(call)
-        self._windows = shared.windows(private=True)
+        self._windows = shared.windows()
         region = GradientRegion(spec, shared.allocate)
         self._writer = GradientWriter(region, shared.announce, f"rayzero-rank{self._rank}")
         shared.listen(self._board.publish)

@@ -115,18 +115,20 @@ class InProcessStore:
         self._map: ShardMap | None = None
         self._closed = False
 
-    def attach(self, spec: ModelSpec) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """See ``ParameterStore.attach``."""
         self._check_open()
         services = self._owners.services
         answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
         if self._writer is None:
-            self._writer = GradientWriter(GradientRegion(spec, carve), self._announce, f"store-{self.rank}")
+            self._writer = GradientWriter(
+                GradientRegion(spec, partial(carve, pinned=page_lock)), self._announce, f"store-{self.rank}"
+            )
         for service in services:
             service.map_gradients(self.rank, self._writer.region.flats)
         self._spec, self._map = spec, shard_map_for(spec.layout, len(services), spec.shard_map)
         arenas = {owner: memory.arena for owner, memory in self._owners.memories.items()}
-        self._windows = UnitWindows(SharedPlan(spec, self._map), arenas, private=True)
+        self._windows = UnitWindows(SharedPlan(spec, self._map), arenas, page_lock=page_lock)
         self._owners.lead.attach(self.rank, spec, answers[0].version)
         return answers[0]
 

@@ -36,8 +36,10 @@ from rayzero.messages import (
 class ParameterStore(Protocol):
     """The optimizer actors as one rank sees them. One instance per rank; its calls may come from several threads."""
 
-    def attach(self, spec: ModelSpec) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.
+
+        page_lock: lock what ``mapped`` and ``landing`` give, for copies to and from a CUDA device.
 
         Raises HandshakeError when this rank's spec differs from what an owner already has, naming both sides,
         and MemoryPlanError when the owner's host is too small.

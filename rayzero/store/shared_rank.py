@@ -15,6 +15,7 @@ from torch import Tensor
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.kernels.signals import Bell
 from rayzero.memory.arena import Arena
+from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import check_shared
 from rayzero.memory.slab_header import lay_out_slab
 from rayzero.memory.slabs import SHARED_MEMORY, Slab
@@ -51,9 +52,13 @@ class SharedRank:
     Knows slabs, bells, windows and the lead's mailbox; not steps, nor owners elsewhere. One thread listens to the bell
     and brings news and answers."""
 
-    def __init__(self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY) -> None:
-        """Allocates the rank's gradient memory. Raises MemoryPlanError where there is no room."""
-        self.rank, self._plan = rank, plan
+    def __init__(
+        self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, page_lock: bool = False
+    ) -> None:
+        """Allocates the rank's gradient memory. ``page_lock``: this and the owners' parameters, for copies to and from
+        a CUDA device. Raises MemoryPlanError where there is no room."""
+        self.rank, self._plan, self._page_lock = rank, plan, page_lock
+        self._locks: list[PageLock] = []
         gradients = plan.gradients()
         check_shared(sum(gradients.slabs), directory)
         self._gradients = Arena.create(gradients, plan.facts("grads", rank, "", os.getpid()), directory)
@@ -74,6 +79,8 @@ class SharedRank:
 
     def allocate(self, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Mapping[int, Tensor]:
         """The units' gradients, for ``GradientRegion``."""
+        if self._page_lock and not self._locks:
+            self._locks = [slab.page_lock() for slab in self._gradients.slabs]
         return {unit: self._gradients.tensor(unit) for unit, _ in sizes}
 
     def offer(self) -> SharedPaths:
@@ -91,7 +98,7 @@ class SharedRank:
                 raise StoreError(f"rank {self.rank} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
 
         control = attach(memory.control, writable=True)
-        params = Arena(plan.params(owner), [attach(path, writable=False) for path in memory.tensors])
+        params = Arena(plan.params(owner), [attach(path, writable=self._page_lock) for path in memory.tensors])
         self._owners[owner] = _Owner(owner, control, params, plan)
         if owner == plan.shard_map.owner(0):
             questions = cells_of(self._control, "questions", 0, plan.question_bytes)
@@ -104,10 +111,10 @@ class SharedRank:
         self._thread = threading.Thread(target=self._listen, name=f"rayzero-rank{self.rank}-bell", daemon=True)
         self._thread.start()
 
-    def windows(self, *, private: bool) -> UnitWindows:
+    def windows(self) -> UnitWindows:
         """Over the parameters of all owners met."""
         params = {owner.owner: owner.params for owner in self._owners.values()}
-        return UnitWindows(self._plan, params, private=private)
+        return UnitWindows(self._plan, params, page_lock=self._page_lock)
 
     def _listen(self) -> None:
         while not self._closing:
@@ -155,6 +162,8 @@ class SharedRank:
                 self._thread.join()
         if self._lead is not None:
             self._lead.close(error)
+        for lock in self._locks:
+            lock.release()
         for owner in self._owners.values():
             owner.close()
         self._control.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from rayzero.memory.arena import Arena
+from rayzero.memory.page_lock import PageLock
 from rayzero.memory.windows import Window, WindowPiece, can_map
 from rayzero.optimizer.state import runs
 from rayzero.store.shared_plan import SharedPlan
@@ -18,18 +19,26 @@ class UnitWindows:
     Knows where shards lie; not versions. A unit has none where an owner's slabs are not mapped here, or where shards of
     several owners do not meet at pages."""
 
-    def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, private: bool) -> None:
-        """``params``: by owner, of this host. ``private``: what this process writes is its own (memory/windows.py)."""
-        self._plan, self._params, self._private = plan, params, private
+    def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: bool) -> None:
+        """``params``: by owner, of this host. ``page_lock``: for copies to a CUDA device; else what this process writes
+        is its own (memory/windows.py), because it computes with these very bytes."""
+        self._plan, self._params, self._page_lock = plan, params, page_lock
+        self._locks: list[PageLock] = []
         self._windows: dict[int, Window | None] = {}  # freed by: close(), and the last tensor of each
 
     def tensor(self, unit: int) -> Tensor | None:
         """1D, unit.numel elements, the unit's dtype; None where there is no window."""
         if unit not in self._windows:
             pieces = self._pieces(unit)
-            self._windows[unit] = None if pieces is None else Window(pieces, private=self._private)
+            self._windows[unit] = None if pieces is None else self._open(pieces)
         window = self._windows[unit]
         return None if window is None else window.tensor(self._plan.spec.layout.units[unit].dtype)
+
+    def _open(self, pieces: list[WindowPiece]) -> Window:
+        window = Window(pieces, private=not self._page_lock)
+        if self._page_lock:
+            self._locks.append(window.page_lock())
+        return window
 
     def _pieces(self, unit: int) -> list[WindowPiece] | None:
         owner_of, pieces, at, places = self._plan.shard_map.owner, [], 0, []
@@ -52,11 +61,13 @@ class UnitWindows:
     def revert(self, unit: int) -> None:
         """Throw away what this process wrote into the unit's window."""
         window = self._windows.get(unit)
-        if window is not None:
+        if window is not None and window.private:
             window.revert()
 
     def close(self) -> None:
         """Unmap each window as soon as no tensor uses it. Idempotent."""
+        for lock in self._locks:
+            lock.release()
         for window in self._windows.values():
             if window is not None:
                 window.close()

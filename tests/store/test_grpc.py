@@ -584,15 +584,21 @@ def test_an_unknown_failure_is_a_store_error_that_says_it() -> None:
 # ---- select, generated code
 
 
-def test_select_says_why_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as servers, caplog.at_level(logging.INFO, "rayzero.store.select"):
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ("grpc", "rank 0: gRPC to all 1 owners: transport='grpc' was asked for"),
+        ("auto", "rank 0: gRPC (another host or container) to optimizers [0]"),
+    ],
+)
+def test_select_says_why_in_one_line(transport: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = ZeroConfig(transport=transport)  # type: ignore[arg-type]
+    with serving() as servers, caplog.at_level(logging.INFO, "rayzero.store"):
         addresses = [server.address for server in servers]
-        store = connect_store(0, addresses, token=TOKEN, config=ZeroConfig(), recorder=MemoryRecorder())
+        store = connect_store(0, addresses, token=TOKEN, config=config, recorder=MemoryRecorder())
         assert store.attach(make_spec(1)).needs_load
         store.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        "rank 0: gRPC to 1 owners (owners are in other processes)"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [said]
     with pytest.raises(UnsupportedError, match="transport='inproc'"):
         connect_store(0, addresses, token=TOKEN, config=ZeroConfig(transport="inproc"), recorder=MemoryRecorder())
 
