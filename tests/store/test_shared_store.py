@@ -21,7 +21,10 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
 from rayzero.kernels.signals import available
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.layout.shard_map import shard_map_for
+from rayzero.memory.planner import plan_owner
 from rayzero.memory.slabs import SHARED_MEMORY, list_slabs
+from rayzero.messages import ModelSpec
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.grpc_server import OwnerServer
@@ -156,12 +159,46 @@ def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None
     assert not [slab for slab in list_slabs() if "too-large" in slab.path.name]
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_of_a_run_is_the_plans_within_5_percent(
+    stack: ExitStack, dtype: torch.dtype, accumulation_steps: int
+) -> None:
+    shapes = ((700, 1024), (1024, 1031), (3, 5))
+    units = tuple(
+        lay_out_unit(i, f"u{i}", dtype, True, [(f"u{i}.{k}", shape) for k, shape in enumerate(shapes)])
+        for i in range(3)
+    )
+    base = make_spec(2)
+    spec = ModelSpec(
+        run="planned",
+        layout=ModelLayout(units=units, shard_numel=1 << 18),
+        world_size=2,
+        optimizer=base.optimizer,
+        hyper=base.hyper,
+        group_of=((0,) * len(shapes),) * len(units),
+        accumulation_steps=accumulation_steps,
+    )
+    addresses = served(stack, 2)
+    stores = [GrpcStore(rank, addresses, token=TOKEN, share=SHARED_MEMORY) for rank in range(2)]
+    for store in stores:
+        stack.callback(store.close)
+    start(stores, spec)
+    slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == "planned" and s.alive]
+    there = sum(slab.path.stat().st_blocks * 512 for slab in slabs)  # pages that exist, not what the size says
+    shard_map = shard_map_for(spec.layout, 2, spec.shard_map)
+    plans = [plan_owner(spec.layout, shard_map, k, 2, accumulation_steps, own_gradients=True) for k in range(2)]
+    assert there == pytest.approx(sum(plan.total for plan in plans), rel=0.05)
+
+
 # ---- processes
 
 
 def train(ctx: RankContext) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.ReLU(), torch.nn.Linear(70, 3))
+    with torch.no_grad():  # ranks that are threads share torch's random generator
+        for param in model.parameters():
+            param.copy_(torch.linspace(-0.1, 0.1, param.numel()).view_as(param))
     model, optimizer = rayzero.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=0.01), ZeroConfig(min_unit_bytes=1)
     )

@@ -73,4 +73,4 @@ def test_names_follow_the_rules() -> None:
     assert len(found) == sum(key.isupper() for key in vars(names))
     for name in found:
         assert name.startswith("rayzero_")
-        assert name.endswith(("_total", "_seconds", "_bytes"))
+        assert name.endswith(("_total", "_seconds", "_bytes", "_units"))
