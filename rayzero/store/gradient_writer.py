@@ -22,26 +22,44 @@ class GradientWriter:
     Knows pushes and their memory; not owners. A push that may be written at once is written by its caller; one that
     has to wait, by a thread of its own."""
 
-    def __init__(self, region: GradientRegion, announce: Callable[[int, Pushed], None], name: str) -> None:
-        """``announce(unit, pushed)`` tells the owners, after the bytes are there."""
+    def __init__(
+        self,
+        region: GradientRegion,
+        published: Callable[[int, int], Future[int]],
+        announce: Callable[[int, Pushed], None],
+        name: str,
+    ) -> None:
+        """``published(unit, step)`` is done when the owners have read what the unit's range held in the step before;
+        ``announce(unit, pushed)`` tells them, after the bytes are there."""
         self.region = region
-        self._announce = announce
+        self._published, self._announce = published, announce
+        self._free: dict[int, Future[int]] = {}  # unit -> when its range is free for the newest step asked about
+        self._steps: dict[int, int] = {}  # unit -> that step
         self._order = PushOrder()
         self._worker = ThreadPoolExecutor(1, f"{name}-push", initializer=use_torch_threads, initargs=(1,))
 
-    def landing(self, push: Contribution, free: Future[Any]) -> Tensor | None:
-        """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
-        return self.region.landing(push) if _is_well(free) else None
+    def _when_free(self, push: Contribution) -> Future[int]:
+        """Done when the push's range may be written; asked of the owners once a step."""
+        if self._steps.get(push.unit, -1) < push.step:
+            self._free[push.unit] = self._published(push.unit, push.step)
+            self._steps[push.unit] = push.step
+        return self._free[push.unit]
 
-    def push(self, push: Contribution, grads: Tensor, free: Future[Any]) -> Future[None]:
-        """Write a push once ``free`` is done: the owners have read what the unit's range held before."""
+    def landing(self, push: Contribution) -> Tensor | None:
+        """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
+        if self.region.is_stale(push) or not _is_well(self._when_free(push)):
+            return None
+        return self.region.landing(push)
+
+    def push(self, push: Contribution, grads: Tensor) -> Future[None]:
+        """Write a push once its range is free."""
         done: Future[None] = Future()
         try:
             if self.region.is_stale(push):  # what a repeat would wait for may be long gone
                 return settled(None)
         except StoreError as exc:
             return failed(exc)
-        turn = self._order.turn(0, push)
+        turn, free = self._order.turn(0, push), self._when_free(push)
         if _is_well(turn) and _is_well(free):
             self._write(push, grads, done)
         else:

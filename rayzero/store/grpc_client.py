@@ -202,7 +202,7 @@ class GrpcStore:
             link.answer(call)
         self._windows = shared.windows()
         region = GradientRegion(spec, shared.allocate)
-        self._writer = GradientWriter(region, shared.announce, f"rayzero-rank{self._rank}")
+        self._writer = GradientWriter(region, self.published, shared.announce, f"rayzero-rank{self._rank}")
         shared.listen(self._board.publish)
 
     def _require_same(self, what: str, values: Sequence[Any]) -> None:
@@ -270,7 +270,7 @@ class GrpcStore:
         here = sum(shard.numel for t, mine in parts for shard in mine if self._is_shared(t.owner))
         gather = Gather(len(away) + (here > 0), self._timing(PUSH_SECONDS))
         if here and self._writer is not None:
-            written = self._writer.push(contribution, grads, self.published(contribution.unit, contribution.step))
+            written = self._writer.push(contribution, grads)
             written.add_done_callback(partial(self._written, gather, here * grads.itemsize))
         for wire, mine in away:
             wire.push(gather, layout, mine, contribution, grads)
@@ -330,9 +330,7 @@ class GrpcStore:
 
     def landing(self, contribution: Contribution) -> Tensor | None:
         """Memory that owners of this host read; see ``ParameterStore.landing``."""
-        if self._writer is None:
-            return None
-        return self._writer.landing(contribution, self.published(contribution.unit, contribution.step))
+        return self._writer.landing(contribution) if self._writer is not None else None
 
     # ---- the step
 

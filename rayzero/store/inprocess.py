@@ -121,9 +121,8 @@ class InProcessStore:
         services = self._owners.services
         answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
         if self._writer is None:
-            self._writer = GradientWriter(
-                GradientRegion(spec, partial(carve, pinned=page_lock)), self._announce, f"store-{self.rank}"
-            )
+            region = GradientRegion(spec, partial(carve, pinned=page_lock))
+            self._writer = GradientWriter(region, self.published, self._announce, f"store-{self.rank}")
         for service in services:
             service.map_gradients(self.rank, self._writer.region.flats)
         self._spec, self._map = spec, shard_map_for(spec.layout, len(services), spec.shard_map)
@@ -184,8 +183,7 @@ class InProcessStore:
 
     def landing(self, contribution: Contribution) -> Tensor | None:
         """See ``ParameterStore.landing``."""
-        free = self.published(contribution.unit, contribution.step)
-        return self._writer.landing(contribution, free) if self._writer is not None else None
+        return self._writer.landing(contribution) if self._writer is not None else None
 
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """See ``ParameterStore.push``."""
@@ -194,8 +192,7 @@ class InProcessStore:
         except StoreError as exc:
             return failed(exc)
         assert self._writer is not None
-        done = self._writer.push(contribution, grads, self.published(contribution.unit, contribution.step))
-        return self._timed("push", grads, done)
+        return self._timed("push", grads, self._writer.push(contribution, grads))
 
     def _announce(self, unit: int, pushed: Pushed) -> None:
         for service in self._owners.services:

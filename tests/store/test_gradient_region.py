@@ -91,20 +91,30 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
     spec = make_spec(1)
     region = GradientRegion(spec, carve)
     told: list[tuple[int, float]] = []
-    writer = GradientWriter(region, lambda unit, pushed: told.append((pushed.count, float(region.flats[unit][0]))), "t")
-    free: Future[int] = Future()
+    asked: list[tuple[int, int]] = []
+    frees: list[Future[int]] = [Future(), Future()]
+
+    def published(unit: int, step: int) -> Future[int]:
+        asked.append((unit, step))
+        return frees[step]
+
+    def announce(unit: int, pushed: Pushed) -> None:
+        told.append((pushed.count, float(region.flats[unit][0])))
+
+    writer = GradientWriter(region, published, announce, "test")
     ones = torch.ones(spec.layout.units[UNIT].numel)
-    later = [writer.push(push_of(1), ones, free), writer.push(push_of(0), 2 * ones, free)]
+    assert writer.landing(push_of(0)) is None, "not free yet"
+    later = [writer.push(push_of(1), ones), writer.push(push_of(0), 2 * ones)]
     assert told == []
     assert region.flats[UNIT][0] == 0
-    free.set_result(0)
+    frees[0].set_result(0)
     for done in later:
         done.result(WAIT)
     assert told == [(1, 2.0), (2, 3.0)]
+    assert asked == [(UNIT, 0)], "once a step"
     writer.close()
-    never: Future[int] = Future()
-    waiting = writer.push(push_of(0, step=1), ones, never)
-    never.set_result(0)  # too late: the store was closed
+    waiting = writer.push(push_of(0, step=1), ones)
+    frees[1].set_result(0)  # too late: the store was closed
     with pytest.raises(StoreClosedError):
         waiting.result(WAIT)
 

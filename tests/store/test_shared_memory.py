@@ -169,3 +169,15 @@ def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
     parts = [(s.index, p.slot, 1 / 3) for s in spec.layout.shards for p in spec.layout.slices(s)]
     reply = translate.parts_to_pb(NormParts(step=big, parts=tuple(parts)))
     assert reply.ByteSize() + 20 <= plan.reply_bytes
+
+
+def test_long_making_of_slabs_is_told_and_short_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    from rayzero.store.owner_slabs import _Clock, _say
+
+    clock = _Clock()
+    with caplog.at_level("INFO", "rayzero.store.owner_slabs"):
+        _say(3, clock, 1 << 30, 4 << 30)
+        clock.said -= 6.0
+        _say(3, clock, 2 << 30, 4 << 30)
+        _say(3, clock, 3 << 30, 4 << 30)
+    assert [record.getMessage() for record in caplog.records] == ["optimizer 3: 2 GiB of 4 GiB of shared memory made"]
