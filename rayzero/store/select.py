@@ -37,7 +37,8 @@ def connect_store(
     if config.transport == "shm" and reason is not None:
         raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
     if reason is not None:
-        log.info("rank %d: gRPC to all %d owners: %s", rank, len(addresses), reason)
+        level = logging.INFO if share is None else logging.WARNING  # slower than what was hoped for
+        log.log(level, "rank %d: gRPC to all %d owners: %s", rank, len(addresses), reason)
     return GrpcStore(
         rank,
         addresses,

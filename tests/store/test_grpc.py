@@ -603,6 +603,16 @@ def test_select_says_why_in_one_line(transport: str, said: str, caplog: pytest.L
         connect_store(0, addresses, token=TOKEN, config=ZeroConfig(transport="inproc"), recorder=MemoryRecorder())
 
 
+def test_auto_without_shared_memory_warns_and_shm_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as servers, caplog.at_level(logging.WARNING, "rayzero.store"):
+        options: dict[str, Any] = {"token": TOKEN, "recorder": MemoryRecorder()}
+        addresses = [server.address for server in servers]
+        connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent"), **options).close()
+        with pytest.raises(UnsupportedError, match="/nonexistent cannot be written to; use 'auto' or 'grpc'"):
+            connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent", transport="shm"), **options)
+    assert caplog.messages == ["rank 0: gRPC to all 1 owners: /nonexistent cannot be written to"]
+
+
 def test_the_generated_code_is_current() -> None:
     pytest.importorskip("grpc_tools", reason="needs grpcio-tools, pinned in protos/generate.py")
     subprocess.run([sys.executable, "protos/generate.py", "--check"], check=True, cwd=REPOSITORY)
