@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,18 +81,34 @@ def test_a_run_leaves_everything_it_promises(whole):
 def test_the_bytes_that_moved_are_those_of_the_arithmetic(whole):
     """On one host every rank pushes each unit once a step, into memory that owners read, and fetches none: it reads
     parameters where the owners write them. Only the initial weights go over gRPC."""
-    recipe = load_recipe(whole / "runs" / "a" / "config.yaml")
-    record = json.loads((whole / "runs" / "a" / "run.json").read_text())
-    model_bytes = layout_bytes(recipe)
-    moved: dict[str, float] = {}
-    for who, measured in record["measured"].items():
+    model_bytes = layout_bytes(load_recipe(whole / "runs" / "a" / "config.yaml"))
+    assert bytes_moved(whole / "runs" / "a") == {
+        ("shm", "push"): 2 * STEPS * model_bytes,
+        ("grpc", "load"): model_bytes,
+    }
+
+
+def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(tmp_path):
+    """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step."""
+    (tmp_path / "text.txt").write_text(VERSE * 300)
+    finish(*TRAIN, "--steps", "6", "--run-dir", "runs/c", "zero.transport=grpc", cwd=tmp_path)
+    moved, run = bytes_moved(tmp_path / "runs" / "c"), tmp_path / "runs" / "c"
+    model_bytes = layout_bytes(load_recipe(run / "config.yaml"))
+    assert moved.keys() == {("grpc", "load"), ("grpc", "push"), ("grpc", "fetch")}
+    assert moved["grpc", "push"] == 2 * 6 * model_bytes
+    assert moved["grpc", "load"] == model_bytes
+    assert 2 * 6 * model_bytes <= moved["grpc", "fetch"] <= 2 * 7 * model_bytes
+
+
+def bytes_moved(run: Path) -> dict[tuple[str, str], float]:
+    """What the ranks of a finished run counted, by transport and direction."""
+    moved: Counter[tuple[str, str]] = Counter()
+    for who, measured in json.loads((run / "run.json").read_text())["measured"].items():
         for series, value in measured.items():
             if who.startswith("rank") and series.startswith("rayzero_transfer_bytes_total"):
                 labels = dict(re.findall(r'(\w+)="(\w+)"', series))
-                moved[labels["transport"], labels["direction"]] = value + moved.get(
-                    (labels["transport"], labels["direction"]), 0
-                )
-    assert moved == {("shm", "push"): 2 * STEPS * model_bytes, ("grpc", "load"): model_bytes}
+                moved[labels["transport"], labels["direction"]] += value
+    return dict(moved)
 
 
 def layout_bytes(recipe: RecipeConfig) -> int:
