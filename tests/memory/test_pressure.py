@@ -1,6 +1,8 @@
 """Memory pressure is measured, and shortens the prefetch by the strategy's numbers."""
 
-from __future__ import mmap
+from __future__ import annotations
+
+import mmap
 
 import pytest
 import torch
