@@ -8,6 +8,7 @@ from typing import Any
 
 from rayzero.errors import StoreError
 from rayzero.messages import Decision, FileEntry, FinishReport, NormParts
+from rayzero.optimizer.futures import settled
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.grpc_peer import RemotePeer
@@ -23,6 +24,7 @@ class SharedPeer:
     def __init__(self, shared: SharedOwner, remote: RemotePeer) -> None:
         """``shared``: the lead's own end of shared memory; ``remote``: the other owner."""
         self._shared, self._remote = shared, remote
+        self._applied: Future[None] = settled(None)  # the last decision handed over
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Norm parts of the step, once every counted push is there."""
@@ -35,7 +37,8 @@ class SharedPeer:
     def apply(self, decision: Decision) -> Future[None]:
         """Act on the decision; done when the owner has queued it."""
         asked = self._ask("Apply", pb.ApplyRequest(decision=translate.decision_to_pb(decision)))
-        return self._remote.apply(decision) if asked is None else then(asked, lambda _: None)
+        self._applied = self._remote.apply(decision) if asked is None else then(asked, lambda _: None)
+        return self._applied
 
     def _ask(self, method: str, request: Any) -> Future[bytes] | None:
         return self._shared.ask(self._remote.owner, method, request.SerializeToString())
@@ -45,5 +48,6 @@ class SharedPeer:
         return self._remote.save(step, directory)
 
     def abort(self, error: StoreError) -> None:
-        """Fail what waits at the owner."""
-        self._remote.abort(error)
+        """Fail what waits at the owner. What was decided before goes on: the abort, which goes another way, must not
+        overtake the decision."""
+        self._applied.add_done_callback(lambda _: self._remote.abort(error))
