@@ -1,0 +1,71 @@
+"""Who is there, who is late, and what could be resumed from."""
+
+from __future__ import annotations
+
+from dashboards.spec import ANY_IS_BAD, Page, Row, panel
+
+PAGE = Page(
+    uid="rayzero-reliability",
+    title="RayZero / Reliability",
+    description="Processes, heartbeats, checkpoints and links.",
+    variables=(),
+    rows=(
+        Row(
+            title="Processes",
+            panels=(
+                panel(
+                    "Processes",
+                    "Wanted, ready, and late (not heard of lately), by kind.",
+                    "none",
+                    ("sum by (run, kind, state) (rayzero_actors{<run>})", "{{run}} {{kind}} {{state}}"),
+                ),
+                panel(
+                    "Since last heard of",
+                    "Processes tell every 2 s. One climbs: it hangs, its node is overloaded, or it is gone.",
+                    "s",
+                    ("max by (run, process) (rayzero_heartbeat_age_seconds{<run>})", "{{run}} {{process}}"),
+                ),
+                panel(
+                    "Scraped",
+                    "1: Prometheus reads the process's exporter. 0: gone, or its port is not reachable.",
+                    "none",
+                    ("max by (run, role, rank, actor) (up{<run>})", "{{run}} {{role}} {{rank}}{{actor}}"),
+                ),
+            ),
+        ),
+        Row(
+            title="Checkpoints",
+            panels=(
+                panel(
+                    "Age of the newest",
+                    "What would be lost now. See run.checkpoint_every.",
+                    "s",
+                    ("time() - max by (run) (rayzero_checkpoint_last_success_timestamp_seconds{<run>})", "{{run}}"),
+                ),
+                panel(
+                    "Seconds",
+                    "write: an actor's file; publish: manifest and rename. Mean of the run so far.",
+                    "s",
+                    (
+                        "sum by (run, phase) (rayzero_checkpoint_seconds_sum{<run>}) / "
+                        "sum by (run, phase) (rayzero_checkpoint_seconds_count{<run>})",
+                        "{{phase}} {{run}}",
+                    ),
+                ),
+                panel(
+                    "Size",
+                    "Of the owners' files in the last checkpoint, together.",
+                    "bytes",
+                    ("sum by (run) (rayzero_checkpoint_bytes{<run>})", "{{run}}"),
+                ),
+                panel(
+                    "Failures",
+                    "Files that could not be written. Not 0: see the run's log; is the disk full?",
+                    "none",
+                    ("sum by (run) (increase(rayzero_checkpoint_failures_total{<run>}[1h]))", "{{run}}"),
+                    thresholds=ANY_IS_BAD,
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,176 @@
+"""The proof: a real training, a real Prometheus that finds its processes by http_sd, and every query that there is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayzero.telemetry import names
+from rayzero.telemetry.metric import Metric
+
+from .queries import RULES, in_rules, metrics_in, on_boards, with_values
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
+
+METRICS = {metric.name: metric for metric in vars(names).values() if isinstance(metric, Metric)}
+HAD = {"", "20 steps", "checkpoints", "telemetry.measure_bandwidth and the native library"}
+"""Conditions of metrics (``Metric.only``) that this run meets."""
+
+SETTINGS = {
+    "num_layers": 3,
+    "dim": 64,
+    "seq_len": 32,
+    "batch_size": 2,
+    "steps": 1000000,
+    "eval_every": 1000000,
+    "zero.min_unit_bytes": 4096,
+    "zero.gpu_param_memory_budget": 400000,  # some units come and go
+    "run.checkpoint_every": 40,
+    "run.name": "live",
+    "run.telemetry.norms_every": 1,
+    "run.telemetry.bind": "loopback",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Prometheus:
+    """One that runs, and its API."""
+
+    def __init__(self, port: int) -> None:
+        self._api = f"http://127.0.0.1:{port}/api/v1"
+
+    def ask(self, what: str, **parameters: str) -> Any:
+        """The data of an answer; raises on an error, a query that is not legal among them."""
+        with urllib.request.urlopen(f"{self._api}/{what}?{urllib.parse.urlencode(parameters)}", timeout=20) as answer:
+            described = json.load(answer)
+        assert described["status"] == "success", described
+        return described["data"]
+
+    def values(self, expr: str) -> list[dict[str, Any]]:
+        """Of a query, now."""
+        return list(self.ask("query", query=expr)["result"])
+
+
+@contextmanager
+def process(*command: str, cwd: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs as long as the block; ends by SIGTERM."""
+    with log.open("wb") as said:
+        running = subprocess.Popen(command, cwd=cwd, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            yield running
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.wait(timeout=60)
+
+
+def until(true: Callable[[], object], what: str, log: Path, seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if true():
+                return
+        except OSError:  # not up yet
+            pass
+        assert time.monotonic() < deadline, f"{what}\n{log.read_text()[-3000:]}"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A run of 2 ranks and 2 optimizer actors that has trained for a while under a Prometheus."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    folder = tmp_path_factory.mktemp("live")
+    discovery, port = free_port(), free_port()
+    shutil.copy(RULES, folder)
+    (folder / "text.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 500)
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration(discovery)))
+    settings = SETTINGS | {
+        "data": folder / "text.txt",
+        "split": "tail",
+        "run.storage_path": folder,
+        "run.telemetry.port": discovery,
+    }
+    train = [sys.executable, "-m", "rayzero", "train", *(f"{key}={value}" for key, value in settings.items())]
+    serve = [
+        "prometheus",
+        "--config.file=prometheus.yaml",
+        f"--storage.tsdb.path={folder / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    logs = folder / "train.log", folder / "prometheus.log"
+    with process(*train, cwd=folder, log=logs[0]), process(*serve, cwd=folder, log=logs[1]):
+        prometheus = Prometheus(port)
+        until(lambda: prometheus.ask("targets")["activeTargets"] is not None, "Prometheus is not up", logs[1])
+        until(lambda: len(prometheus.values('up{job="rayzero"} == 1')) == 5, "five exporters are not up", logs[0])
+        last = "min(rayzero_step) > 60 and min(rayzero_checkpoint_last_success_timestamp_seconds) > 0"
+        until(lambda: prometheus.values(last), "no 60 steps and a checkpoint", logs[0])
+        until(lambda: prometheus.values("run:rayzero_tokens:rate1m"), "no recorded rule", logs[1])
+        yield prometheus
+
+
+def configuration(discovery: int) -> dict[str, Any]:
+    return {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [
+            {
+                "job_name": "rayzero",
+                "http_sd_configs": [{"url": f"http://127.0.0.1:{discovery}/sd", "refresh_interval": "1s"}],
+            }
+        ],
+    }
+
+
+def test_every_panel_and_recorded_rule_has_data_and_every_alert_is_legal(live: Prometheus) -> None:
+    empty = []
+    for found in [*on_boards(), *in_rules()]:
+        answer = live.values(with_values(found.expr, interval="30s"))
+        had = all(METRICS[name].only in HAD for name in metrics_in(found.expr))
+        if found.kind in ("panel", "record") and had and not answer:
+            empty.append(f"{found.where}: {found.expr}")
+    assert empty == []
+
+
+def test_variables_of_dashboards_have_values(live: Prometheus) -> None:
+    assert live.ask("label/run/values") == ["live"]
+    assert live.ask("label/rank/values") == ["0", "1"]
+    assert live.ask("label/actor/values") == ["0", "1"]
+    assert live.ask("label/role/values") == ["coordinator", "optimizer", "rank"]
+
+
+def test_every_series_has_the_labels_its_name_promises_and_every_name_is_ours(live: Prometheus) -> None:
+    for series in live.ask("series", **{"match[]": '{__name__=~"rayzero_.*"}'}):
+        name = series.pop("__name__")
+        metric = METRICS.get(name) or METRICS[name.rpartition("_")[0]]
+        own = set(series) - {"job", "instance", "le", *names.TARGET_LABELS}
+        assert own == set(metric.labels), name
+        assert series["role"] in metric.roles, name
+
+
+def test_every_metric_that_such_a_run_has_is_there(live: Prometheus) -> None:
+    there = {name.removesuffix("_count") for name in live.ask("label/__name__/values")}
+    assert [name for name, metric in METRICS.items() if metric.only in HAD and name not in there] == []
+
+
+def test_no_alert_fires_on_a_healthy_run(live: Prometheus) -> None:
+    assert live.values('ALERTS{alertstate="firing",severity="critical"}') == []

@@ -1,0 +1,171 @@
+"""What deploy/ holds is legal where it is read: Docker, compose, Kubernetes, KubeRay, Prometheus, Ray's launcher."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import ray
+import yaml
+
+from rayzero.recipes.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CRDS = ROOT.parent / "shared" / "crds"  # KubeRay's own schemas: not ours to keep
+MANIFESTS = [DEPLOY / "kubernetes" / name for name in ("raycluster.yaml", "rayjob.yaml")]
+KUBERNETES = "1.32"
+
+
+def run(*command: str, cwd: Path) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "docker").iterdir()), ids=lambda path: path.name)
+def test_what_images_copy_is_there(path: Path) -> None:
+    text = path.read_text().replace("\\\n", " ")
+    copies = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY") and "--from" not in line]
+    sources = [word for words in copies for word in words if not word.startswith("--")]
+    assert {"rayzero", "deploy/recipe.yaml"} <= set(sources)
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    assert "-c constraints.txt" in text
+    assert "USER ray" in text
+
+
+def test_compose_is_legal_and_what_it_mounts_is_there() -> None:
+    path = DEPLOY / "compose" / "docker-compose.yaml"
+    described = yaml.safe_load(path.read_text())
+    mounts = [volume for service in described["services"].values() for volume in service.get("volumes", [])]
+    paths = [mount.partition(":")[0] for mount in mounts if mount.startswith(".")]
+    assert len(paths) == 4
+    assert [source for source in paths if not (path.parent / source).exists()] == []
+    run("docker-compose", "-f", path.name, "config", "-q", cwd=path.parent)
+
+
+def test_prometheus_reads_its_configuration(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "prometheus" / "prometheus.yaml", tmp_path)
+    shutil.copy(ROOT / "dashboards" / "prometheus" / "rules.yaml", tmp_path)
+    said = run("promtool", "check", "config", "prometheus.yaml", cwd=tmp_path)
+    assert "SUCCESS: 1 rule files found" in said
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_kuberay_takes_the_manifest(path: Path) -> None:
+    manifest = yaml.safe_load(path.read_text())
+    definition = CRDS / f"ray.io_{manifest['kind'].lower()}s.yaml"
+    if not definition.exists():
+        pytest.skip(f"no KubeRay schema in {CRDS}")
+    versions = yaml.safe_load(definition.read_text())["spec"]["versions"]
+    schema = next(v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == "v1")
+    jsonschema.Draft7Validator(strict(schema)).validate(manifest)
+
+
+def strict(schema: Any) -> Any:
+    """As the API server reads it: unknown fields are errors, metadata is anything, integers may be text."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if made.pop("x-kubernetes-int-or-string", False):
+        made.pop("type", None)
+    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    if isinstance(made.get("properties"), dict) and "metadata" in made["properties"]:
+        made["properties"]["metadata"] = {"type": "object"}
+    return made
+
+
+def pods(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and pod template of every group."""
+    spec = yaml.safe_load(path.read_text())["spec"]
+    cluster = spec.get("rayClusterSpec", spec)
+    yield "head", cluster["headGroupSpec"]["template"]
+    for group in cluster["workerGroupSpecs"]:
+        yield group["groupName"], group["template"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_pods_are_pods_and_shared_memory_is_theirs(path: Path) -> None:
+    for name, template in pods(path):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": template["spec"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        if name == "head":
+            continue
+        (container,) = template["spec"]["containers"]
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        shm = mounts["/dev/shm"]["emptyDir"]
+        assert shm["medium"] == "Memory"
+        assert gibibytes(shm["sizeLimit"]) < gibibytes(container["resources"]["limits"]["memory"]), "it counts as used"
+        assert mounts["/runs"]["persistentVolumeClaim"]["claimName"] == "rayzero-runs"
+
+
+def gibibytes(text: str) -> int:
+    return int(re.fullmatch(r"(\d+)Gi", text)[1])
+
+
+def test_both_manifests_describe_the_same_cluster() -> None:
+    cluster, job = (yaml.safe_load(path.read_text())["spec"] for path in MANIFESTS)
+    assert cluster == job["rayClusterSpec"]
+
+
+def test_optimizers_go_where_the_label_is() -> None:
+    job = yaml.safe_load(MANIFESTS[1].read_text())["spec"]
+    assert "zero.placement=cpu_nodes" in job["entrypoint"]
+    wanted = load_recipe(DEPLOY / "recipe.yaml").scaling.optimizer_labels
+    assert [g["groupName"] for g in job["rayClusterSpec"]["workerGroupSpecs"] if g["labels"] == wanted] == [
+        "cpu-optimizers"
+    ]
+
+
+def test_entrypoints_are_command_lines_that_rayzero_takes() -> None:
+    entrypoint = yaml.safe_load(MANIFESTS[1].read_text())["spec"]["entrypoint"].split()
+    assert entrypoint[:3] == ["rayzero", "train", "recipe.yaml"]
+    recipe = load_recipe(DEPLOY / "recipe.yaml", entrypoint[3:])
+    assert (recipe.zero.placement, recipe.run.storage_path) == ("cpu_nodes", "/runs")
+    submitted = re.search(r"rayzero train recipe.yaml (.*)", (DEPLOY / "compose" / "docker-compose.yaml").read_text())[
+        1
+    ]
+    assert load_recipe(DEPLOY / "recipe.yaml", submitted.split()).run.storage_path == "/runs"
+
+
+def test_discovery_is_served_where_prometheus_asks() -> None:
+    service, scrape, _ = yaml.safe_load_all((DEPLOY / "kubernetes" / "monitoring.yaml").read_text())
+    kubernetes_validate.validate(service, KUBERNETES, strict=True)
+    kubernetes_validate.validate(
+        yaml.safe_load((DEPLOY / "kubernetes" / "storage.yaml").read_text()), KUBERNETES, strict=True
+    )
+    job = yaml.safe_load(MANIFESTS[1].read_text())["spec"]
+    head = job["rayClusterSpec"]["headGroupSpec"]["template"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    port = load_recipe(DEPLOY / "recipe.yaml", job["entrypoint"].split()[3:]).run.telemetry.port
+    (published,) = service["spec"]["ports"]
+    url = scrape["spec"]["httpSDConfigs"][0]["url"]
+    assert published["targetPort"] == port
+    assert url == f"http://{service['metadata']['name']}:{published['port']}/sd"
+
+
+def test_rays_launcher_takes_its_file() -> None:
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(yaml.safe_load((DEPLOY / "vm" / "cluster.yaml").read_text()), schema)
+
+
+def test_kustomize_makes_dashboards_and_rules() -> None:
+    made = list(yaml.safe_load_all(run("kubectl", "kustomize", ".", cwd=ROOT / "dashboards")))
+    assert {one["kind"] for one in made} == {"ConfigMap", "PrometheusRule"}
+    boards = next(one for one in made if one["kind"] == "ConfigMap")
+    assert set(boards["data"]) == {path.name for path in (ROOT / "dashboards" / "json").glob("*.json")}
+    assert boards["metadata"]["labels"] == {"grafana_dashboard": "1"}
