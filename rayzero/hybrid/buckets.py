@@ -1,0 +1,92 @@
+"""Buckets: the host memory of pieces that travel and are updated together, flat, each piece at a multiple of 64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from rayzero.hybrid.split import Piece
+from rayzero.layout.model_layout import aligned
+
+Shape = tuple[int, ...]
+
+
+def plan_buckets(pieces: Iterable[tuple[Piece, torch.dtype, torch.device]], bucket_bytes: int) -> list[list[Piece]]:
+    """Neighbours of one dtype and device share a bucket of at most ``bucket_bytes`` of parameters (one piece may
+    exceed it)."""
+    buckets: list[list[Piece]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Piece], int]] = {}
+    for piece, dtype, device in pieces:
+        size = aligned(piece.numel) * dtype.itemsize
+        bucket, filled = filling.get((dtype, device), ([], bucket_bytes))
+        if filled + size > bucket_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(piece)
+        filling[dtype, device] = bucket, filled + size
+    return buckets
+
+
+class Bucket:
+    """Flat host memory of some pieces: masters, what is sent back of them, and gradients.
+
+    Knows memory; not who computes, copies, or waits. Padding between pieces is zero and stays so."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        shapes: Mapping[int, Shape],
+        dtype: torch.dtype,
+        *,
+        working: torch.dtype,
+        pin_params: bool,
+        pin_grads: bool,
+    ) -> None:
+        """``shapes``: of the parameters by index. ``dtype``: theirs, which also travels. ``working``: the masters'."""
+        self.pieces = tuple(pieces)
+        self.dtype = dtype
+        self._shapes = [shapes[piece.param] if piece.whole else (piece.numel,) for piece in pieces]
+        ends = list(accumulate(aligned(piece.numel) for piece in pieces))
+        self.offsets = [end - aligned(piece.numel) for end, piece in zip(ends, pieces, strict=True)]
+        self.numel = ends[-1]
+        same = working is dtype
+        self.master = torch.zeros(self.numel, dtype=working, pin_memory=pin_params and same)
+        self.params = self.master if same else torch.zeros(self.numel, dtype=dtype, pin_memory=pin_params)
+        self.grads: Tensor | None = None  # made at the first use, kept: gradients of every step land in it
+        self.master_views = self.views(self.master)
+        self.param_views = self.master_views if same else self.views(self.params)
+        self.grad_views: list[Tensor] = []
+        self._pin_grads = pin_grads
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A tensor like the bucket's, piece by piece, each in its shape."""
+        cut = zip(self.offsets, self.pieces, self._shapes, strict=True)
+        return [flat[at : at + piece.numel].view(shape) for at, piece, shape in cut]
+
+    def gradient_memory(self, dtype: torch.dtype) -> Tensor:
+        """Where gradients of ``dtype`` land, 1D; memory of another dtype is replaced, its contents lost."""
+        if self.grads is None or self.grads.dtype is not dtype:
+            self.grads = torch.zeros(self.numel, dtype=dtype, pin_memory=self._pin_grads)
+            self.grad_views = self.views(self.grads)
+        return self.grads
+
+    def publish(self) -> None:
+        """Round the masters to what travels, where they are two."""
+        if self.params is not self.master:
+            self.params.copy_(self.master)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of masters, of what travels, and of gradients if there were any; without the optimizer's states."""
+        apart = [] if self.params is self.master else [self.params]
+        return sum(t.nbytes for t in (self.master, *apart, *([] if self.grads is None else [self.grads])))
+
+
+def range_of(param: Tensor, piece: Piece) -> Tensor:
+    """The elements of ``param``, or of something shaped like it, that are the piece: the same memory for the whole
+    and for what is contiguous; of others a copy may come."""
+    whole = param.detach()
+    return whole if piece.whole else whole.reshape(-1)[piece.start : piece.stop]

@@ -1,0 +1,145 @@
+"""From settings and parameters to two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rayzero.hybrid.buckets import Bucket, plan_buckets
+from rayzero.hybrid.cuda_lane import CudaLane
+from rayzero.hybrid.device_side import DeviceSide
+from rayzero.hybrid.host_side import BucketRun, GradientOf, HostSide
+from rayzero.hybrid.hyper import Group, HyperLink, numbers_of, options_of
+from rayzero.hybrid.lane import Lane, ThreadLane
+from rayzero.hybrid.options import ADAMS, OptimizerClass, fused, on_cpu
+from rayzero.hybrid.placement import Targets, check_param, decide, the_device
+from rayzero.hybrid.rules import ClassRule, Rule, TileAdam, is_elementwise, require_whole, state_bytes, state_names
+from rayzero.hybrid.sides import Sides
+from rayzero.hybrid.split import Piece
+from rayzero.kernels import Kernel
+
+_TILED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(kw_only=True)
+class Builder:
+    """Makes the sides of one optimizer, each time it is decided anew what lives where. Owns the lanes."""
+
+    cpu_class: OptimizerClass
+    gpu_class: OptimizerClass
+    fp32: bool  # 16-bit parameters are updated through fp32 masters
+    pin_grads: bool
+    pin_params: bool
+    overlap: bool
+    kernel: Kernel
+    gradient_of: GradientOf
+    lane: Lane | None  # who copies; None: made here
+    _lanes: dict[torch.device, Lane] = field(default_factory=dict)
+
+    def build(self, params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group], to: Targets) -> Sides:
+        """Sides with masters and states still to be loaded. ``group_of``: of each parameter. Raises UnsupportedError
+        naming a parameter or class that cannot be offloaded."""
+        for index, param in enumerate(params):
+            check_param(index, param)
+        working = [self._working(param) for param in params]
+        host, kept = decide(
+            params,
+            to,
+            the_device(params),
+            elementwise=self._can_cut(groups),
+            device_cost=[] if to.device_memory_budget is None else self._device_costs(params, group_of, groups),
+        )
+        placed = ((piece, params[piece.param].dtype, params[piece.param].device) for piece in host)
+        runs = [self._run(run, params, group_of, groups) for run in plan_buckets(placed, to.bucket_bytes)]
+        device = self._device_side(kept, params, group_of, groups) if kept else None
+        return Sides(
+            params,
+            HostSide(runs, self.gradient_of, threads=self.overlap),
+            device,
+            self._device_link(device),
+            working,
+        )
+
+    def close(self) -> None:
+        """End the lanes that were made here. Idempotent."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _working(self, param: Tensor) -> torch.dtype:
+        return torch.float32 if self.fp32 and param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+
+    def _can_cut(self, groups: Sequence[Group]) -> bool:
+        """Whether a parameter may lie on both sides: both classes are element-wise and keep the same states."""
+        options = [on_cpu(options_of(group)) for group in groups]
+        if all(is_elementwise(cls, group) for cls in {self.cpu_class, self.gpu_class} for group in options):
+            return all(state_names(self.cpu_class, group) == state_names(self.gpu_class, group) for group in options)
+        for group in options:
+            require_whole(self.cpu_class, group)
+        return False
+
+    def _device_costs(self, params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]) -> list[int]:
+        costs: dict[tuple[int, torch.dtype], int] = {}
+        for group, param in zip(group_of, params, strict=True):
+            working = self._working(param)
+            if (group, param.dtype) not in costs:
+                master = 0 if working is param.dtype else working.itemsize
+                states = state_bytes(self.gpu_class, on_cpu(options_of(groups[group])), working)
+                costs[group, param.dtype] = master + states
+        return [costs[group, param.dtype] for group, param in zip(group_of, params, strict=True)]
+
+    def _run(
+        self, pieces: Sequence[Piece], params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]
+    ) -> BucketRun:
+        members = [params[piece.param] for piece in pieces]
+        cuda = members[0].device.type == "cuda"
+        bucket = Bucket(
+            pieces,
+            {piece.param: tuple(params[piece.param].shape) for piece in pieces},
+            members[0].dtype,
+            working=self._working(members[0]),
+            pin_params=self.pin_params and cuda,
+            pin_grads=self.pin_grads and cuda,
+        )
+        rule = self._rule(bucket, {index: self._host_options(group) for index, group in enumerate(groups)}, group_of)
+        link = HyperLink(rule.group_indices, lambda: rule.param_groups, self._host_options)
+        return BucketRun(bucket, rule, link, members, self._lane(members[0].device))
+
+    def _host_options(self, group: Group) -> Group:
+        return fused(numbers_of(group), self.cpu_class)
+
+    def _rule(self, bucket: Bucket, groups: Mapping[int, Group], group_of: Sequence[int]) -> Rule:
+        if self.cpu_class in ADAMS and bucket.master.dtype is torch.float32 and bucket.dtype in _TILED:
+            decoupled = self.cpu_class is torch.optim.AdamW
+            return TileAdam(bucket, groups, group_of, self.kernel, decoupled=decoupled)
+        return ClassRule(bucket, groups, group_of, self.cpu_class)
+
+    def _device_side(
+        self, pieces: Sequence[Piece], params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]
+    ) -> DeviceSide:
+        return DeviceSide(
+            [(piece, params[piece.param]) for piece in pieces],
+            {index: fused(options_of(group), self.gpu_class) for index, group in enumerate(groups)},
+            group_of,
+            self.gpu_class,
+            self.gradient_of,
+            fp32=self.fp32,
+        )
+
+    def _device_link(self, side: DeviceSide | None) -> HyperLink:
+        if side is None:
+            return HyperLink([], lambda: [])
+        optimizer = side.optimizer
+        return HyperLink(
+            side.group_indices, lambda: optimizer.param_groups, lambda group: fused(options_of(group), self.gpu_class)
+        )
+
+    def _lane(self, device: torch.device) -> Lane:
+        if self.lane is not None:
+            return self.lane
+        if device not in self._lanes:
+            cuda = device.type == "cuda"
+            self._lanes[device] = CudaLane(device, overlap=self.overlap) if cuda else ThreadLane(threads=self.overlap)
+        return self._lanes[device]

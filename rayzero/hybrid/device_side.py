@@ -1,0 +1,87 @@
+"""The device side: a torch optimizer over what stays there, on the parameters themselves or on fp32 masters of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.hybrid.buckets import range_of
+from rayzero.hybrid.host_side import GradientOf
+from rayzero.hybrid.rules import Groups, State, load_into, prepare_states
+from rayzero.hybrid.split import Piece
+from rayzero.optimizer.elementwise import build
+
+
+class DeviceSide:
+    """The pieces that the device keeps, and the optimizer that steps them.
+
+    A whole parameter that needs no master is stepped itself; a range of one is a Parameter over the same memory.
+    Knows pieces; not the host's."""
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[Piece, Tensor]],
+        groups: Groups,
+        group_of: Sequence[int],
+        cls: type[torch.optim.Optimizer],
+        gradient_of: GradientOf,
+        *,
+        fp32: bool,
+    ) -> None:
+        """``fp32``: 16-bit parameters are updated through fp32 masters."""
+        self.pieces = [piece for piece, _ in pieces]
+        self._params = [param for _, param in pieces]
+        self._gradient_of = gradient_of
+        self.is_master = [fp32 and param.dtype in (torch.bfloat16, torch.float16) for param in self._params]
+        self.stepped = [self._stepped(at) for at in range(len(pieces))]
+        self.group_indices = sorted({group_of[piece.param] for piece in self.pieces})
+        members = [
+            [at for at, piece in enumerate(self.pieces) if group_of[piece.param] == g] for g in self.group_indices
+        ]
+        self._at = [at for own in members for at in own]
+        stepped = [[cast("nn.Parameter", self.stepped[at]) for at in own] for own in members]  # or leaf tensors
+        self.optimizer = build(cls, [groups[g] for g in self.group_indices], stepped)
+
+    def _stepped(self, at: int) -> Tensor:
+        piece, param = self.pieces[at], self._params[at]
+        if self.is_master[at]:
+            return nn.Parameter(range_of(param, piece).float())
+        return param if piece.whole else nn.Parameter(range_of(param, piece))
+
+    def step(self) -> list[int]:
+        """Step what has a gradient and write masters back; the pieces that were stepped."""
+        grads = [self._gradient_of(param) for param in self._params]
+        present = [at for at, grad in enumerate(grads) if grad is not None]
+        lent = [at for at in present if self.stepped[at].grad is not grads[at]]
+        kept = [self.stepped[at].grad for at in lent]  # beside a decoupled_grad
+        for at in lent:
+            self.stepped[at].grad = _fit(cast("Tensor", grads[at]), self.pieces[at], self.stepped[at])
+        self.optimizer.step()
+        for at, grad in zip(lent, kept, strict=True):
+            self.stepped[at].grad = grad
+        back = [at for at in present if self.is_master[at]]
+        if back:
+            targets = [range_of(self._params[at], self.pieces[at]) for at in back]
+            torch._foreach_copy_(targets, [self.stepped[at] for at in back])
+        return present
+
+    def state_of(self, at: int) -> State:
+        """A piece's state, as torch has it; empty before its first step."""
+        return dict(self.optimizer.state.get(self.stepped[at], {}))
+
+    def load(self, states: Sequence[State]) -> None:
+        """Take every piece's state, copied; empty: as before the first step."""
+        load_into(self.optimizer, [states[at] for at in self._at])
+
+    def prepare(self) -> None:
+        """See ``Rule.prepare``."""
+        prepare_states(self.optimizer)
+
+
+def _fit(grad: Tensor, piece: Piece, stepped: Tensor) -> Tensor:
+    """The piece's gradient in the shape and dtype of what is stepped; ``grad`` itself where it fits."""
+    found = grad if piece.whole else range_of(grad, piece)
+    return found if found.dtype is stepped.dtype else found.to(stepped.dtype)

@@ -1,0 +1,135 @@
+"""The just-in-time gate: a parameter that is still on its way back is waited for where it is first used.
+
+[Note: the gate] While its bucket is away, a Parameter has a subclass whose ``__torch_function__`` sees every operation:
+whatever reads or writes the bytes, in a module's forward or anywhere else, first waits for the bucket. Reading what a
+tensor says about itself (shape, ``.grad``) waits for nothing. ``attach`` adds forward pre-hooks that wait module by
+module: for what bypasses Python's torch functions, and for compiled modules, whose graphs must see plain Parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rayzero.tensor_metadata import METADATA, of_class, plain
+
+
+class AwayParameter(nn.Parameter):
+    """The class a Parameter has while a bucket of it is away; each gate has a subclass of its own."""
+
+    gate: ClassVar[Gate]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with plain():
+                return func(*args, **kwargs)
+        for param in list(of_class(AwayParameter, (args, kwargs))):
+            if isinstance(param, AwayParameter):  # not back with one before it
+                param.open()
+        return func(*args, **kwargs)
+
+    def open(self) -> None:
+        """Wait; a plain Parameter on return."""
+        type(self).gate.open(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.open()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.open()
+        return self.__reduce_ex__(protocol)
+
+
+class Gate:
+    """Opens parameters bucket by bucket.
+
+    Knows which bucket keeps which parameter away, and the order of first use; not what a bucket is or does.
+    Any thread may open."""
+
+    def __init__(self, wait: Callable[[int], None]) -> None:
+        """``wait(bucket)``: returns when its parameters are back; raises what went wrong, and then they stay away."""
+        self._wait = wait
+        self._class: type[AwayParameter] = type("AwayParameter", (AwayParameter,), {"gate": self})
+        self._members: dict[int, Sequence[nn.Parameter]] = {}  # bucket that is away -> its parameters
+        self._buckets: dict[int, list[int]] = {}  # id of a parameter that is away -> its buckets that are
+        self._lock = threading.RLock()
+        self.order: list[int] = []  # buckets in the order of first use since the last close()
+
+    @staticmethod
+    def can_close(param: torch.Tensor) -> bool:
+        """Whether it may get the class: other subclasses have business of their own."""
+        return type(param) is nn.Parameter
+
+    def close(self, members: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """``members``: bucket -> its parameters, all of which can close; none is away now."""
+        with self._lock:
+            self._members, self._buckets, self.order = dict(members), {}, []
+            for bucket, params in members.items():
+                for param in params:
+                    self._buckets.setdefault(id(param), []).append(bucket)
+                    param.__class__ = self._class
+
+    def open(self, param: nn.Parameter) -> None:
+        """Wait for every bucket of the parameter."""
+        with self._lock:
+            for bucket in list(self._buckets.get(id(param), ())):
+                self._open_bucket(bucket)
+
+    def open_all(self) -> None:
+        """Wait for all that is away; it does not count as use."""
+        with self._lock:
+            used = list(self.order)
+            for bucket in list(self._members):
+                self._open_bucket(bucket)
+            self.order = used
+
+    def _open_bucket(self, bucket: int) -> None:
+        self._wait(bucket)
+        self.order.append(bucket)
+        for param in self._members.pop(bucket):
+            left = self._buckets[id(param)]
+            left.remove(bucket)
+            if not left:
+                del self._buckets[id(param)]
+                param.__class__ = nn.Parameter
+
+
+def attach(module: nn.Module, known: Iterable[nn.Parameter]) -> list[RemovableHandle]:
+    """Forward pre-hooks that wait for a module's own parameters among ``known``, ahead of its forward; those of a
+    compiled module wait for all parameters under it, outside the graph. Removing the handles undoes it."""
+    wanted = {id(param) for param in known}
+    handles = []
+    for owner, recurse in _owners(module):
+        own = [param for param in owner.parameters(recurse=recurse) if id(param) in wanted]
+        if own:
+            handles.append(owner.register_forward_pre_hook(_opener(own)))
+    return handles
+
+
+def _owners(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        yield module, True
+        return
+    yield module, False
+    for child in module.children():
+        yield from _owners(child)
+
+
+def _opener(params: Sequence[nn.Parameter]) -> Callable[..., None]:
+    def open_them(module: nn.Module, args: Any) -> None:
+        for param in params:
+            if isinstance(param, AwayParameter):
+                param.open()
+
+    return torch.compiler.disable(open_them)  # type: ignore[no-any-return,no-untyped-call]

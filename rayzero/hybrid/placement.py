@@ -1,0 +1,105 @@
+"""What lives where, decided: from parameters and targets to pieces; pure but for looking at parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.hybrid.split import Item, Order, Piece, chunks, host_elements, total_bytes
+from rayzero.layout.model_layout import ALIGN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What the user asked for. Both hold: the host gets what either wants of it."""
+
+    fraction: float  # of the parameters' bytes
+    device_memory_budget: int | None  # bytes of masters and states that may stay on the device
+    order: Order
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ConfigError(f"offload_fraction must be in [0, 1], got {self.fraction}")
+        if self.device_memory_budget is not None and self.device_memory_budget < 0:
+            raise ConfigError(f"device_memory_budget must be >= 0 bytes, got {self.device_memory_budget}")
+        if self.order not in ("first", "last"):
+            raise ConfigError(f'offload_order must be "first" or "last", got {self.order!r}')
+        if self.bucket_bytes < 4 * ALIGN:
+            raise ConfigError(f"bucket_bytes must be >= {4 * ALIGN}, got {self.bucket_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What lives where, as it came out. Sizes are bytes."""
+
+    offload_fraction: float  # of the bytes of parameters that could be on either side
+    offloaded_bytes: int  # of parameters whose update the host computes
+    device_bytes: int  # of those that the device updates
+    num_buckets: int
+    host_memory_bytes: int  # masters, what travels, gradients, states, as they exist now
+    device_memory_bytes: int  # masters and states on the device, as they exist now
+
+
+def the_device(params: Sequence[Tensor]) -> torch.device:
+    """Where the parameters are that may live on either side: the one device that is not the CPU, or the CPU if all are
+    there. Raises UnsupportedError naming devices where there are several."""
+    devices = sorted({param.device for param in params if param.device.type != "cpu"}, key=str)
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"parameters are on {', '.join(map(str, devices))}: one optimizer serves one device; make one for each"
+        )
+    return devices[0] if devices else torch.device("cpu")
+
+
+def check_param(index: int, param: Tensor) -> None:
+    """Raise UnsupportedError, naming the parameter by its index, for what has no flat real elements."""
+    kind = type(param) if is_lazy(param) else type(param.detach())
+    if kind is not Tensor or param.layout is not torch.strided or not param.is_floating_point():
+        raise UnsupportedError(
+            f"parameter {index} is a {kind.__name__} of {param.dtype} and {param.layout}: only plain, dense, real "
+            "floating-point tensors can be offloaded; give the others an optimizer of their own"
+        )
+
+
+def decide(
+    params: Sequence[Tensor],
+    targets: Targets,
+    device: torch.device,
+    *,
+    elementwise: bool,
+    device_cost: Sequence[int],
+) -> tuple[list[Piece], list[Piece]]:
+    """(pieces of the host, pieces of the device), ascending. ``elementwise``: parameters may be cut.
+    ``device_cost``: bytes that an element's master and states take on the device, for each parameter.
+
+    Frozen parameters live nowhere. Parameters that are not contiguous, and all where the optimizer is not
+    element-wise, stay whole."""
+    items = [_item(param, param.element_size(), device, elementwise) for param in params]
+    shares = host_elements(items, round(targets.fraction * total_bytes(items)), order=targets.order)
+    if targets.device_memory_budget is not None:
+        costs = [_item(param, cost, device, elementwise) for param, cost in zip(params, device_cost, strict=True)]
+        over = max(0, total_bytes(costs) - targets.device_memory_budget)
+        needed = host_elements(costs, over, order=targets.order, at_least=True)
+        shares = [max(pair) for pair in zip(shares, needed, strict=True)]
+    host: list[Piece] = []
+    kept: list[Piece] = []
+    for index, (param, item, share) in enumerate(zip(params, items, shares, strict=True)):
+        most = None if item.whole else targets.bucket_bytes // param.element_size() // ALIGN * ALIGN
+        host += chunks(index, item.numel, 0, share, most)
+        kept += chunks(index, item.numel, share, item.numel, None)
+    return host, kept
+
+
+def _item(param: Tensor, weight: int, device: torch.device, elementwise: bool) -> Item:
+    return Item(
+        numel=param.numel() if param.requires_grad else 0,
+        weight=weight,
+        whole=not (elementwise and param.is_contiguous()),
+        on_host=param.device != device,
+    )

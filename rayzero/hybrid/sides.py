@@ -1,0 +1,205 @@
+"""Both sides as they were placed: which piece lives where, and masters and states in torch's format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.hybrid.buckets import range_of
+from rayzero.hybrid.device_side import DeviceSide
+from rayzero.hybrid.host_side import BucketRun, HostSide
+from rayzero.hybrid.hyper import Group, HyperLink
+from rayzero.hybrid.placement import Placement
+from rayzero.hybrid.rules import State
+from rayzero.hybrid.split import Piece
+from rayzero.hybrid.state import cut, join
+
+MASTER = "master_param"  # key of a parameter's fp32 master among its state
+
+_CPU = torch.device("cpu")
+_Place = tuple[int | None, int]  # (bucket, position in it), or (None, position on the device)
+States = Mapping[Tensor, State]
+
+
+class Sides:
+    """The host's buckets and the device's optimizer, put together per parameter.
+
+    Knows pieces, masters and states; not steps, gradients, or why a piece lives where it does. Nothing may be under way
+    when masters or states are read or written."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        host: HostSide,
+        device: DeviceSide | None,
+        device_link: HyperLink,
+        working: Sequence[torch.dtype],
+    ) -> None:
+        """``working``: what each parameter is updated in."""
+        self.params, self.host, self.device, self.device_link = list(params), host, device, device_link
+        self._apart = [kind is not param.dtype for kind, param in zip(working, params, strict=True)]
+        self._places = _places(host.runs, [] if device is None else device.pieces)
+        self.begun: set[int] = set()  # parameters (ids) that were stepped or loaded
+        self._versions: dict[int, int] = {}  # parameter -> its count of writes when its master was right
+
+    # ---- masters
+
+    @torch.no_grad()
+    def load_masters(self, states: States) -> None:
+        """Every master becomes its parameter's, or where that has one apart, what ``states`` says it is."""
+        for run in self.host.runs:
+            for piece, view in zip(run.bucket.pieces, run.bucket.master_views, strict=True):
+                view.copy_(range_of(self._master_for(piece, states), piece))
+        for at, piece in self._device_masters():
+            self._stepped(at).copy_(range_of(self._master_for(piece, states), piece))
+        self.remember(range(len(self.params)))
+
+    def _master_for(self, piece: Piece, states: States) -> Tensor:
+        param = self.params[piece.param]
+        master = states.get(param, {}).get(MASTER) if self._apart[piece.param] else None
+        return param if master is None else master
+
+    def _device_masters(self) -> Iterable[tuple[int, Piece]]:
+        side = self.device
+        return [] if side is None else [(at, piece) for at, piece in enumerate(side.pieces) if side.is_master[at]]
+
+    def _stepped(self, at: int) -> Tensor:
+        assert self.device is not None
+        return self.device.stepped[at]
+
+    def written(self, indices: Iterable[int]) -> set[int]:
+        """Which of these parameters somebody else has written to since their masters were right."""
+        return {index for index in indices if self.params[index]._version != self._versions.get(index)}
+
+    def take_over(self, written: set[int]) -> None:
+        """Masters on both sides follow the parameters that were written to."""
+        for run in self.host.runs:
+            for piece, param, view in zip(run.bucket.pieces, run.params, run.bucket.master_views, strict=True):
+                if piece.param in written:
+                    _take_over(view, range_of(param, piece))
+        for at, piece in self._device_masters():
+            if piece.param in written:
+                _take_over(self._stepped(at), range_of(self.params[piece.param], piece))
+        self.remember(written)
+
+    def remember(self, indices: Iterable[int]) -> None:
+        """These parameters are what their masters say."""
+        for index in indices:
+            self._versions[index] = self.params[index]._version
+
+    def forget_writes(self) -> None:
+        """All parameters count as written to."""
+        self._versions.clear()
+
+    # ---- states
+
+    def states(self) -> dict[Tensor, State]:
+        """Parameters that have begun -> their state, masters that lie apart among it."""
+        found = {self.params[index]: self._state_of(index) for index in self._places}
+        return {param: state for param, state in found.items() if state}
+
+    def captured(self) -> dict[Tensor, State]:
+        """The same, with the masters of all parameters."""
+        masters = {index: self._master_of(index) for index in self._places if self._apart[index]}
+        found = {index: self._state_of(index) for index in self._places}
+        return {
+            self.params[index]: state | ({MASTER: masters[index]} if index in masters else {})
+            for index, state in found.items()
+        }
+
+    def _state_of(self, index: int) -> State:
+        parts = [(piece, self._piece_state(at)) for piece, at in self._places[index]]
+        state = join(parts, self.params[index].shape, _CPU)
+        return (
+            {**state, MASTER: self._master_of(index)}
+            if self._apart[index] and id(self.params[index]) in self.begun
+            else state
+        )
+
+    def _piece_state(self, at: _Place) -> State:
+        bucket, position = at
+        if bucket is not None:
+            return self.host.runs[bucket].rule.state_of(position)
+        assert self.device is not None
+        return self.device.state_of(position)
+
+    def _master_of(self, index: int) -> Tensor:
+        parts = [(piece, {MASTER: self._piece_master(at)}) for piece, at in self._places[index]]
+        master: Tensor = join(parts, self.params[index].shape, _CPU)[MASTER]
+        return master
+
+    def _piece_master(self, at: _Place) -> Tensor:
+        bucket, position = at
+        if bucket is not None:
+            return self.host.runs[bucket].bucket.master_views[position]
+        return self._stepped(position).detach()
+
+    def load_states(self, states: States, groups: Sequence[Group]) -> None:
+        """Every parameter's state becomes a copy of what ``states`` has, or as before the first step. ``groups``: the
+        options that go with it."""
+        for link in (*(run.link for run in self.host.runs), self.device_link):
+            link.push(groups)
+        pieces: dict[_Place, State] = {}
+        for index, places in self._places.items():
+            param = self.params[index]
+            state = {key: value for key, value in states.get(param, {}).items() if key != MASTER}
+            pieces |= {at: cut(state, piece, param.shape) for piece, at in places}
+        for bucket, run in enumerate(self.host.runs):
+            run.rule.load([pieces[bucket, at] for at in range(len(run.bucket.pieces))])
+        if self.device is not None:
+            self.device.load([pieces[None, at] for at in range(len(self.device.pieces))])
+
+    def prepare(self) -> None:
+        """Make the states of all parameters, as before a first step."""
+        for run in self.host.runs:
+            run.rule.prepare()
+        if self.device is not None:
+            self.device.prepare()
+        self.begun.update(id(self.params[index]) for index in self._places)
+
+    # ---- what it came to
+
+    def placement(self, device: torch.device) -> Placement:
+        """``device``: where parameters are that may live on either side."""
+        movable = [p for run in self.host.runs for p in run.bucket.pieces if self.params[p.param].device == device]
+        offloaded = self._param_bytes(movable)
+        kept = 0 if self.device is None else self._param_bytes(self.device.pieces)
+        return Placement(
+            offload_fraction=offloaded / max(1, offloaded + kept),
+            offloaded_bytes=offloaded,
+            device_bytes=kept,
+            num_buckets=len(self.host.runs),
+            host_memory_bytes=sum(run.bucket.host_bytes + _state_bytes(run.rule.state) for run in self.host.runs),
+            device_memory_bytes=0 if self.device is None else self._device_memory(self.device),
+        )
+
+    def _param_bytes(self, pieces: Iterable[Piece]) -> int:
+        return sum(piece.numel * self.params[piece.param].element_size() for piece in pieces)
+
+    def _device_memory(self, side: DeviceSide) -> int:
+        return _state_bytes(side.optimizer.state) + sum(self._stepped(at).nbytes for at, _ in self._device_masters())
+
+
+def _places(runs: Sequence[BucketRun], kept: Sequence[Piece]) -> dict[int, list[tuple[Piece, _Place]]]:
+    """Parameter -> its pieces, ascending, and where each is."""
+    found: dict[int, list[tuple[Piece, _Place]]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        for position, piece in enumerate(run.bucket.pieces):
+            found[piece.param].append((piece, (index, position)))
+    for position, piece in enumerate(kept):
+        found[piece.param].append((piece, (None, position)))
+    return {index: sorted(places, key=lambda place: place[0].start) for index, places in sorted(found.items())}
+
+
+def _take_over(master: Tensor, value: Tensor) -> None:
+    """``master`` becomes what the parameter says; where it rounds to just that, it keeps its low bits."""
+    now = value.to(master.device)
+    master.copy_(now if now.dtype is master.dtype else torch.where(master.to(now.dtype) == now, master, now.to(master)))
+
+
+def _state_bytes(states: Mapping[Any, State]) -> int:
+    return sum(value.nbytes for state in states.values() for value in state.values() if isinstance(value, Tensor))
