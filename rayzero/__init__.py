@@ -10,23 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayzero.checkpoint.weights import Weights
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.engine.context import RankContext, get_context, report
+    from rayzero.engine.meta import empty_parameters
     from rayzero.engine.optimizer import ZeroOptimizer
     from rayzero.engine.prepare import full_parameters, full_state_dict, prepare
     from rayzero.engine.snapshot import save_checkpoint
     from rayzero.errors import RayZeroError
+    from rayzero.hybrid import HybridDeviceOptimizer
 
 __all__ = [
+    "HybridDeviceOptimizer",
     "RankContext",
     "RayZeroError",
     "Result",
     "RunConfig",
     "ScalingConfig",
+    "Weights",
     "ZeroConfig",
     "ZeroOptimizer",
     "ZeroTrainer",
+    "empty_parameters",
     "full_parameters",
     "full_state_dict",
     "get_context",
@@ -36,14 +42,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "HybridDeviceOptimizer": "rayzero.hybrid",
     "RankContext": "rayzero.engine.context",
     "RayZeroError": "rayzero.errors",
     "Result": "rayzero.cluster.trainer",
     "RunConfig": "rayzero.config",
     "ScalingConfig": "rayzero.config",
+    "Weights": "rayzero.checkpoint.weights",
     "ZeroConfig": "rayzero.config",
     "ZeroOptimizer": "rayzero.engine.optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
+    "empty_parameters": "rayzero.engine.meta",
     "full_parameters": "rayzero.engine.prepare",
     "full_state_dict": "rayzero.engine.prepare",
     "get_context": "rayzero.engine.context",

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 COMPUTE = "compute"  # fetch kinds: the published parameters in the unit's dtype ...
-MASTER = "master"  # ... the fp32 master, or the name of an optimizer state such as "exp_avg"
+MASTER = "master"  # ... the fp32 master, or the name of an optimizer state such as "exp_avg" ...
+STEP = "step"  # ... or how many updates each parameter has had, fp32, the same number all over its range
+GROUP = "group"  # a kind of write alone: each parameter's parameter group, fp32, the same number all over its range
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
 
@@ -106,6 +109,14 @@ def unpack_presence(presence: bytes, num_slots: int) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp:
+    """What is left of a rank-summed gradient: multiplied by ``scale``, then every element within +-``limit``."""
+
+    scale: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReport:
     """What one rank pushed in a step: an owner is ready when it has every counted push."""
 
@@ -113,19 +124,49 @@ class FinishReport:
     attempt: int
     rank: int
     counts: tuple[int, ...]  # pushes per unit, in unit order
+    clamp: Clamp | None = None  # whose norm is asked for; None: that of the averaged gradients, always asked first
+
+
+class EditKind(StrEnum):
+    """What a rank does to the step's averaged gradients before the update."""
+
+    UNSCALE = "unscale"  # multiply by the value: one over a loss scale
+    CLIP_NORM = "clip_norm"  # scale down until the global norm is at most the value
+    CLIP_VALUE = "clip_value"  # clamp every element to within +- the value
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One such call."""
+
+    kind: EditKind
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
     """What a step is decided with; every rank must send the same (compared by ``digest``)."""
 
-    max_norms: tuple[float, ...]  # one per clip call, in order: factors multiply
+    edits: tuple[Edit, ...]  # in the order of the calls
     hyper: tuple[Hyper, ...]  # per parameter group, read at step()
 
     @property
     def digest(self) -> str:
         """Equal on two ranks exactly when their inputs are equal."""
-        return hashlib.sha256(canonical_json([self.max_norms, self.hyper]).encode()).hexdigest()
+        return hashlib.sha256(canonical_json([list(map(str, self.edits)), self.hyper]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """What a rank wants written into a unit; every rank must send the same."""
+
+    version: int  # the version that is changed
+    unit: int
+    kind: str  # COMPUTE, MASTER, STEP, GROUP or the name of an optimizer state
+    digest: str  # of the values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +200,10 @@ class Decision:
     step: int
     attempts: tuple[int, ...]  # per rank: the attempt whose contributions count
     action: Action
-    scale: float  # multiplies the rank-summed gradient: 1 / world_size x clip factors
-    norm: float  # of the averaged gradients, before clipping
+    scale: float  # multiplies the rank-summed gradient: 1 / world_size x clip factors / loss scale
+    norm: float  # of the averaged and unscaled gradients, before clipping
     hyper: tuple[Hyper, ...]
+    limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

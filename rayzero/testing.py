@@ -50,7 +50,7 @@ def run_ranks(
     fn: Loop[T],
     world_size: int = 2,
     num_optimizers: int = 2,
-    transport: Transport = "inproc",
+    transport: Transport | Connect = "inproc",
     processes: bool = False,
     *,
     config: ZeroConfig | None = None,
@@ -62,7 +62,8 @@ def run_ranks(
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners; returns each rank's result.
 
     processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
-    transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory.
+    transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory; or a
+    function (rank, recorder) that connects a rank to owners of your own.
     config: what ``rayzero.prepare`` uses where the loop gives it none. threads: torch threads of each rank process
     and of each owner. stall_timeout: seconds a rank waits for a peer that makes no progress.
 
@@ -79,6 +80,8 @@ def run_ranks(
         _Place(rank=rank, world_size=world_size, config=config, resume=resume, run_dir=run_dir, threads=threads)
         for rank in range(world_size)
     ]
+    if callable(transport):
+        return _in_processes(fn, places, transport) if processes else _in_threads(fn, places, transport)
     share = SHARED_MEMORY if transport == "shm" else None
     owners = _local_owners if transport == "inproc" else partial(_served_owners, share)
     with owners(num_optimizers, threads, stall_timeout) as connect:
@@ -168,9 +171,9 @@ class _Addresses:
     share: Path | None
 
     def __call__(self, rank: int, recorder: Recorder) -> ParameterStore:
-        from rayzero.store.grpc_client import GrpcStore
+        from rayzero.store.remote import RemoteStore
 
-        return GrpcStore(
+        return RemoteStore(
             rank,
             self.addresses,
             token=self.token,

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayzero.config import (
@@ -217,9 +217,7 @@ def test_a_config_inside_another_is_checked_as_itself() -> None:
     [
         ({"offload_optimizer_states": False}, "offload_optimizer_states=False"),
         ({"cpu_compression": "int8"}, "cpu_compression='int8'"),
-        ({"precision": "fp16"}, "precision='fp16'"),
         ({"overlap": "backward"}, "overlap='backward'"),
-        ({"placement": "cpu_nodes"}, "placement='cpu_nodes'"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(settings: dict[str, Any], setting: str) -> None:
@@ -264,11 +262,13 @@ zero_configs = st.builds(
 )
 
 
+@settings(deadline=None)  # a loaded machine is no failure
 @given(zero_configs)
 def test_yaml_out_and_in_gives_an_equal_config(config: ZeroConfig) -> None:
     assert ZeroConfig.from_yaml(config.to_yaml()) == config
 
 
+@settings(deadline=None)  # a loaded machine is no failure
 @given(zero_configs)
 def test_the_schema_accepts_what_to_yaml_writes(config: ZeroConfig) -> None:
     jsonschema.validate(yaml.safe_load(config.to_yaml()), ZeroConfig.json_schema())

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
 from rayzero.activations.copy_lane import CopyLane, Stamp
+from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import Recorder
-
-OFFLOAD_BYTES = "rayzero_activation_bytes_total"
-"""Counter, device bytes of saved activations that were copied. Labels: direction = out, in."""
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class Ledger:
 
     def moved(self, direction: str, nbytes: int) -> None:
         """Tell the recorder of a copy."""
-        self._recorder.add(OFFLOAD_BYTES, nbytes, direction=direction)
+        self._recorder.add(ACTIVATION_BYTES, nbytes, direction=direction)
 
     def stalled(self, name: str, lane: CopyLane, start: Stamp, stop: Stamp) -> None:
         """The backward of ``name`` waited between two stamps; read once they have passed."""

@@ -121,6 +121,7 @@ def shards_path(gradient: Tensor) -> Path:
 def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWork:
     """A decision that updates all of a shard by one rank's gradient."""
     return ShardWork(
+        version=1,
         gradients=[gradient[owned.shard.start : owned.shard.stop]],
         contributors=((0,),) * len(owned.slices),
         scale=1.0,

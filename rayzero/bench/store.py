@@ -91,7 +91,7 @@ class StorePlayer:
 
     def _commit(self) -> None:
         report = FinishReport(step=self._step, attempt=0, rank=0, counts=(1,) * len(self._units))
-        self._store.finish(report, StepInputs(max_norms=(), hyper=HYPER)).result()
+        self._store.finish(report, StepInputs(edits=(), hyper=HYPER)).result()
         self._store.decision(self._step).result()
         self._step += 1
 

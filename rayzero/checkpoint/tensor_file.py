@@ -38,6 +38,14 @@ _CODES = {
 }
 
 
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _CODES.items()}
+
+
+def code_name(code: str) -> str:
+    """torch's name of a safetensors dtype, without "torch."; the code itself where this package has none for it."""
+    return _NAMES.get(code, code)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
     """What the header says of one tensor."""

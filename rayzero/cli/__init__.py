@@ -10,6 +10,7 @@ import typer
 from rayzero.cli.bench import bench
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
+from rayzero.cli.plan import plan
 from rayzero.cli.status import status
 from rayzero.cli.train import train
 from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(status)
 app.command()(export)
+app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from rayzero.cli.slabs import slab_lines, slab_sum, swept
+from rayzero.cli.slabs import remains_lines, slab_lines, slab_sum, swept
 
 GIB = 1 << 30
 _LEAST_SHM = 64 << 20  # bytes; what containers often have, and less than Ray's object store takes
@@ -166,7 +166,9 @@ def slabs(slab_dir: Path) -> Finding:
     from rayzero.memory.slabs import list_slabs
 
     found = list_slabs(slab_dir)
-    return Finding(name="slabs", ok=None, detail=slab_sum(found, slab_dir), lines=tuple(slab_lines(found)))
+    return Finding(
+        name="slabs", ok=None, detail=slab_sum(found, slab_dir), lines=(*slab_lines(found), *remains_lines(found))
+    )
 
 
 def locked_memory() -> Finding:

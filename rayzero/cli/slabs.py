@@ -24,13 +24,30 @@ def slab_sum(slabs: Sequence[FoundSlab], directory: Path) -> str:
     return f"{said}; {len(dead)} of dead processes, {_size(sum(s.bytes for s in dead))}: rayzero doctor --sweep"
 
 
+def remains_lines(slabs: Sequence[FoundSlab]) -> list[str]:
+    """One line for each run that has lost an owner: what its shared memory is still good for."""
+    from rayzero.kernels.signals import available
+    from rayzero.store.recovery import assess
+    from rayzero.store.remains import dead_runs
+
+    if available() is not None:  # nobody shared memory here
+        return []
+    found = [(run.run, assess(run)) for run in dead_runs(slabs)]
+    return [f"run {run}: {verdict.outcome}: {verdict.reason}" for run, verdict in found]
+
+
 def swept(directory: Path) -> list[str]:
     """Remove the slabs of dead processes: one line each, and their sum."""
-    from rayzero.memory.slabs import sweep
+    from rayzero.memory.slabs import list_slabs, sweep
 
+    remains = remains_lines(list_slabs(directory))
     removed = sweep(directory)
     lines = [f"removed {path}: {_size(size)}" for path, size in removed]
-    return [*lines, f"slabs of dead processes removed: {len(removed)}, {_size(sum(size for _, size in removed))}"]
+    return [
+        *remains,
+        *lines,
+        f"slabs of dead processes removed: {len(removed)}, {_size(sum(size for _, size in removed))}",
+    ]
 
 
 def _whose(slab: FoundSlab) -> str:

@@ -49,6 +49,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
         "members": record.get("members", []),
+        "telemetry": record.get("telemetry"),
     }
 
 
@@ -78,6 +79,8 @@ def format_status(described: dict[str, Any]) -> str:
     ]
     if described["state"] == "running":
         lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in described["members"]]
+        if described["telemetry"]:
+            lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")
     if described["error"]:
         lines.append(f"error       {described['error'].partition(chr(10))[0]}")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.cli.run_choice import newest_run
-from rayzero.config import apply_overrides, read_yaml
+from rayzero.config import RunConfig, apply_overrides, read_yaml
 from rayzero.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
     from rayzero.recipes.recipe import RecipeConfig
 
     path, overrides = _split_arguments(arguments)
-    if options.get("run.resume") and run_dir is None:
-        run_dir = newest_run()
-    if options.get("run.resume") and path is None:
-        path = _config_of(run_dir)
     settings = apply_overrides(read_yaml(path) if path is not None else {}, overrides)
+    if options.get("run.resume"):
+        run_dir = run_dir or _named_run(settings) or newest_run()
+        if path is None and (config := _config_of(run_dir)) is not None:
+            settings = apply_overrides(read_yaml(config), overrides)
     if run_dir is not None:
         options |= _place_of(run_dir)
     for dotted, value in options.items():
@@ -67,6 +67,14 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
     if isinstance(run, dict) and "name" not in run:
         _set(settings, "run.name", time.strftime("train-%Y%m%d-%H%M%S"))
     return RecipeConfig.from_mapping(settings)
+
+
+def _named_run(settings: dict[str, Any]) -> Path | None:
+    """The run that a recipe and its overrides name; None where they leave it open."""
+    run = settings.get("run")
+    if not isinstance(run, dict) or "name" not in run:
+        return None
+    return Path(str(run.get("storage_path", RunConfig().storage_path))) / str(run["name"])
 
 
 def _place_of(run_dir: Path) -> dict[str, Any]:
@@ -85,9 +93,9 @@ def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(paths[0]) if paths else None), overrides
 
 
-def _config_of(run_dir: Path | None) -> Path | None:
-    path = None if run_dir is None else run_dir / "config.yaml"
-    return path if path is not None and path.exists() else None
+def _config_of(run_dir: Path) -> Path | None:
+    path = run_dir / "config.yaml"
+    return path if path.exists() else None
 
 
 def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:

@@ -17,6 +17,7 @@ import psutil
 import ray
 
 from rayzero.cluster.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
+from rayzero.cluster.exposure import LOOPBACK, ExposeSettings, plan_exposure
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
@@ -24,8 +25,10 @@ from rayzero.cluster.optimizer_actor import OptimizerActor, OwnerSettings
 from rayzero.cluster.placement import Placement
 from rayzero.cluster.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
-from rayzero.errors import ConfigError
+from rayzero.config import TelemetryConfig
+from rayzero.errors import ConfigError, RunFailedError
 from rayzero.memory.slabs import sweep
+from rayzero.telemetry.discovery import Target
 
 __all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
 
@@ -35,7 +38,7 @@ STOP_S = 5.0  # how long a process that was told to end may take before it is ki
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
 _CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
-_LOOPBACK = "127.0.0.1"
+_COORDINATOR = "coordinator"
 
 
 class RunActors:
@@ -50,6 +53,7 @@ class RunActors:
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: list[psutil.Process] = []  # on this node, to see them gone
         self.members: dict[str, Member] = {}
+        self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
         self.coordinator: Any = None
         self.owners: dict[str, Any] = {}  # by name, in order of index
         self.ranks: dict[str, Any] = {}
@@ -63,18 +67,25 @@ class RunActors:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def start(self, *, owner_memory: int, share: Path | None) -> Routing:
-        """Make every actor, open the owners' ports, tell the coordinator; the routing table.
+    def start(self, *, owner_memory: int, share: Path | None, slab_dir: Path, telemetry: TelemetryConfig) -> Routing:
+        """Make every actor, open the owners' ports and all exporters, tell the coordinator; the routing table.
+
+        owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
+        would be.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator()
         self._share = share
-        self._make_owners(owner_memory, share)
+        self._make_owners(owner_memory, share, telemetry)
         self._make_ranks()
         everyone = {**self.owners, **self.ranks}
-        self.members = self.ask({who: control(actor.hello).remote() for who, actor in everyone.items()}, START_S)
-        self._find_processes()
+        hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
+        self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
+        lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
+        self._find_processes({**lead, **self.members})
+        if telemetry.enabled:
+            self.targets = self._expose(plan_exposure(self._run, {**lead, **self.members}, telemetry, slab_dir))
         return self._open_ports()
 
     def _make_coordinator(self) -> None:
@@ -85,9 +96,9 @@ class RunActors:
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise _name_in_use(self._run) from error
 
-    def _make_owners(self, memory: int, share: Path | None) -> None:
+    def _make_owners(self, memory: int, share: Path | None, telemetry: TelemetryConfig) -> None:
         plan = self._placement.plan
-        num_owners = sum(len(group.optimizers) for group in plan.groups)
+        num_owners = plan.num_optimizers
         actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
         for owner in range(num_owners):
             settings = OwnerSettings(
@@ -96,6 +107,8 @@ class RunActors:
                 threads=plan.optimizer.threads,
                 memory_budget=memory,
                 share=share,
+                norms_every=telemetry.norms_every if telemetry.enabled else None,
+                measure_bandwidth=telemetry.measure_bandwidth,
                 token=self._token,
             )
             options = self._placement.optimizer_options(owner)
@@ -104,26 +117,38 @@ class RunActors:
     def _make_ranks(self) -> None:
         plan = self._placement.plan
         actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(RankWorker)
-        for rank in range(len(plan.groups)):
+        for rank in range(plan.num_workers):
             options = self._placement.worker_options(rank)
             self.ranks[rank_name(rank)] = actor_class.options(**options).remote(rank, plan.worker.threads)
 
-    def _find_processes(self) -> None:
+    def _find_processes(self, everyone: Mapping[str, Member]) -> None:
         here = ray.get_runtime_context().get_node_id()
-        for member in self.members.values():
+        for member in everyone.values():
             if member.node == here:
                 with suppress(psutil.NoSuchProcess):  # it died since it answered: the next call to it says so
                     self._processes.append(psutil.Process(member.pid))
 
     def _open_ports(self) -> Routing:
         one_node = len({member.node for member in self.members.values()}) == 1
-        hosts = {who: _LOOPBACK if one_node else self.members[who].host for who in self.owners}
+        hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self.owners}
         opened = {who: control(owner.serve).remote(hosts[who]) for who, owner in self.owners.items()}
         addresses = tuple(self.ask(opened, START_S).values())
         self.ask({who: control(owner.connect_peers).remote(addresses) for who, owner in self.owners.items()}, START_S)
-        told = self.coordinator.enlist.remote(list(self.members.values()), addresses)
+        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
         routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
         return routing
+
+    def _expose(self, plan: Mapping[str, ExposeSettings]) -> tuple[Target, ...]:
+        """Open everyone's exporter, the coordinator's first."""
+        calls = {_COORDINATOR: self.coordinator.expose.remote(plan[_COORDINATOR])}
+        for who, actor in {**self.owners, **self.ranks}.items():
+            calls[who] = control(actor.expose).remote(plan[who], self.coordinator)
+        try:
+            return tuple(self.ask(calls, ANSWER_S).values())
+        except RunFailedError as failed:
+            if isinstance(failed.__cause__, ConfigError):  # a port that is taken
+                raise failed.__cause__ from None
+            raise
 
     # ---- while it runs ------------------------------------------------------------------------------------------
 
@@ -229,7 +254,7 @@ def failure_from_ray(who: str, error: ray.exceptions.RayError, pid: int | None) 
     """What a failed call says about the process that was called."""
     if isinstance(error, ray.exceptions.RayTaskError):
         original = error.cause if isinstance(error.cause, BaseException) else error
-        return failure_of(who, original, traceback_text=error.traceback_str)
+        return failure_of(who, original, traceback_text=str(error))
     if error.args and isinstance(error.args[0], ray.exceptions.RayTaskError):  # its constructor raised
         return failure_from_ray(who, error.args[0], pid)
     return death_of(who, pid, _detail(str(error)))

@@ -7,6 +7,7 @@ It is told, it never acts: the driver writes the routing table and the run's sta
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,11 +15,29 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from rayzero.cluster.reports import Report
+import ray
 
-__all__ = ["NAMESPACE", "Coordinator", "Member", "Routing", "RunLedger", "RunState", "coordinator_name"]
+from rayzero.cluster.exposure import ExposeSettings, Exposure
+from rayzero.cluster.heartbeats import Heartbeats
+from rayzero.cluster.reports import Report
+from rayzero.telemetry.discovery import Target, service_discovery
+from rayzero.telemetry.http import Page
+from rayzero.telemetry.recorder import MemoryRecorder
+
+__all__ = [
+    "DISCOVERY_PATH",
+    "NAMESPACE",
+    "Coordinator",
+    "Member",
+    "Routing",
+    "RunLedger",
+    "RunState",
+    "coordinator_name",
+    "this_process",
+]
 
 NAMESPACE = "rayzero"
+DISCOVERY_PATH = "/sd"  # of the coordinator's exporter: Prometheus' http_sd
 REPORTS_KEPT = 10_000  # between two reads of the driver; older ones are dropped, counted in `reports_dropped`
 
 
@@ -63,6 +82,12 @@ class Routing:
 
     epoch: int
     addresses: tuple[str, ...]
+
+
+def this_process(who: str) -> Member:
+    """This process, as a member of the run."""
+    context = ray.get_runtime_context()
+    return Member(who=who, pid=os.getpid(), node=context.get_node_id(), host=ray.util.get_node_ip_address())
 
 
 class RunLedger:
@@ -134,16 +159,40 @@ class Coordinator:
 
     def __init__(self, run: str) -> None:
         self._ledger = RunLedger(run, started_at=time.time())
+        self._heartbeats = Heartbeats()
+        self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
+        self._exposure: Exposure | None = None
         self._news = asyncio.Event()
         self._ended = False
+
+    async def hello(self) -> Member:
+        """Who and where this is."""
+        return this_process("coordinator")
+
+    async def expose(self, settings: ExposeSettings) -> Target:
+        """Open this process's exporter, which also serves discovery. Raises ConfigError where it has no port."""
+        recorder = MemoryRecorder()
+        recorder.watch(self._heartbeats.readings)
+        page = Page("application/json", lambda: service_discovery(self._targets))
+        self._exposure = Exposure(settings, recorder, pages={DISCOVERY_PATH: page})
+        return self._exposure.target
+
+    async def beat(self, who: str, update_seconds: float | None) -> None:
+        """See :meth:`Heartbeats.beat`."""
+        self._heartbeats.beat(who, update_seconds)
 
     async def move(self, state: RunState, error: str | None = None) -> None:
         """See :meth:`RunLedger.move`."""
         self._ledger.move(state, error)
 
-    async def enlist(self, members: Sequence[Member], addresses: Sequence[str]) -> Routing:
-        """See :meth:`RunLedger.enlist` and :meth:`RunLedger.route`."""
+    async def enlist(
+        self, members: Sequence[Member], addresses: Sequence[str], targets: Sequence[Target] = ()
+    ) -> Routing:
+        """See :meth:`RunLedger.enlist` and :meth:`RunLedger.route`; ``targets``: the exporters that discovery tells of
+        from now on."""
         self._ledger.enlist(members)
+        self._heartbeats.enlist([member.who for member in members])
+        self._targets = tuple(targets)
         return self._ledger.route(addresses)
 
     async def report(self, reports: Sequence[Report]) -> None:

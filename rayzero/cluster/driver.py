@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from rayzero.cluster.actors import ANSWER_S, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.coordinator import Member, Routing, RunState
+from rayzero.cluster.file_discovery import announced
 from rayzero.cluster.interrupts import interruptible, shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
@@ -24,6 +26,7 @@ from rayzero.cluster.session import alive_nodes, ray_session
 from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
+from rayzero.telemetry.discovery import Target, service_discovery
 
 __all__ = ["Journal", "OnReport", "RunRequest", "drive"]
 
@@ -40,7 +43,8 @@ class RunRequest:
     run: RunConfig
     directory: RunDirectory
     on_report: OnReport | None
-    on_change: Callable[[], None]  # called when every rank is about to enter its loop, and after reports
+    on_start: Callable[[], None]  # called when every rank is about to enter its loop
+    on_change: Callable[[], None]  # called after reports
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class Journal:
     members: list[Member] = field(default_factory=list)
     ray_address: str | None = None
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
+    targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
     checkpoint: str | None = None  # the last one reported
     measured: dict[str, Measured] = field(default_factory=dict)  # by process
@@ -71,18 +76,36 @@ def drive(request: RunRequest, journal: Journal) -> None:
     with ray_session(), interruptible():
         journal.ray_address = ray.get_runtime_context().gcs_address
         refuse_name_in_use(run)
-        plan = plan_resources(scaling, alive_nodes())
+        plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
         places = placed(plan, timeout_s=scaling.placement_timeout)
         with places as placement, RunActors(run, placement) as actors:
             _run(request, actors, journal)
 
 
 def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
-    journal.routing = actors.start(owner_memory=request.zero.cpu_memory_budget, share=request.zero.shared_directory)
+    journal.routing = actors.start(
+        owner_memory=request.zero.cpu_memory_budget,
+        share=request.zero.shared_directory,
+        slab_dir=Path(request.zero.slab_dir),
+        telemetry=request.run.telemetry,
+    )
     journal.members = list(actors.members.values())
+    journal.targets = actors.targets
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
-    request.on_change()
+    request.on_start()
+    with _discoverable(request, actors):
+        _follow(request, actors, journal)
+
+
+def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextManager[object]:
+    """Have the run in the directory that Prometheus watches, as long as it lasts."""
+    if not actors.targets:
+        return nullcontext()
+    return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.targets))
+
+
+def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     loops = actors.run_loops(_rank_settings(request, actors, journal.routing), request.packed_loop)
     follower = _Follower(actors, loops, journal, request)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
 
 __all__ = ["Measured"]
@@ -12,7 +13,7 @@ __all__ = ["Measured"]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A copy of a recorder's counters and timings; names are those of ``telemetry/names.py``."""
+    """A copy of a recorder's counters and timings, by the names of ``telemetry/names.py``."""
 
     counters: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
     timings: Mapping[str, Mapping[Labels, Timing]] = field(default_factory=dict)
@@ -20,17 +21,20 @@ class Measured:
     @classmethod
     def of(cls, recorder: MemoryRecorder) -> Measured:
         """What the recorder holds now."""
-        return cls(recorder.counters(), recorder.timings())
+        return cls(
+            {metric.name: series for metric, series in recorder.counters().items()},
+            {metric.name: series for metric, series in recorder.timings().items()},
+        )
 
-    def total(self, name: str, **labels: str) -> float:
+    def total(self, metric: Metric, **labels: str) -> float:
         """Sum of a counter over every series that has all these labels; 0 when there is none."""
         wanted = set(labels.items())
-        return sum(value for key, value in self.counters.get(name, {}).items() if wanted <= set(key))
+        return sum(value for key, value in self.counters.get(metric.name, {}).items() if wanted <= set(key))
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
+    def by_label(self, metric: Metric, label: str) -> dict[str, float]:
         """Sums of a counter by the values of one label."""
         sums: dict[str, float] = {}
-        for key, value in self.counters.get(name, {}).items():
+        for key, value in self.counters.get(metric.name, {}).items():
             of = dict(key).get(label, "")
             sums[of] = sums.get(of, 0) + value
         return sums

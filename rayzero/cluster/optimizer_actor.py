@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import ray
 import torch
 
-from rayzero.cluster.coordinator import Member
+from rayzero.cluster.coordinator import Member, this_process
+from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.measured import Measured
 from rayzero.cluster.supervision import optimizer_name
+from rayzero.kernels.bandwidth import measure_bandwidth
+from rayzero.memory.process_memory import resident_bytes
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.malloc import keep_message_buffers
 from rayzero.store.same_host import why_no_sharing
 from rayzero.store.shared_owner import SharedOwner
-from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.names import (
+    HOST_BANDWIDTH_LIMIT,
+    OPTIMIZER_CORES,
+    OPTIMIZER_CPU_SECONDS,
+    OPTIMIZER_THREADS,
+    OPTIMIZER_UPDATE_SECONDS,
+    PLAN_ERROR_RATIO,
+)
+from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
-__all__ = ["OptimizerActor", "OwnerSettings", "this_process"]
+__all__ = ["OptimizerActor", "OwnerSettings"]
+
+_PLAN_STEPS = 20  # after which every page has been used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +49,8 @@ class OwnerSettings:
     threads: int  # that compute updates
     memory_budget: int  # bytes its plan may use
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
+    norms_every: int | None  # steps between measurements of norms by layer group; None: never
+    measure_bandwidth: bool  # of the host's memory, when it starts
     token: str = field(repr=False)  # every call to the owner carries it
 
 
@@ -56,8 +74,10 @@ class OptimizerActor:
             memory_budget=settings.memory_budget,
             make_memory=self._shared.make_memory if self._shared is not None else None,
             recorder=self._recorder,
+            norms_every=settings.norms_every,
         )
         self._server: OwnerServer | None = None
+        self._exposure: Exposure | None = None
 
     def hello(self) -> Member:
         """Who and where this is."""
@@ -73,6 +93,21 @@ class OptimizerActor:
         assert self._server is not None, "serve() comes first"
         self._server.connect_peers(addresses)
 
+    def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
+        """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
+
+        def update_seconds() -> float:
+            return self._recorder.timing(OPTIMIZER_UPDATE_SECONDS).total
+
+        self._recorder.set(OPTIMIZER_THREADS, self._settings.threads)
+        self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
+        bandwidth = measure_bandwidth(self._settings.threads) if self._settings.measure_bandwidth else None
+        if bandwidth is not None:
+            self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
+        self._recorder.watch(partial(_process_readings, self._service, resident_bytes()))
+        self._exposure = Exposure(settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds)
+        return self._exposure.target
+
     def watch(self) -> None:
         """Last as long as the owner serves: who waits for this call learns of the process's death at once."""
         self._stopped.wait()
@@ -83,11 +118,15 @@ class OptimizerActor:
             if self._server is not None:
                 self._server.stop()
             self._service.close()
+            if self._exposure is not None:
+                self._exposure.close()
             self._stopped.set()
         return Measured.of(self._recorder)
 
 
-def this_process(who: str) -> Member:
-    """This process, as a member of the run."""
-    context = ray.get_runtime_context()
-    return Member(who=who, pid=os.getpid(), node=context.get_node_id(), host=ray.util.get_node_ip_address())
+def _process_readings(service: ShardService, resident_before: int) -> Iterator[Reading]:
+    """Processor time; and, once all of the planned memory is in use for certain, what the plan was worth."""
+    yield Reading(OPTIMIZER_CPU_SECONDS, time.process_time(), {})
+    if service.planned_bytes and service.decided_steps >= _PLAN_STEPS:
+        grown = resident_bytes() - resident_before
+        yield Reading(PLAN_ERROR_RATIO, grown / service.planned_bytes - 1, {"what": "host"})

@@ -1,4 +1,4 @@
-"""Places on the cluster: one placement group per rank, with the optimizer actors beside it on the same node."""
+"""Places on the cluster: a Ray placement group for each group of processes that are reserved together."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Placement:
     """Reserved places, and the actor options that use them."""
 
     plan: ResourcePlan
-    groups: tuple[Any, ...]  # Ray placement groups, by rank
+    groups: tuple[Any, ...]  # Ray placement groups, one for each of the plan's
 
     def worker_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options of a rank worker: bundle 0 of its group."""
         return self._options(self.plan.worker, rank, bundle=0)
 
     def optimizer_options(self, owner: int) -> dict[str, Any]:
-        """Ray actor options of an optimizer actor: a bundle after the rank's own."""
-        rank = self.plan.group_of_optimizer(owner)
-        return self._options(self.plan.optimizer, rank, 1 + self.plan.groups[rank].optimizers.index(owner))
+        """Ray actor options of an optimizer actor."""
+        return self._options(self.plan.optimizer, *self.plan.place_of_optimizer(owner))
 
-    def _options(self, share: Share, rank: int, bundle: int) -> dict[str, Any]:
+    def _options(self, share: Share, group: int, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self.groups[rank],
+            placement_group=self.groups[group],
             placement_group_bundle_index=bundle,
             placement_group_capture_child_tasks=False,
         )
-        return {"num_cpus": share.cpus, "num_gpus": share.gpus, "scheduling_strategy": strategy}
+        options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "scheduling_strategy": strategy}
+        return options | ({"memory": share.memory} if share.memory else {})
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
     groups: list[Any] = []
     try:
         for group in plan.groups:
-            groups.append(placement_group(_bundles(plan, group), strategy="STRICT_PACK"))
+            groups.append(_reserve(group))
         _wait_placed(plan, groups, timeout_s)
         yield Placement(plan=plan, groups=tuple(groups))
     finally:
@@ -64,11 +64,15 @@ def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
             remove_placement_group(reserved)
 
 
-def _bundles(plan: ResourcePlan, group: Group) -> list[dict[str, float]]:
-    worker: dict[str, float] = {"CPU": plan.worker.cpus}
-    if plan.worker.gpus:
-        worker["GPU"] = plan.worker.gpus
-    return [worker] + [{"CPU": plan.optimizer.cpus} for _ in group.optimizers]
+def _reserve(group: Group) -> Any:
+    bundles = [_bundle(share) for share in group.shares]
+    selectors = [dict(group.labels) for _ in bundles] if group.labels else None
+    return placement_group(bundles, strategy=group.strategy, bundle_label_selector=selectors)
+
+
+def _bundle(share: Share) -> dict[str, float]:
+    wanted = {"CPU": share.cpus, "GPU": float(share.gpus), "memory": float(share.memory)}
+    return {resource: amount for resource, amount in wanted.items() if amount}
 
 
 def _wait_placed(plan: ResourcePlan, groups: list[Any], timeout_s: float) -> None:
@@ -81,8 +85,8 @@ def _wait_placed(plan: ResourcePlan, groups: list[Any], timeout_s: float) -> Non
 def _busy(plan: ResourcePlan, num_ready: int, timeout_s: float) -> str:
     free = free_resources()
     return (
-        f"only {num_ready} of {len(plan.groups)} ranks found a place within {timeout_s:g} s: the run needs "
-        f"{plan.cpus:g} CPUs and {plan.gpus} GPUs in all, and {free.cpus:g} CPUs and {free.gpus:g} GPUs are free "
+        f"only {num_ready} of {len(plan.groups)} groups of processes found a place within {timeout_s:g} s: the run "
+        f"needs {plan.cpus:g} CPUs and {plan.gpus} GPUs in all, and {free.cpus:g} CPUs and {free.gpus:g} GPUs are free "
         "beside what it has already; others use the rest. Wait for them, lower scaling_config.cpus_per_worker and "
         "cpus_per_optimizer, or raise scaling_config.placement_timeout"
     )

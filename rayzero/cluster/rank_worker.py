@@ -9,10 +9,10 @@ from typing import Any
 import ray
 import torch
 
-from rayzero.cluster.coordinator import Member
+from rayzero.cluster.coordinator import Member, this_process
+from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.measured import Measured
-from rayzero.cluster.optimizer_actor import this_process
 from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
 from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
 from rayzero.config import ZeroConfig
@@ -20,6 +20,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.messages import CheckpointInfo
 from rayzero.store.protocol import ParameterStore
 from rayzero.store.select import connect_store
+from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import MemoryRecorder
 
 __all__ = ["RankSettings", "RankWorker"]
@@ -51,10 +52,16 @@ class RankWorker:
         self._recorder = MemoryRecorder()
         self._context: RankContext | None = None
         self._channel: ReportChannel | None = None
+        self._exposure: Exposure | None = None  # until the process ends: a loop that has returned is still shown
 
     def hello(self) -> Member:
         """Who and where this is."""
         return this_process(rank_name(self._rank))
+
+    def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
+        """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
+        self._exposure = Exposure(settings, self._recorder, coordinator=coordinator)
+        return self._exposure.target
 
     def run(self, settings: RankSettings, packed_loop: PackedLoop, coordinator: Any) -> RankOutcome:
         """Run the loop to its end, well or not; what it raises is in the outcome, never raised from here."""

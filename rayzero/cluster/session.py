@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
@@ -48,11 +48,13 @@ def started_here() -> bool:
 
 def alive_nodes() -> list[Node]:
     """What each node of the cluster has in all."""
-    totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(cpus=float(total.get("CPU", 0.0)), gpus=float(total.get("GPU", 0.0))) for total in totals]
+    return [_node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
 
 
 def free_resources() -> Node:
     """What nobody uses just now, all nodes together."""
-    free = ray.available_resources()
-    return Node(cpus=float(free.get("CPU", 0.0)), gpus=float(free.get("GPU", 0.0)))
+    return _node(ray.available_resources(), {})
+
+
+def _node(has: Mapping[str, float], labels: Mapping[str, str]) -> Node:
+    return Node(cpus=has.get("CPU", 0.0), gpus=has.get("GPU", 0.0), memory=has.get("memory", 0.0), labels=labels)

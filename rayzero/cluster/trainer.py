@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.coordinator import RunState
+from rayzero.cluster.coordinator import DISCOVERY_PATH, RunState
 from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.measured import Measured
@@ -58,6 +58,7 @@ class ZeroTrainer:
         scaling_config: how many processes, and what each may use.
         run_config: where the run's files go and what it resumes from.
         on_report: called in this process with every report of every rank, in each rank's order.
+        on_start: called in this process once every process is up, with the run's record (``run.json``) so far.
 
     Making one checks the settings; nothing is started or written before ``fit()``.
     """
@@ -71,11 +72,13 @@ class ZeroTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         on_report: OnReport | None = None,
+        on_start: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._zero = zero_config or ZeroConfig()
         self._scaling = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
         self._on_report = on_report
+        self._on_start = on_start
         self._zero.require_supported()
         if self._zero.transport == "inproc":
             raise UnsupportedError(
@@ -101,9 +104,13 @@ class ZeroTrainer:
         started = time.time()
         journal = Journal()
         error: RunFailedError | None = None
-        now_and_then = _AtMostEvery(_RECORD_EVERY_S, lambda: self._record(directory, journal, started))
+
+        def record() -> None:
+            self._record(directory, journal, started)
+
+        now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
         try:
-            drive(self._request(directory, now_and_then), journal)
+            drive(self._request(directory, lambda: self._started(directory, journal, started), now_and_then), journal)
             journal.state = RunState.FINISHED
         except RunFailedError as failed:
             journal.state, error = RunState.FAILED, failed
@@ -119,7 +126,14 @@ class ZeroTrainer:
             raise error
         return _result(directory, journal, error, time.time() - started)
 
-    def _request(self, directory: RunDirectory, on_change: Callable[[], None]) -> RunRequest:
+    def _started(self, directory: RunDirectory, journal: Journal, started: float) -> None:
+        record = self._record(directory, journal, started)
+        if self._on_start is not None:
+            self._on_start(record)
+
+    def _request(
+        self, directory: RunDirectory, on_start: Callable[[], None], on_change: Callable[[], None]
+    ) -> RunRequest:
         return RunRequest(
             packed_loop=self._packed_loop,
             zero=self._zero,
@@ -127,38 +141,50 @@ class ZeroTrainer:
             run=self._run,
             directory=directory,
             on_report=self._on_report,
+            on_start=on_start,
             on_change=on_change,
         )
 
     def _record(
         self, directory: RunDirectory, journal: Journal, started: float, error: RayZeroError | None = None
-    ) -> None:
-        """Write ``run.json``; a run that never came to running leaves none."""
+    ) -> dict[str, Any]:
+        """Write ``run.json``, and return what is in it; a run that never came to running leaves none."""
         if not journal.members:
-            return
-        directory.write_record(
-            {
-                "run": self._run.name,
-                "state": journal.state,
-                "error": None if error is None else str(error),
-                "started_at": started,
-                "ended_at": None if journal.state is RunState.RUNNING else time.time(),
-                "driver": {"pid": os.getpid(), "host": socket.gethostname()},
-                "ray_address": journal.ray_address,
-                "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
-                "members": [asdict(member) for member in journal.members],
-                "routing": asdict(journal.routing),
-                "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
-                "checkpoint": _text(directory.newest_checkpoint()),
-                "resumed_from": _text(directory.resume),
-                "measured": {who: measured.to_json() for who, measured in journal.measured.items()},
-                "config": {
-                    "zero": self._zero.model_dump(mode="json"),
-                    "scaling": self._scaling.model_dump(mode="json"),
-                    "run": self._run.model_dump(mode="json"),
-                },
-            }
-        )
+            return {}
+        record = {
+            "run": self._run.name,
+            "state": journal.state,
+            "error": None if error is None else str(error),
+            "started_at": started,
+            "ended_at": None if journal.state is RunState.RUNNING else time.time(),
+            "driver": {"pid": os.getpid(), "host": socket.gethostname()},
+            "ray_address": journal.ray_address,
+            "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
+            "members": [asdict(member) for member in journal.members],
+            "routing": asdict(journal.routing),
+            "telemetry": _telemetry(journal),
+            "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
+            "checkpoint": _text(directory.newest_checkpoint()),
+            "resumed_from": _text(directory.resume),
+            "measured": {who: measured.to_json() for who, measured in journal.measured.items()},
+            "config": {
+                "zero": self._zero.model_dump(mode="json"),
+                "scaling": self._scaling.model_dump(mode="json"),
+                "run": self._run.model_dump(mode="json"),
+            },
+        }
+        directory.write_record(record)
+        return record
+
+
+def _telemetry(journal: Journal) -> dict[str, Any] | None:
+    """Where the run's exporters are; None without telemetry."""
+    if not journal.targets:
+        return None
+    return {
+        "http_sd": f"http://{journal.targets[0].address}{DISCOVERY_PATH}",
+        "targets": [{"address": target.address, "labels": target.labels} for target in journal.targets],
+    }
 
 
 class _AtMostEvery:

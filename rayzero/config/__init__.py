@@ -9,6 +9,7 @@ from __future__ import annotations
 from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Size, parse_bytes
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
 from rayzero.config.run import RunConfig, ScalingConfig
+from rayzero.config.telemetry import TelemetryConfig
 from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml
 from rayzero.config.zero import ZeroConfig
 
@@ -25,6 +26,7 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "Size",
+    "TelemetryConfig",
     "ZeroConfig",
     "apply_overrides",
     "load_yaml",

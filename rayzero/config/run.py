@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
-from rayzero.config.base import ConfigModel, Count, Flag, Positive
+from rayzero.config.base import ConfigModel, Count, Flag, Positive, Size
+from rayzero.config.telemetry import TelemetryConfig
 
 
 class ScalingConfig(ConfigModel):
@@ -33,6 +34,16 @@ class ScalingConfig(ConfigModel):
     threads_per_optimizer: Count | None = None
     """Compute threads of each optimizer actor; None: its CPUs, at least one."""
 
+    memory_per_worker: Size | None = None
+    """Bytes of host memory Ray reserves for each rank worker; None: none (`rayzero train` fills in what it plans)."""
+
+    memory_per_optimizer: Size | None = None
+    """Bytes of host memory Ray reserves for each optimizer actor; None: none (`rayzero train` fills in its plan)."""
+
+    optimizer_labels: dict[str, str] = Field(default_factory=lambda: {"rayzero.io/role": "optimizer"})
+    """Labels of the nodes that optimizer actors are placed on with placement="cpu_nodes": Ray's label selector, name
+    and "x", "!x", "in(a, b)" or "!in(a, b)"."""
+
     placement_timeout: Positive = 30.0
     """Seconds to wait for the cluster to place every process before that is an error."""
 
@@ -51,6 +62,9 @@ class RunConfig(ConfigModel):
 
     resume: Flag | str = False
     """True: continue from the run's newest checkpoint; a path: from that checkpoint."""
+
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What the run tells Prometheus, and where it is found."""
 
     @field_validator("name")
     @classmethod
@@ -71,3 +85,9 @@ class RunConfig(ConfigModel):
     def path(self) -> Path:
         """The run's directory."""
         return Path(self.storage_path) / self.name
+
+    @property
+    def discovery_dir(self) -> Path:
+        """Where a Prometheus that was configured once finds this run's targets while it runs."""
+        chosen = self.telemetry.discovery_dir
+        return Path(self.storage_path) / ".targets" if chosen is None else Path(chosen)

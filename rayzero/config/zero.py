@@ -65,7 +65,8 @@ class ZeroConfig(ConfigModel):
     """How measured memory pressure scales the prefetch depth down (memory/pressure.py)."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" is refused for now."""
+    """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" needs a loss scale: use
+    torch.amp.GradScaler as in any loop."""
 
     overlap: Literal["none", "forward", "backward"] = "forward"
     """"forward": step() returns at once and the update runs under the next forward. "none": step() waits for the
@@ -105,8 +106,9 @@ class ZeroConfig(ConfigModel):
     """Directory of the files that owners and ranks of a host share as memory. Another tmpfs, or a file system with
     room, where /dev/shm is small."""
 
-    placement: Literal["beside_rank", "cpu_nodes"] = "beside_rank"
-    """Where owners are placed: on each rank's node, or on nodes without GPUs (refused for now)."""
+    placement: Literal["beside_rank", "packed", "cpu_nodes"] = "beside_rank"
+    """Where owners are placed. "beside_rank": on each rank's node. "packed": together, on as few nodes as hold them.
+    "cpu_nodes": spread over the nodes with the labels of ``scaling_config.optimizer_labels``."""
 
     stall_timeout: Positive = 600.0
     """Seconds a wait on a peer's progress may take before it is a StallError that names who waits for what."""
@@ -245,9 +247,7 @@ class ZeroConfig(ConfigModel):
 
 _NOT_YET: tuple[tuple[str, object, str], ...] = (
     ("offload_optimizer_states", False, "leave it True: moments live with the owners"),
-    ("precision", "fp16", "use precision='bf16' or 'fp32'"),
     ("overlap", "backward", "use overlap='forward' or 'none'"),
-    ("placement", "cpu_nodes", "use placement='beside_rank'"),
 )
 
 

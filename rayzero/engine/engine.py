@@ -6,7 +6,7 @@ weight) and ``touched`` (any other operation). They run on the thread that compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,23 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.config import ZeroConfig
+from rayzero.engine.device_memory import device_memory
 from rayzero.engine.gradients import GradientCollector
 from rayzero.engine.handles import SavedWeights
 from rayzero.engine.hooks import UnitCalls
 from rayzero.engine.lane import Lane
+from rayzero.engine.loading import LoadedValues
 from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.registered import Registered
 from rayzero.engine.residency import Residency, stays_up
 from rayzero.engine.schedule import Phase, UnitSchedule
+from rayzero.engine.step_clock import StepClock
 from rayzero.engine.unit_cache import UnitCache
 from rayzero.errors import UnsupportedError
+from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import PressureGauge, scaled_depth
-from rayzero.messages import CheckpointInfo, FileEntry, Hyper
+from rayzero.messages import COMPUTE, GROUP, MASTER, CheckpointInfo, FileEntry, Hyper
+from rayzero.optimizer.writes import same_bits
 from rayzero.store.protocol import ParameterStore
-from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
+from rayzero.telemetry.recorder import End, Reading, Recorder
 
 Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 
@@ -53,6 +60,7 @@ class Engine:
         config: ZeroConfig,
         device: torch.device,
         recorder: Recorder,
+        clock: StepClock,
         poison: bool = False,
     ) -> None:
         self.model = model
@@ -65,6 +73,8 @@ class Engine:
         self.observers: list[Observer] = []
         self._lane = lane
         self._recorder = recorder
+        self._clock = clock
+        self._unwatch: list[End] = []
         self._poison = poison
         self.residency = Residency(
             layout.units,
@@ -75,11 +85,14 @@ class Engine:
         )
         self.collector = GradientCollector(self._completed, self._backward_over)
         self.units: list[ParamUnit] = []
+        self.groups: list[list[int]] = []  # [unit][slot] -> parameter group; < 0: no optimizer trains it
         self.calls: list[UnitCalls] = []
         self._trained: dict[int, Sequence[int]] = {}
         self._sums: dict[int, list[Tensor | None]] = {}  # offload_grads=False: fp32 sums per slot, on the device
         self._backwards = 0  # graph tasks that pushed since the last step
         self._closed = False
+        self._in_forward = False
+        self._loading: LoadedValues | None = None  # while a load_state_dict() runs
         self._resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
         self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
         self.cache: UnitCache
@@ -87,12 +100,13 @@ class Engine:
         self.registered: Registered | None = None
 
     def adopt(
-        self, units: Sequence[ParamUnit], root: Sequence[int], trained: dict[int, Sequence[int]], version: int
+        self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]], version: int
     ) -> None:
-        """Take the units over. ``root``: units of the root module; ``trained``: per unit, slots an optimizer trains;
-        ``version``: published, to begin with."""
+        """Take the units over. ``root``: units of the root module; ``groups``: [unit][slot] -> parameter group, < 0 for
+        none; ``version``: published, to begin with."""
         self.units = list(units)
-        self._trained = trained
+        self.groups = [list(its) for its in groups]
+        trained = self._trained = {i: slots for i in range(len(self.units)) if (slots := self._slots_of(i))}
         self.cache = UnitCache(
             self.units,
             root,
@@ -102,8 +116,10 @@ class Engine:
             residency=self.residency,
             config=self.config,
             recorder=self._recorder,
+            clock=self._clock,
             version=version,
             keeps=not self._poison,
+            groups=layer_groups(self.layout, MAX_GROUPS),
             note=self._note,
             check=self.step_state.raise_if_failed,
         )
@@ -111,7 +127,12 @@ class Engine:
         cache = self.cache
         self.saved = SavedWeights(weights, self.use, lambda: cache.version)
         self.registered = Registered(self.model, units)
+        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self._memory)]
         self.collector.watch([(self.units[i], slots) for i, slots in trained.items()])
+
+    def _slots_of(self, unit: int) -> list[int]:
+        """A unit's slots that an optimizer trains."""
+        return [slot for slot, group in enumerate(self.groups[unit]) if group >= 0]
 
     @property
     def version(self) -> int:
@@ -178,6 +199,7 @@ class Engine:
         restores its thread's state after every node, takes them off."""
         task = graph_task_id()
         if task >= 0:
+            self._clock.enter("backward")
             self.collector.join(task)
             if torch.is_grad_enabled():
                 self._push_hooks()
@@ -191,8 +213,9 @@ class Engine:
             yield
         finally:
             self.close_units(units, pushed_hooks)
-        for unit in units:
-            self.cache.refuse_writes(unit)
+        if not self._in_forward and graph_task_id() < 0:
+            for unit in units:
+                self.cache.writes.lend(unit)
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
         """The name of one of a unit's Parameters."""
@@ -208,6 +231,8 @@ class Engine:
 
     def begin_forward(self) -> None:
         """The model's own forward starts."""
+        self._in_forward = True
+        self._clock.enter("forward")
         self.collector.drain()
         self.step_state.raise_if_failed()
         if self.registered is not None:
@@ -224,11 +249,15 @@ class Engine:
 
     def end_forward(self) -> None:
         """The model's own forward has ended, well or not."""
+        self._in_forward = False
         self.cache.prefetch()
+        if not torch.is_grad_enabled():
+            self._clock.enter("data")
 
     def _backward_over(self, nested: bool) -> None:
         """A graph task has ended well; ``nested``: inside another one."""
         if not nested:
+            self._clock.enter("data")
             self._backwards += 1
             self.cache.backward_over(self._more_backwards)
 
@@ -237,11 +266,13 @@ class Engine:
         self.collector.drain()
         for calls in self.calls:
             calls.drain()
+        self._loading = None
 
     # ---- gradients
 
     def _completed(self, unit: ParamUnit) -> None:
         """All gradients this graph task brings for ``unit`` are on its Parameters: they leave."""
+        self._clock.enter("backward")
         grads = unit.take_grads(self._trained[unit.index])
         if all(grad is None for grad in grads):
             return
@@ -261,36 +292,63 @@ class Engine:
                 sums[i] = grad.float() if held is None else held.add_(grad)
 
     def _push_rest(self) -> None:
-        """Push what is still on the device: sums, and gradients no hook saw (set by hand, left by an exception)."""
+        """Push what is still on the device: sums, gradients no hook saw (set by hand, left by an exception), zeros."""
         for index, slots in self._trained.items():
             unit = self.units[index]
             grads = unit.take_grads(slots)
-            if index in self._sums or any(grad is not None for grad in grads):
-                if not self.config.offload_grads:
-                    self._add_up(unit, grads)
-                    grads = [s if s is None else s.to(unit.layout.dtype) for s in self._sums.pop(index)]
+            if not self.config.offload_grads and (index in self._sums or any(grad is not None for grad in grads)):
+                self._add_up(unit, grads)
+                grads = [s if s is None else s.to(unit.layout.dtype) for s in self._sums.pop(index)]
+            for slot in self.step_state.zeroed(index):
+                if grads[slot] is None:
+                    shape = unit.layout.slots[slot].shape
+                    grads[slot] = torch.zeros(shape, dtype=unit.layout.dtype, device=self.device)
+            if any(grad is not None for grad in grads):
                 self.step_state.push(unit.layout, grads, wait=False)
 
     # ---- steps
 
-    def clip(self, max_norm: float) -> float:
-        """Finish the step's gradients and clip them; see RankStep.clip."""
-        self.drain()
+    def clip_norm(self, max_norm: float) -> float:
+        """Finish the step's gradients and clip their norm; see RankStep.clip_norm."""
+        with self._finishing():
+            return self.step_state.clip_norm(max_norm)
+
+    def clip_value(self, limit: float) -> None:
+        """Finish the step's gradients and clamp their elements."""
+        with self._finishing():
+            self.step_state.clip_value(limit)
+
+    def unscale(self, factor: float) -> bool:
+        """Finish the step's gradients and unscale them; whether all ranks' are finite."""
+        with self._finishing():
+            return self.step_state.unscale(factor)
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """What is done before the step to finished gradients; its time is the optimizer's."""
+        self._clock.enter("optimizer")
         self._finish_gradients()
-        return self.step_state.clip(max_norm)
+        yield
+        self._clock.enter("data")
 
     def _finish_gradients(self) -> None:
-        if not self.step_state.clipped:
+        self.drain()
+        self.cache.write_back()
+        if not self.step_state.edited:
             self._push_rest()
             self.step_state.landed()
 
     def step(self, hyper: tuple[Hyper, ...]) -> None:
         """Commit the step; units are of the next version afterwards."""
-        self.drain()
+        self._clock.enter("optimizer")
+        for group, options in enumerate(hyper):
+            if isinstance(lr := options.get("lr"), int | float):
+                self._recorder.set(LEARNING_RATE, lr, param_group=str(group))
         self._finish_gradients()
         if self.config.nonfinite == "raise":
-            self.step_state.norm()  # raises before anything is committed: zero_grad() starts over
+            self.step_state.averaged_norm()  # raises before anything is committed: zero_grad() starts over
         self.cache.fence()
+        self._clock.committing()
         self.step_state.commit(hyper, self.config.max_grad_norm)
         self._note("finish")
         self._backwards = 0
@@ -302,25 +360,137 @@ class Engine:
         if self.config.overlap == "none" or not self.config.overlap_computation:
             self.step_state.wait_decided()
             self.cache.wait_published()
+        self._clock.step_over(self.step_state.step)
 
-    def discard(self) -> None:
-        """Take back the step's gradients, wherever they are."""
+    def discard(self, *, set_to_none: bool = True) -> None:
+        """Take back the step's gradients, wherever they are; see RankStep.discard."""
         self.drain()
         self._sums.clear()
         for index, slots in self._trained.items():
             self.units[index].take_grads(slots)
-        self.step_state.discard()
+        self.step_state.discard(set_to_none=set_to_none)
         self._backwards = 0
 
     def save(self, directory: Path, files: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Write the present version as a checkpoint; every rank calls it. Waits until it is complete."""
-        return self.store.save(self.version, directory, files).result()
+        self._clock.enter("checkpoint")
+        try:
+            self.drain()
+            self.cache.write_back()
+            return self.store.save(self.version, directory, files).result()
+        finally:
+            self._clock.enter("data")
+
+    def _memory(self) -> Iterator[Reading]:
+        """What gathered parameters and gradients on their way take here, and the device's own accounts."""
+        on_gpu = self.device.type == "cuda"
+        held = {("param", "gpu" if on_gpu else "ram"): self.residency.allocated, **self._lane.allocated()}
+        for (kind, tier), size in held.items():
+            yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
+        if on_gpu:
+            pinned = sum(size for (_, tier), size in held.items() if tier == "pinned")
+            yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})
+            yield from device_memory(self.device)
+
+    # ---- reading and writing whole units
+
+    def masters(self, unit: ParamUnit) -> Tensor:
+        """A unit's exact values with what this rank has written: 1D, unit.numel elements, host memory; fp32, or a
+        frozen unit's dtype. Asks no other rank."""
+        written = self.cache.writes.values(unit)
+        if not unit.layout.trainable:
+            return self.cache.fetch_flat(unit, COMPUTE) if written is None else written.clone()
+        flat = self.cache.fetch_flat(unit, MASTER)
+        if written is None:
+            return flat
+        return torch.where(same_bits(written, self.cache.fetch_flat(unit, COMPUTE)), flat, written.float())
+
+    def write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
+        """Put ``values`` (1D, unit.numel elements, fp32) in place of what the owners have of ``kind``, which is no
+        parameter. Every rank calls it with the same."""
+        self.store.write(unit.index, self.version, kind, values).result()
+
+    def train(self, params: Sequence[nn.Parameter], group: int) -> None:
+        """Have the owners train parameters that no group had, as those of ``group``; every rank calls it.
+
+        Raises UnsupportedError for one that is not in the model, was frozen at prepare, or is frozen now."""
+        places = {id(param): (unit, slot) for unit in self.units for slot, param in enumerate(unit.params)}
+        added: dict[int, list[int]] = {}
+        for i, param in enumerate(params):
+            if id(param) not in places:
+                raise UnsupportedError(
+                    f"parameter {i} of the added group (shape {tuple(param.shape)}) is not in the model"
+                )
+            unit, slot = places[id(param)]
+            if not unit.layout.trainable or not param.requires_grad:
+                raise UnsupportedError(
+                    f"parameter {unit.layout.slots[slot].name!r} of the added group is frozen; what is trained later "
+                    "must have requires_grad=True at rayzero.prepare() and when its group is added"
+                )
+            added.setdefault(unit.index, []).append(slot)
+        for index in sorted(added):
+            self._train(self.units[index], added[index], group)
+
+    def _train(self, unit: ParamUnit, slots: Sequence[int], group: int) -> None:
+        groups = self.groups[unit.index]
+        for slot in slots:
+            groups[slot] = group
+        flat = torch.full((unit.layout.numel,), -1.0)
+        for its, place in zip(groups, unit.layout.slots, strict=True):
+            flat[place.start : place.stop] = its
+        self.write(unit, GROUP, flat)
+        self._trained[unit.index] = self._slots_of(unit.index)
+        self.collector.watch([(unit, slots)])
+        self.cache.train(unit.index)
+
+    @contextmanager
+    def complete(self, *, modify: bool) -> Iterator[None]:
+        """Have every unit up inside the context; ``modify``: whatever is written to them there counts."""
+        with self.touched(self.units):
+            yield
+            for unit in self.units if modify else ():
+                self.cache.writes.mark(unit)
+
+    def begin_load(self, module: nn.Module) -> None:
+        """A module's load_state_dict() has begun, perhaps within that of another."""
+        if self._loading is None or self._loading.module is module:
+            self._loading = LoadedValues(module)
+
+    def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
+        """Take a Parameter's values from the load_state_dict() that is running; False: none is."""
+        if self._loading is None:
+            return False
+        slot = next(i for i, p in enumerate(unit.params) if p is param)
+        self._loading.values.setdefault(unit.index, {})[slot] = value
+        return True
+
+    def end_load(self, module: nn.Module) -> None:
+        """It has ended: the values go to the owners, unit by unit; every rank calls it with the same."""
+        if self._loading is None or self._loading.module is not module:
+            return
+        values = self._loading.values
+        self.drain()
+        self.cache.write_back()
+        for index in sorted(values):
+            self._load(self.units[index], values[index])
+
+    def _load(self, unit: ParamUnit, values: Mapping[int, Tensor]) -> None:
+        flat = self.masters(unit)
+        with torch.no_grad():
+            for i, value in values.items():
+                slot = unit.layout.slots[i]
+                flat[slot.start : slot.stop].view(slot.shape).copy_(value)
+        self.cache.overwrite(unit, MASTER if unit.layout.trainable else COMPUTE, flat)
+        unit.count_writes(list(values))
+        unit.settle_writes()
 
     def close(self, reason: str = "closed") -> None:
         """Leave the run: lanes and store end. Parameters that are not up can no longer be read. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        for end in self._unwatch:
+            end()
         self.cache.cancel()
         self.store.close(reason)
         self._lane.close()

@@ -60,7 +60,7 @@ class Fetching:
         if self.request is not None:
             self._asked = time.perf_counter()
             self.published.add_done_callback(self._note_published)
-            self.done.add_done_callback(self._note_done)
+        self.done.add_done_callback(self._note_done)
 
     def _note_published(self, _: Future[int]) -> None:
         self._published_at = time.perf_counter()
@@ -77,6 +77,11 @@ class Fetching:
         if self.request is None or held or self._done_at is None:
             return None
         return max(0.0, self._done_at - max(self._asked, self._published_at or 0.0))
+
+    @property
+    def lead(self) -> float:
+        """Seconds since it was done; 0 where it is not."""
+        return 0.0 if self._done_at is None else time.perf_counter() - self._done_at
 
     def cancel(self) -> bool:
         """Call it off; True when nothing will be written to the buffer any more, also by the device."""

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from rayzero.engine.param_unit import ParamUnit
-from rayzero.engine.private_torch import at_end_of_backward, graph_task_id, plain, will_execute
+from rayzero.engine.private_torch import at_end_of_backward, graph_task_id, will_execute
+from rayzero.tensor_metadata import plain
 
 Trained = Sequence[tuple[ParamUnit, Sequence[int]]]  # units and their slots that an optimizer trains
 
@@ -32,16 +33,16 @@ class GradientCollector:
         ended well; nested in another, or not."""
         self._complete = complete
         self._over = over
-        self._nodes: list[Any] = []  # held, else autograd makes new ones without our hooks
+        self._nodes: dict[ParamUnit, dict[int, Any]] = {}  # by slot; held, else autograd makes new ones, not hooked
         self._tasks: dict[int, dict[ParamUnit, set[int]]] = {}  # graph task -> unit -> slots still to come
 
     def watch(self, trained: Trained) -> None:
-        """Put the hooks on. Once, after the Parameters have their final dtype and storage."""
+        """Put the hooks on, once for a slot, after the Parameters have their final dtype and storage."""
         for unit, slots in trained:
-            nodes = {slot: _accumulate_node(unit.params[slot]) for slot in slots}
-            for slot, node in nodes.items():
+            nodes = self._nodes.setdefault(unit, {})
+            for slot in slots:
+                node = nodes[slot] = _accumulate_node(unit.params[slot])
                 node.register_hook(self._hook(unit, slot, nodes))
-            self._nodes += nodes.values()
 
     def _hook(self, unit: ParamUnit, slot: int, nodes: dict[int, Any]) -> Callable[..., None]:
         def after_accumulate(*_: Any) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import outside_graphs
-from rayzero.errors import UnsupportedError
 
 
 class PassEvents(Protocol):
@@ -152,14 +151,3 @@ class CopyEntries(ModuleHook):
             entry = state.get(prefix + name)
             if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
                 state[prefix + name] = entry.clone()
-
-
-class RefuseLoading(ModuleHook):
-    """Refuses load_state_dict as a whole: the masters it would have to reach are with the owners."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module is self.module:
-            raise UnsupportedError(
-                "load_state_dict() after rayzero.prepare() is not supported yet: master weights are with the optimizer "
-                "owners; load before prepare()"
-            )

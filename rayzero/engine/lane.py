@@ -60,6 +60,11 @@ class Lane(Protocol):
         """Wait until no copy out of the store's own memory is under way. Fetches that are not done do not count."""
         ...
 
+    def allocated(self) -> dict[tuple[str, str], int]:
+        """Bytes of staging memory there are: (kind, tier) -> bytes, as ``names.MEMORY_BYTES`` calls them. From any
+        thread."""
+        ...
+
     def close(self) -> None:
         """Finish what is queued and end the worker thread. Idempotent."""
         ...
@@ -128,6 +133,10 @@ class HostLane:
 
     def drain(self) -> None:
         """See :class:`Lane`. Nothing is copied out of the owners' memory."""
+
+    def allocated(self) -> dict[tuple[str, str], int]:
+        """See :class:`Lane`."""
+        return {("staging", "ram"): _held(self._staging)}
 
     def close(self) -> None:
         """See :class:`Lane`."""
@@ -251,9 +260,19 @@ class CudaLane:
         if self._mapped:
             self._in.synchronize()
 
+    def allocated(self) -> dict[tuple[str, str], int]:
+        """See :class:`Lane`."""
+        tier = "pinned" if self._staging.pinned else "ram"
+        return {("staging", tier): _held(self._staging) + _held(self._arriving)}
+
     def close(self) -> None:
         """See :class:`Lane`."""
         self._worker.shutdown(wait=True)
+
+
+def _held(pool: BufferPool) -> int:
+    stats = pool.stats
+    return stats.leased + stats.free
 
 
 # ---- parameters -------------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rayzero.engine.optimizer_state import State, StateFormat, check_group, check_states, read_states, write_states
+from rayzero.engine.private_torch import inverse_scale, route_unscaling
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.messages import Decision, Hyper
 
@@ -26,7 +28,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.optimizer_class = type(optimizer)
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
-        self._num_prepared_groups = len(self.param_groups)
+        route_unscaling()
+        self._num_groups = len(self.param_groups)
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
@@ -42,53 +45,130 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_new_groups()
+        scale = getattr(self, "grad_scale", None)  # a GradScaler's that has not unscaled yet, while it steps
+        if scale is not None:
+            self.engine.unscale(inverse_scale(scale))
         self.engine.step(hyper_of(self))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Take back the gradients of this step. After clip_grad_norm_ every rank must do so, or none."""
-        self.engine.discard()
+        """Take back the gradients of this step. After clip_grad_norm_ every rank must do so, or none.
+
+        set_to_none: False: as in torch, what had a gradient has a zero one in the steps that bring it no other: moments
+        move, weights decay."""
+        self.engine.discard(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the step's global gradient norm to ``max_norm``; call it after the last backward of the step.
 
         Returns the norm of the gradients before this clip, averaged over ranks, as a 0-dim fp32 tensor. Waits for
-        all ranks. Called again, it clips what the first left. Under ``nonfinite="raise"`` an inf or nan norm
-        raises NonFiniteGradientError; under ``"skip"`` it is returned and the step will change nothing."""
-        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
-            raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
-        return torch.tensor(self.engine.clip(max_norm), dtype=torch.float32, device=self.engine.device)
+        all ranks. Clips what earlier calls of this, ``clip_grad_value_`` and ``scaler.unscale_`` left.
+        Under ``nonfinite="raise"`` an inf or nan norm raises NonFiniteGradientError; under ``"skip"`` it is returned
+        and the step will change nothing."""
+        norm = self.engine.clip_norm(_checked("max_norm", max_norm))
+        return torch.tensor(norm, dtype=torch.float32, device=self.engine.device)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the step's averaged gradients to within +-``clip_value``, as
+        ``torch.nn.utils.clip_grad_value_``; call it after the last backward of the step.
+
+        Waits for nobody, and acts in the order of the calls with ``clip_grad_norm_``, which costs another pass over the
+        gradients after this one. An inf is not clamped: the step is skipped."""
+        self.engine.clip_value(_checked("clip_value", clip_value))
+
+    # ---- torch.amp.GradScaler
+
+    # A step that a scaler skips is then a step like any other: a decision, a version, the same on all ranks.
+    _step_supports_amp_scaling = True
+
+    def unscale_gradients(self, factor: float) -> bool:
+        """What ``scaler.unscale_(optimizer)`` calls: multiply the step's gradients by ``factor``, 1 / loss scale.
+
+        Returns whether they are finite on all ranks, for which it waits."""
+        return self.engine.unscale(factor)
 
     def last_decision(self) -> Future[Decision]:
         """What the last step() was decided to be: norm, scale, apply or skip. Done when every rank has finished it."""
         return self.engine.step_state.decision()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, while preparing; afterwards refused: owners' memory is laid out at prepare."""
-        if hasattr(self, "_num_prepared_groups"):
-            raise UnsupportedError("add_param_group after rayzero.prepare() is not supported yet; add it before")
+        """As torch's; after prepare for parameters of the model that require grad and were in no group. Every rank adds
+        the same. Raises UnsupportedError for others, and for options that keep states no group at prepare kept."""
         super().add_param_group(param_group)
+        if not hasattr(self, "_num_groups"):  # while preparing
+            return
+        try:
+            hyper = hyper_of(self)
+            check_group(self.optimizer_class, hyper[:-1], hyper[-1])
+            self.engine.train(self.param_groups[-1]["params"], len(self.param_groups) - 1)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._num_groups = len(self.param_groups)
 
     def _refuse_new_groups(self) -> None:
-        if len(self.param_groups) != self._num_prepared_groups:
+        if len(self.param_groups) != self._num_groups:
             raise UnsupportedError(
-                f"the optimizer had {self._num_prepared_groups} parameter groups at rayzero.prepare() and has "
-                f"{len(self.param_groups)} now; add groups before"
+                f"the optimizer has {len(self.param_groups)} parameter groups, rayzero.prepare() and add_param_group() "
+                f"know of {self._num_groups}; add groups with add_param_group()"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused by name: moments are with the owners."""
-        raise UnsupportedError(
-            "optimizer.state_dict() is not supported yet: moments are with the optimizer owners; use "
-            "rayzero.save_checkpoint(optimizer, directory, loop_state)"
-        )
+        """In torch's format, for a plain optimizer of the same class too: complete fp32 CPU tensors of true shapes.
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refused by name: moments are with the owners."""
-        raise UnsupportedError(
-            "optimizer.load_state_dict() is not supported yet: moments are with the optimizer owners; resume from a "
-            "checkpoint of rayzero.save_checkpoint"
-        )
+        Any rank may call it alone: it reads the owners, unit by unit, and waits for the last step's update."""
+        for param, state in read_states(self.engine, self._format()).items():
+            self.state[param] = state
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take ``state_dict()``'s values, or a plain torch optimizer's of the same class; every rank calls it with the
+        same.
+
+        Raises ConfigError where a parameter's state has other names or shapes, UnsupportedError where it was frozen at
+        prepare, and torch's own errors, before anything is changed."""
+        states: dict[int, State] = {}
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            states.update(self._by_param(given))
+            check_states(self.engine, self._format(), states)
+            return {**given, "state": {}}
+
+        def give(_: torch.optim.Optimizer) -> None:
+            write_states(self.engine, self._format(), states)
+
+        hooks = [
+            self.register_load_state_dict_pre_hook(take),  # after the user's, which may change what is loaded
+            self.register_load_state_dict_post_hook(give, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _format(self) -> StateFormat:
+        return StateFormat(self.optimizer_class, hyper_of(self))
+
+    def _by_param(self, given: Mapping[str, Any]) -> dict[int, State]:
+        """The states in a state dict, by id of our Parameter; torch refuses groups of other sizes afterwards."""
+        theirs = [key for group in given["param_groups"] for key in group["params"]]
+        ours = [id(param) for group in self.param_groups for param in group["params"]]
+        of_key = dict(zip(theirs, ours, strict=False))
+        return {
+            of_key[key]: {name: value for name, value in state.items() if value is not None}
+            for key, state in given["state"].items()
+            if key in of_key
+        }
+
+
+def _checked(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
+    return float(value)
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:

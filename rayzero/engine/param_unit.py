@@ -26,15 +26,14 @@ from rayzero.engine.private_torch import (
     AT_REST,
     empty_storage,
     increment_versions,
-    plain,
     storage_key,
     swap_all,
     swap_bytes,
     use_count,
 )
 from rayzero.engine.residency import UnitBuffer
-from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
+from rayzero.tensor_metadata import plain
 
 
 class UnitState(Enum):
@@ -175,27 +174,28 @@ class ParamUnit:
         """Per slot, how often the user has written in place."""
         return [alias._version - self._outdated for alias in self._aliases]
 
-    def refuse_writes(self) -> None:
-        """Raise UnsupportedError where the user wrote into a Parameter since the last look."""
-        writes = self.writes()
-        if writes == self._written:
-            return
-        written = [slot.name for i, slot in enumerate(self.layout.slots) if writes[i] != self._written[i]]
-        self._written = writes
-        raise UnsupportedError(
-            f"parameter {', '.join(map(repr, written))} was written in place; the write is not kept, because the "
-            "master weights live with the optimizer owners. Change weights before rayzero.prepare()"
-        )
+    def was_written(self) -> bool:
+        """Whether the user has written into a Parameter since the last ``settle_writes``."""
+        return self.writes() != self._written
+
+    def settle_writes(self) -> None:
+        """What the user has written so far is accounted for."""
+        self._written = self.writes()
+
+    def count_writes(self, slots: Sequence[int]) -> None:
+        """Other values were put into these slots for the user: have autograd see that as it sees an in-place write."""
+        increment_versions([self._aliases[slot] for slot in slots])
 
     def take_grads(self, slots: Sequence[int]) -> list[Tensor | None]:
-        """Per slot ``.grad``, which is None afterwards; slots not in ``slots`` keep theirs and give None."""
+        """Per slot ``.grad``, dense, which is None afterwards; slots not in ``slots`` keep theirs and give None."""
         taken: list[Tensor | None] = [None] * len(self.params)
         with plain():
             for slot in slots:
                 param = self.params[slot]
                 grad = param.grad
                 if grad is not None:
-                    taken[slot], param.grad = grad, None
+                    taken[slot] = grad if grad.layout is torch.strided else grad.to_dense()
+                    param.grad = None
         return taken
 
     def refreshed(self, version: int) -> None:

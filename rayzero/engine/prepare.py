@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
+from rayzero.checkpoint.weights import Weights, WeightSource
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.hooks import CastInputs, CopyEntries, RefuseLoading, UnitCalls, hook_units
+from rayzero.engine.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.lane import make_lane
+from rayzero.engine.loading import hook_loading
+from rayzero.engine.meta import materialise
 from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
 from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.residency import stays_up
 from rayzero.engine.snapshot import check_resume, restore_rank
-from rayzero.engine.touch import ShardedParameter, guard_class
+from rayzero.engine.starting import Start
+from rayzero.engine.step_clock import StepClock
+from rayzero.engine.touch import ShardedParameter, guard_class, guard_for
+from rayzero.engine.unit_init import Init
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.layout.units import UnitPlan, UnitRule, build_layout
-from rayzero.messages import COMPUTE, MASTER, ModelSpec
+from rayzero.messages import ModelSpec
 from rayzero.store.protocol import ParameterStore
 
 M = TypeVar("M", bound=nn.Module)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_GROUP = -1  # of a slot that no parameter group has: it is never updated
 
-_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionary()
+"""Held by the model's own hooks: a strong value that knows its key would keep both for ever."""
 
 
 def prepare(
@@ -44,18 +50,28 @@ def prepare(
     config: ZeroConfig | None = None,
     *,
     units: UnitRule | None = None,
+    weights: WeightSource | None = None,
+    init: Init | None = None,
 ) -> tuple[M, ZeroOptimizer]:
     """Give the model's parameters and the optimizer's state to the owners; returns the same model, hooked, and the
     optimizer to use from here on.
 
-    model: on CPU or CUDA, initialised, the same on every rank (rank 0's values count). Its Parameters stay the same
-        objects, but their bytes come and go.
+    model: the same on every rank; rank 0's values count. Its Parameters stay the same objects, but their bytes come
+        and go. They may be on the meta device (``rayzero.empty_parameters``): on rank 0 where ``weights``, ``init``
+        or a checkpoint to resume from gives them values, on the other ranks in any case.
     optimizer: a torch optimizer over parameters of ``model`` that has not stepped yet.
     config: by default that of the run, else ``ZeroConfig()``.
     units: what is gathered together; overrides ``config.units``. A list of class names, or a function (name, module).
+    weights: a safetensors file, a Hugging Face directory or its index, a mapping of named tensors, an iterable of
+        (name, tensor), or ``rayzero.Weights`` of one of these. Rank 0 reads them unit by unit, so that no process holds
+        the model; the other ranks read buffers. They must give every parameter and persistent buffer.
+    init: called with every module, on the CPU, in the order of ``model.apply(init)`` and so with the same random
+        numbers, while the parameters of a unit exist. Every rank that is given one runs it, so that their random
+        generators agree afterwards.
 
-    Inside a trainer the run's owners are used; alone, an in-process store with one owner. Raises UnsupportedError or
-    ConfigError, naming the parameter or setting, before anything is changed.
+    Inside a trainer the run's owners are used; alone, an in-process store with one owner. A run that resumes needs
+    neither weights nor init, and uses neither. Raises UnsupportedError, ConfigError or CheckpointError, naming the
+    parameter or setting, before anything is changed (for an iterable of tensors: when a wrong one comes).
     """
     _check_arguments(model, optimizer, config)
     self_test()
@@ -63,38 +79,45 @@ def prepare(
     config = config or context.config or ZeroConfig()
     config.require_supported()
     _refuse_prepared(model, optimizer)
-    plan = _plan(model, config, units)
+    _refuse_second(context)
+    plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     check_resume(context, model)
+    start = Start(model, plan, context, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, config, context)
     device = _device(model, context)
     store = context.connect() if context.connect is not None else _alone(config, context)
     try:
         attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
-        if attached.needs_load and context.rank == 0:
-            _load(store, plan, params)
+        start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         engine = _engine(model, store, plan, spec, config, context, device, attached.version)
-        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), _trained(spec), attached.version)
+        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, attached.version)
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise
     _hook(model, plan, engine, config)
-    _engines[model] = engine
-    _move_buffers(model, device)
+    _engines[model] = ref(engine)
     restore_rank(context, model, device)
+    _move_buffers(model, device)
     context.on_close(engine.close)
+    context.prepared = True
     return model, ZeroOptimizer(optimizer, engine)
 
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine behind a prepared model; raises UnsupportedError for any other."""
-    try:
-        return _engines[model]
-    except KeyError:
+    engine = _engines[model]() if model in _engines else None
+    if engine is None:
         raise UnsupportedError(
             f"this {type(model).__name__} was not prepared: call rayzero.prepare() on it, and pass that same object"
-        ) from None
+        )
+    return engine
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether ``prepare`` was called on this very object."""
+    return model in _engines
 
 
 # ---- checks and plans -------------------------------------------------------------------------------------------
@@ -125,10 +148,22 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UnsupportedError("a torch.jit.ScriptModule cannot be prepared: it reads parameters without asking")
     if any(_has_stepped(state) for state in optimizer.state.values()):
-        raise UnsupportedError("the optimizer has stepped already: its state would be lost; prepare() before step()")
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise UnsupportedError(f"{name!r} is on the meta device, which is not supported yet; materialise it first")
+        raise UnsupportedError(
+            "the optimizer has stepped already: its state would be lost; prepare() with a new one, and give this one's "
+            "state_dict() to load_state_dict() of the optimizer that prepare() returns"
+        )
+
+
+def _as_weights(given: WeightSource | None) -> Weights | None:
+    return given if given is None or isinstance(given, Weights) else Weights(given)
+
+
+def _refuse_second(context: RankContext) -> None:
+    if context.connect is not None and context.prepared:
+        raise UnsupportedError(
+            "rayzero.prepare() was called a second time in this run, whose optimizer actors hold one prepared model: "
+            "prepare one nn.ModuleDict of both models with one optimizer that has their parameters as groups"
+        )
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
@@ -136,13 +171,14 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0
 
 
-def _plan(model: nn.Module, config: ZeroConfig, units: UnitRule | None) -> UnitPlan:
+def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = None) -> UnitPlan:
+    """How a config lays a model out. units: instead of the config's."""
     return build_layout(
         model,
         units=config.units if units is None else units,
         min_unit_bytes=config.min_unit_bytes,
         shard_bytes=config.shard_bytes,
-        compute_dtype=_DTYPES[config.precision],
+        compute_dtype=COMPUTE_DTYPES[config.precision],
         keep_fp32=config.keep_fp32,
     )
 
@@ -189,21 +225,13 @@ def _groups(
 
 
 def _device(model: nn.Module, context: RankContext) -> torch.device:
-    """A trainer's device; alone, the one the model is on."""
-    devices = {p.device for p in model.parameters()}
-    if context.connect is not None:
+    """A trainer's device; alone, the one the model is on, unless it is on none."""
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if context.connect is not None or not devices:
         return context.device
     if len(devices) > 1:
         raise UnsupportedError(f"the model's parameters are on several devices ({', '.join(map(str, devices))})")
     return devices.pop()
-
-
-def _trained(spec: ModelSpec) -> dict[int, Sequence[int]]:
-    """Per unit, the slots an optimizer trains."""
-    slots = {
-        unit: [i for i, group in enumerate(groups) if group != _NO_GROUP] for unit, groups in enumerate(spec.group_of)
-    }
-    return {unit: trained for unit, trained in slots.items() if trained}
 
 
 def _root_units(plan: UnitPlan) -> list[int]:
@@ -229,16 +257,6 @@ def _alone(config: ZeroConfig, context: RankContext) -> ParameterStore:
     return InProcessStore(0, owners, stall_timeout=config.stall_timeout, recorder=context.recorder)
 
 
-def _load(store: ParameterStore, plan: UnitPlan, params: Mapping[str, nn.Parameter]) -> None:
-    """Rank 0: the initial values, unit by unit, one unit's copy at a time."""
-    for unit in plan.layout.units:
-        dtype = torch.float32 if unit.trainable else unit.dtype
-        flat = torch.zeros(unit.numel, dtype=dtype)
-        for slot in unit.slots:
-            flat[slot.start : slot.stop].view(slot.shape).copy_(params[slot.name].detach())
-        store.load(unit.index, flat).result()
-
-
 def _engine(
     model: nn.Module,
     store: ParameterStore,
@@ -250,13 +268,15 @@ def _engine(
     version: int,
 ) -> Engine:
     lane = make_lane(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
+    clock = StepClock(context.recorder)
     step = RankStep(
         store,
         lane,
         rank=context.rank,
+        world_size=context.world_size,
         num_units=len(plan.layout.units),
         step=version,
-        recorder=context.recorder,
+        clock=clock,
     )
     return Engine(
         model,
@@ -268,6 +288,7 @@ def _engine(
         config=config,
         device=device,
         recorder=context.recorder,
+        clock=clock,
         poison=os.environ.get("RAYZERO_DEBUG") == "1",
     )
 
@@ -281,15 +302,20 @@ def _make_units(
         ours = [params[slot.name] for slot in layout.slots]
         for param in ours:
             _convert(param, layout, device)
-        guard.unit = ParamUnit(layout, ours, guard)
-        units.append(guard.unit)
+        unit = ParamUnit(layout, ours, guard)
+        guard_for(guard, unit)
+        units.append(unit)
     return units
 
 
 def _convert(param: nn.Parameter, unit: UnitLayout, device: torch.device) -> None:
     """The dtype and device it has from here on; its values are with the owners."""
     param.grad = None
-    param.data = torch.empty(param.shape, dtype=unit.dtype, device=device)
+    empty = torch.empty(param.shape, dtype=unit.dtype, device=device)
+    if param.is_meta:
+        materialise(param, empty)
+    else:
+        param.data = empty
 
 
 def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) -> None:
@@ -299,9 +325,9 @@ def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) 
         engine.calls.append(calls)
         hook_units(modules[name], calls)
     for module in model.modules():
+        hook_loading(module, engine.begin_load, engine.end_load)
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(RefuseLoading(model))  # type: ignore[no-untyped-call]
     _cast_inputs(model, config)
 
 
@@ -314,7 +340,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
     """Floating inputs of the root, and with keep_fp32 those of every module with parameters of one dtype, are cast."""
-    compute = _DTYPES[config.precision]
+    compute = COMPUTE_DTYPES[config.precision]
     if compute is torch.float32:
         return
     model.register_forward_pre_hook(CastInputs(model, compute), with_kwargs=True, prepend=True)
@@ -330,14 +356,13 @@ def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Complete CPU tensors under plain names, in the model's own order; loads into the plain model.
 
-    Parameters are the fp32 masters of exactly the last step (frozen ones in their own dtype), tied ones under each of
-    their names; persistent buffers as they are. Reads unit by unit; waits for the last step's update."""
+    Parameters are the fp32 masters of exactly the last step (frozen ones in their own dtype) with what this rank has
+    written since, tied ones under each of their names; persistent buffers as they are. Reads unit by unit; waits for
+    the last step's update, and for no other rank."""
     engine = engine_of(model)
     values: dict[int, Tensor] = {}
     for unit in engine.units:
-        kind, dtype = (MASTER, torch.float32) if unit.layout.trainable else (COMPUTE, unit.layout.dtype)
-        flat = torch.empty(unit.layout.numel, dtype=dtype)
-        engine.store.fetch(unit.index, engine.version, kind, flat).result()
+        flat = engine.masters(unit)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             values[id(param)] = flat[slot.start : slot.stop].view(slot.shape).clone()
     return _in_model_order(model, values)
@@ -359,10 +384,8 @@ def _in_model_order(model: nn.Module, values: Mapping[int, Tensor]) -> dict[str,
 def full_parameters(model: nn.Module, *, modify: bool = False) -> Iterator[None]:
     """Inside the context every parameter is complete, in place, in its compute dtype, of exactly the last step.
 
-    The whole model must fit gpu_param_memory_budget. ``modify=True`` is refused by name for now; a parameter that was
-    written to is found at the end and raises UnsupportedError."""
-    if modify:
-        raise UnsupportedError("full_parameters(modify=True) is not supported yet; change weights before prepare()")
-    engine = engine_of(model)
-    with engine.touched(engine.units):
+    The whole model must fit gpu_param_memory_budget. What is written there in ways that torch counts is kept in any
+    case; modify=True: in every way (``.data``, numpy). It reaches the owners with the next clip, step or
+    save_checkpoint: every rank must write the same."""
+    with engine_of(model).complete(modify=modify):
         yield

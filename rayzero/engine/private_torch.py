@@ -1,15 +1,14 @@
 """Every private PyTorch call RayZero makes, in one place, with a self-test that names the torch version.
 
-Nothing else in the package may import from ``torch._C`` or call a method with a leading underscore on a tensor or
-storage. If a torch release changes one of these, :func:`self_test` says so before a model is touched.
+Nothing else but ``tensor_metadata`` may import from ``torch._C`` or call a method with a leading underscore on a
+tensor or storage. If a torch release changes one of these, :func:`self_test` says so before a model is touched.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.utils import dlpack
 from torch.utils.checkpoint import checkpoint
 
 from rayzero.errors import UnsupportedError
+from rayzero.tensor_metadata import plain
 
 AT_REST = 2  # use count of a storage held by its tensor and by one Python wrapper, and by nobody else
 
@@ -67,10 +67,11 @@ def empty_storage(device: torch.device) -> torch.UntypedStorage:
     return torch.empty(0, device=device).untyped_storage()
 
 
-# ---- torch functions --------------------------------------------------------------------------------------------
+swap_tensors: Callable[[Tensor, Tensor], None] = _C._swap_tensor_impl
+"""Exchange what two tensor objects are (device, dtype, storage, gradient); each stays the same Python object, with its
+class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors`` exchanges those too, and
+``param.data = `` takes no other kind of device.)"""
 
-plain: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
-"""Context in which tensor subclasses are plain tensors: no ``__torch_function__`` runs."""
 
 # ---- torch.compile ----------------------------------------------------------------------------------------------
 
@@ -118,6 +119,44 @@ def increment_versions(tensors: Sequence[Tensor]) -> None:
 push_saved_tensor_hooks: Callable[[PackHook, UnpackHook], None] = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 
+# ---- loss scaling -----------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class _UnscalesItself(Protocol):
+    """An optimizer whose gradients a GradScaler cannot read."""
+
+    def unscale_gradients(self, factor: float) -> bool:
+        """Multiply the gradients by ``factor``; whether they are finite."""
+        ...
+
+
+@functools.cache
+def route_unscaling() -> None:
+    """Have every ``torch.amp.GradScaler`` ask optimizers that have ``unscale_gradients`` for it, where torch reads
+    ``.grad`` of each parameter. Other optimizers are treated as before.
+
+    Torch has no other way in for gradients that are elsewhere, on a rank where no parameter has one: DTensor's stay on
+    the parameters and answer to the operation instead."""
+    scaler_class: Any = torch.amp.GradScaler
+    by_torch = scaler_class._unscale_grads_
+
+    @functools.wraps(by_torch)
+    def unscale_grads(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        if not isinstance(optimizer, _UnscalesItself):
+            return by_torch(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        if not optimizer.unscale_gradients(float(inv_scale)):
+            found_inf.fill_(1.0)
+        return {found_inf.device: found_inf}
+
+    scaler_class._unscale_grads_ = unscale_grads
+
+
+def inverse_scale(scale: Tensor) -> float:
+    """One over a loss scale, rounded as GradScaler does."""
+    return float(scale.double().reciprocal().float())
+
+
 # ---- self-test --------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +169,13 @@ def _swap_works() -> bool:
     view = param.detach()
     seen = use_count(storage_key(storage)) == AT_REST + 1
     return at_rest and seen and view.tolist() == [4.0, 5.0, 6.0, 7.0] and param._version == 0
+
+
+def _tensor_swap_works() -> bool:
+    param, other = torch.nn.Parameter(torch.empty(2, device="meta")), torch.nn.Parameter(torch.ones(2))
+    kept = param
+    swap_tensors(param, other)
+    return kept is param and param.tolist() == [1.0, 1.0] and other.is_meta and param.requires_grad
 
 
 def _backward_hooks_work() -> bool:
@@ -180,14 +226,49 @@ def _checkpoint_is_known() -> bool:
     return seen == [True, True]
 
 
+class _Scaled(torch.optim.SGD):
+    """An optimizer that unscales itself, to see what a GradScaler does with it."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.ones(1))])
+        self.seen: list[float] = []
+
+    def unscale_gradients(self, factor: float) -> bool:
+        self.seen.append(factor)
+        return len(self.seen) != 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        scale = getattr(self, "grad_scale", None)
+        self.seen.append(0.0 if scale is None else inverse_scale(scale))
+
+
+def _grad_scaler_asks() -> bool:
+    """After unscale_ step() gets no scale, without it the scale; one inf halves the scale."""
+    route_unscaling()
+    optimizer = _Scaled()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for unscales in (True, False):
+        scaler.scale(torch.ones(()))
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer.seen == [0.125, 0.0, 1.0, 0.25] and scaler.get_scale() == 4.0
+
+
 @functools.cache
 def self_test() -> None:
     """Check that this torch behaves as the engine relies on; raises UnsupportedError naming what does not."""
     checks: dict[str, Callable[[], bool]] = {
         "storage swap and use count": _swap_works,
+        "swap of tensors": _tensor_swap_works,
         "backward hooks": _backward_hooks_work,
         "saved-tensor hooks": _saved_tensor_hooks_work,
         "non-reentrant checkpoint": _checkpoint_is_known,
+        "loss scaling": _grad_scaler_asks,
     }
     for name, check in checks.items():
         try:

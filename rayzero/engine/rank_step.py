@@ -1,4 +1,4 @@
-"""One rank's side of a step: what it pushed, what it clips with, when it has finished.
+"""One rank's side of a step: what it pushed, what it does to the averaged gradients, when it has finished.
 
 [Note: the order of a step] Every push has landed and every fetch of the step's version is done or cancelled before
 the finish is sent; after it the owners may overwrite what they publish.
@@ -6,41 +6,68 @@ the finish is sent; after it the owners may overwrite what they publish.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rayzero.engine.lane import Grads, Lane
+from rayzero.engine.step_clock import StepClock
 from rayzero.errors import GradientAccessError
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.messages import Contribution, Decision, FinishReport, Hyper, Norm, StepInputs, pack_presence
-from rayzero.optimizer.decide import clip_factor
+from rayzero.messages import (
+    Clamp,
+    Contribution,
+    Decision,
+    Edit,
+    EditKind,
+    FinishReport,
+    Hyper,
+    StepInputs,
+    pack_presence,
+)
+from rayzero.optimizer.decide import edited
 from rayzero.store.protocol import ParameterStore
-from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
-from rayzero.telemetry.recorder import Recorder
 
 _T = TypeVar("_T")
+_CALLS = {
+    EditKind.UNSCALE: "scaler.unscale_(optimizer)",
+    EditKind.CLIP_NORM: "optimizer.clip_grad_norm_()",
+    EditKind.CLIP_VALUE: "optimizer.clip_grad_value_()",
+}
 
 
 class RankStep:
     """The step that is being built, from the first gradient to the decision.
 
-    Knows pushes, their counts, attempts and clips; not units' parameters, modules or buffers."""
+    Knows pushes, their counts, attempts and edits; not units' parameters, modules or buffers."""
 
     def __init__(
-        self, store: ParameterStore, lane: Lane, *, rank: int, num_units: int, step: int, recorder: Recorder
+        self,
+        store: ParameterStore,
+        lane: Lane,
+        *,
+        rank: int,
+        world_size: int,
+        num_units: int,
+        step: int,
+        clock: StepClock,
     ) -> None:
         self._store = store
         self._lane = lane
-        self._rank = rank
-        self._recorder = recorder
+        self._rank, self._world_size = rank, world_size
+        self._clock = clock
         self.step = step
         self.attempt = 0
         self.counts = [0] * num_units  # pushes per unit in this attempt
         self._flying: deque[Future[None]] = deque()  # pushes not known to have landed, oldest first
-        self._max_norms: list[float] = []  # one per clip since finish
-        self._finished: Future[Norm] | None = None  # the finish that is out without a commit
+        self._present: dict[int, int] = {}  # unit -> bits: slots with a gradient since the last zero_grad()
+        self._zeroed: dict[int, int] = {}  # of them, those that zero_grad(set_to_none=False) made zero
+        self._edits: list[Edit] = []  # in the order of the calls
+        self._norms: list[float] = []  # that this attempt's finishes gave, as `edited` takes them
+        self._finished = False  # the finish is out without a commit
         self._deciding: Future[Any] | None = None  # of the last step
 
     # ---- gradients
@@ -60,6 +87,9 @@ class RankStep:
             self._wait(self._flying.popleft(), "push")
             landed = self._lane.push(unit, contribution, grads)
         self.counts[unit.index] += 1
+        bits = int.from_bytes(contribution.presence, "little")
+        self._present[unit.index] = self._present.get(unit.index, 0) | bits
+        self._zeroed[unit.index] = self._zeroed.get(unit.index, 0) & ~bits
         self._flying.append(landed)
         while self._flying and (wait or self._flying[0].done()):
             self._flying.popleft().result()
@@ -70,16 +100,17 @@ class RankStep:
         return any(self.counts)
 
     @property
-    def clipped(self) -> bool:
-        """Whether the finish is out and the commit is not."""
-        return self._finished is not None
+    def edited(self) -> bool:
+        """Whether the step's gradients were clipped or unscaled: no more may come."""
+        return self._finished or bool(self._edits)
 
     def refuse_backward(self) -> None:
-        """Raise GradientAccessError between clip and step: the owners have already summed."""
-        if self.clipped:
+        """Raise GradientAccessError between clipping or unscaling and step(), which would not cover its gradients."""
+        if self.edited:
+            call = _CALLS[self._edits[0].kind if self._edits else EditKind.UNSCALE]
             raise GradientAccessError(
-                "backward() ran between optimizer.clip_grad_norm_() and optimizer.step(): the clipped norm would not "
-                "cover its gradients; call clip_grad_norm_ after the last backward, or zero_grad() to start over"
+                f"backward() ran between {call} and optimizer.step(), which would not cover its gradients; call it "
+                "after the last backward, or zero_grad() to start over"
             )
 
     def landed(self) -> None:
@@ -89,50 +120,83 @@ class RankStep:
             self._flying.popleft().result()
         self._exposed(start, "push")
 
-    # ---- finish, clip, commit, discard
+    # ---- finish, edits, commit, discard
 
-    def clip(self, max_norm: float) -> float:
-        """Finish if that is still to be done, and clip once more.
+    def averaged_norm(self) -> float:
+        """The norm of the averaged gradients before any edit; finishes if that is still to be done. Waits for all."""
+        if not self._norms:
+            self._finished = True
+            self._norms.append(self._wait(self._store.finish(self._report(), None), "norm").total)
+        return self._norms[0]
 
-        Returns the norm before this clip, after earlier ones; waits for all ranks."""
-        norm = self.norm()
-        norm *= clip_factor(norm, self._max_norms)
-        self._max_norms.append(float(max_norm))
+    def clip_norm(self, max_norm: float) -> float:
+        """Clip the global norm; returns what it was, after earlier edits. Waits for all ranks, and for another pass
+        over the gradients where they were clipped by value since."""
+        norm = self._norm()
+        self._edits.append(Edit(EditKind.CLIP_NORM, float(max_norm)))
         return norm
 
-    def norm(self) -> float:
-        """Finish if that is still to be done; the norm before any clip. Waits for all ranks."""
-        if self._finished is None:
-            self._finished = self._store.finish(self._report(), None)
-        return self._wait(self._finished, "norm").total
+    def _norm(self) -> float:
+        """The norm after the edits so far; where the gradients are not finite, that of the averaged ones."""
+        if not math.isfinite(self.averaged_norm()):
+            return self.averaged_norm()
+        now = edited(self._edits, self._norms, self._world_size)
+        if now.norm is None:
+            report = replace(self._report(), clamp=Clamp(scale=now.scale, limit=now.limit))
+            self._norms.append(self._wait(self._store.finish(report, None), "norm").total)
+            return self._norms[-1]
+        return now.norm
+
+    def clip_value(self, limit: float) -> None:
+        """Clamp every element; waits for nobody."""
+        self._edits.append(Edit(EditKind.CLIP_VALUE, float(limit)))
+
+    def unscale(self, factor: float) -> bool:
+        """Multiply by one over the loss scale; whether all ranks' gradients are finite. Waits for all ranks."""
+        finite = math.isfinite(self.averaged_norm())
+        if factor != 1.0:
+            self._edits.append(Edit(EditKind.UNSCALE, float(factor)))
+        return finite
 
     def commit(self, hyper: tuple[Hyper, ...], max_norm: float | None) -> None:
-        """Ask for the step to be decided, and begin the next one. ``max_norm``: clip in the same message."""
-        extra = () if max_norm is None else (float(max_norm),)
-        inputs = StepInputs(max_norms=(*self._max_norms, *extra), hyper=hyper)
-        if self.clipped:
+        """Ask for the step to be decided, and begin the next one. ``max_norm``: clip in the same message, which takes
+        the norm of gradients that nobody clipped by value."""
+        if max_norm is not None and any(edit.kind is EditKind.CLIP_VALUE for edit in self._edits):
+            self.clip_norm(max_norm)
+        elif max_norm is not None:
+            self._edits.append(Edit(EditKind.CLIP_NORM, float(max_norm)))
+        inputs = StepInputs(edits=tuple(self._edits), hyper=hyper)
+        if self._finished:
             self._deciding = self._store.commit(self.step, inputs)
         else:
             self._deciding = self._store.finish(self._report(), inputs)
         self.step += 1
         self._restart(attempt=0)
 
-    def discard(self) -> None:
-        """Take back what was pushed. With nothing pushed or finished, nothing is sent."""
-        if self.clipped:
+    def zeroed(self, unit: int) -> list[int]:
+        """Slots whose gradient is zero, as torch leaves it, and not absent."""
+        bits = self._zeroed.get(unit, 0)
+        return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
+
+    def discard(self, *, set_to_none: bool = True) -> None:
+        """Take back what was pushed. With nothing pushed or finished, nothing is sent.
+
+        set_to_none: False: what had a gradient has a zero one from here on, until it gets another."""
+        if self._finished:
             self.landed()
             self._store.discard(self.step, self.attempt).result()
         elif self.pushed:
             self.landed()
-        else:
-            return
-        self._restart(attempt=self.attempt + 1)
+        self._restart(self.attempt + 1 if self._finished or self.pushed else self.attempt)
+        if set_to_none:
+            self._present.clear()
+        self._zeroed = dict(self._present)
 
     def _restart(self, attempt: int) -> None:
         self.attempt = attempt
         self.counts = [0] * len(self.counts)
-        self._max_norms = []
-        self._finished = None
+        self._edits, self._norms = [], []
+        self._finished = False
 
     def _report(self) -> FinishReport:
         return FinishReport(step=self.step, attempt=self.attempt, rank=self._rank, counts=tuple(self.counts))
@@ -162,4 +226,4 @@ class RankStep:
         return result
 
     def _exposed(self, start: float, cause: str) -> None:
-        self._recorder.add(EXPOSED_WAIT_SECONDS, time.perf_counter() - start, cause=cause)
+        self._clock.waited(cause, time.perf_counter() - start)

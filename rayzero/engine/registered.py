@@ -2,17 +2,19 @@
 
 ``model.half()``, ``p.data = tensor``, ``module.weight = nn.Parameter(...)`` and the like put another storage or
 another object where the owners' bytes come and go. Training would go on, silently without that parameter.
+Plain tensors in a Parameter's place are let through: only ``torch.func.functional_call`` puts them there, for one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from rayzero.engine.param_unit import ParamUnit
-from rayzero.engine.private_torch import plain, storage_key
+from rayzero.engine.private_torch import storage_key
 from rayzero.errors import UnsupportedError
+from rayzero.tensor_metadata import plain
 
 
 class Registered:
@@ -39,7 +41,10 @@ class Registered:
         with plain():
             now = [table.get(name) for table, name in self._entries]
             keys = [storage_key(param.untyped_storage()) for param in self._params]
-        same = [ours is theirs for ours, theirs in zip(self._params, now, strict=True)]
+            same = [
+                ours is theirs or (isinstance(theirs, Tensor) and not isinstance(theirs, nn.Parameter))
+                for ours, theirs in zip(self._params, now, strict=True)
+            ]
         if keys == self._keys and all(same):
             return
         exchanged = [not kept or key != its for kept, key, its in zip(same, keys, self._keys, strict=True)].index(True)
@@ -47,5 +52,5 @@ class Registered:
         raise UnsupportedError(
             f"parameter {unit.layout.slots[slot].name!r} was exchanged after rayzero.prepare() (by "
             "model.to/half/double, param.data = ..., or a new nn.Parameter); its dtype, device and values "
-            "are the owners': change them before prepare()"
+            "are the owners': change them before prepare(), and give functional_call plain tensors"
         )

@@ -94,6 +94,12 @@ class Residency:
         return self._budget.used
 
     @property
+    def allocated(self) -> int:
+        """Bytes of buffers there are, in use or kept for it; the owners' memory is not among them."""
+        stats = self._pool.stats
+        return stats.leased + stats.free
+
+    @property
     def peak(self) -> int:
         """The most there ever were."""
         return self._budget.peak

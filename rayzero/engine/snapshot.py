@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import check_target, discard_staging, staging_path, write_rank_state
 from rayzero.engine.context import RankContext
+from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.messages import CheckpointInfo
@@ -79,7 +80,7 @@ def restore_rank(context: RankContext, model: nn.Module, device: torch.device) -
     with CheckpointReader(context.resume) as reader:
         known = context.rank < reader.world_size
         state, tensors = reader.rank_state(context.rank if known else 0)
-        _restore_buffers(model, reader.buffers(context.rank if known else 0))
+        fill_buffers(model, reader.buffers(context.rank if known else 0))
     context.loop_state = state["loop"]
     if known:
         _set_rng_state(state["rng"], tensors, device)
@@ -113,13 +114,6 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         if name not in module._non_persistent_buffers_set
     }
-
-
-def _restore_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in saved:
-                buffer.copy_(saved[name])
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

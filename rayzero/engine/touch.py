@@ -13,111 +13,31 @@ silently clip nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rayzero.engine.private_torch import plain
+from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
+from rayzero.tensor_metadata import METADATA, of_class, plain
 
-_GETTERS = (
-    "grad",
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "_version",
-    "ndim",
-    "nbytes",
-    "itemsize",
-    "is_sparse",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_quantized",
-    "is_nested",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "output_nr",
-    "names",
-    "retains_grad",
-    "_grad",
-    "is_mkldnn",
-    "is_sparse_csr",
-)
-_SETTERS = (
-    "requires_grad",
-    "grad",
-    "_grad",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-)
-_METHODS = (
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "storage_offset",
-    "is_contiguous",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "get_device",
-    "has_names",
-    "__len__",
-    "__hash__",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "retain_grad",
-    "is_same_size",
-    "dim_order",
-)
-_FUNCTIONS = (
-    "numel",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_inference",
-    "is_same_size",
-    "is_conj",
-    "is_neg",
-)
-
-
-def _metadata() -> frozenset[Any]:
-    """Functions that read or set what a tensor says about itself, never its bytes."""
-    tensor: Any = Tensor
-    found = [getattr(tensor, name).__get__ for name in _GETTERS if hasattr(tensor, name)]
-    found += [getattr(tensor, name).__set__ for name in _SETTERS]
-    found += [getattr(tensor, name) for name in _METHODS if hasattr(tensor, name)]
-    found += [getattr(torch, name) for name in _FUNCTIONS]
-    return frozenset([*found, tensor.grad.__delete__])
-
-
-METADATA = _metadata()
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _REQUIRES_GRAD: Any = Tensor.requires_grad
-_ON_SELF = frozenset([_SET_DATA, _REQUIRES_GRAD.__set__, Tensor.requires_grad_])
+_ON_SELF = frozenset([_REQUIRES_GRAD.__set__, Tensor.requires_grad_])
+_BY_EDGES: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
 _ON_GRAD = frozenset([_GET_GRAD, _GRAD.__set__, _GRAD.__delete__])
+
+
+_Held = TypeVar("_Held")
 
 
 class Toucher(Protocol):
@@ -131,16 +51,32 @@ class Toucher(Protocol):
         """The parameter's name where its gradient has left the rank in this step, else None."""
         ...
 
+    def take_loaded(self, param: nn.Parameter, unit: Any, value: Tensor) -> bool:
+        """Take values from the load_state_dict() that is running; False: none is."""
+        ...
+
     def name_of(self, param: nn.Parameter, unit: Any) -> str:
         """The parameter's name."""
         ...
 
 
+class _HeldElsewhere(Generic[_Held]):
+    """A class attribute that keeps nothing alive: the model's hooks hold the engine, and it its units. autograd's nodes
+    hold Parameters where no garbage collector looks, and Parameters their class: that must not hold all the rest."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: object, owner: type) -> _Held:
+        held: _Held = getattr(owner, self._name)()
+        return held
+
+
 class ShardedParameter(nn.Parameter):
     """The class a Parameter has except while a call of its unit is open; each unit has a subclass of its own."""
 
-    toucher: ClassVar[Toucher]
-    unit: ClassVar[Any]
+    toucher = _HeldElsewhere[Toucher]()
+    unit = _HeldElsewhere[Any]()
 
     @classmethod
     def __torch_function__(
@@ -152,7 +88,11 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ON_SELF:
-            cls._refuse_change(func, args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+            cls._refuse_unfreezing(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        if func == _SET_DATA:
+            return cls._set_data(*args)
+        if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
+            return args[0]
         if func == _GET_DATA:
             func = Tensor.detach  # shares the version counter: writes through it are seen
         if func in METADATA:
@@ -161,9 +101,9 @@ class ShardedParameter(nn.Parameter):
             if func in _ON_GRAD and (result is None or func != _GET_GRAD):
                 cls._refuse_if_sent(args[0])
             return result
-        if func is torch.autograd.grad and not kwargs.get("materialize_grads"):
+        if func in _BY_EDGES and not kwargs.get("materialize_grads"):
             return func(*_as_edges(args), **{name: _as_edges(value) for name, value in kwargs.items()})
-        units = list({type(param).unit: None for param in _guarded((args, kwargs))})
+        units = list({type(param).unit: None for param in of_class(ShardedParameter, (args, kwargs))})
         with cls.toucher.touched(units):
             return func(*args, **kwargs)
 
@@ -174,24 +114,33 @@ class ShardedParameter(nn.Parameter):
             raise GradientAccessError(
                 f"the gradient of {name!r} has left this rank for the optimizer owners, so .grad cannot be read or set "
                 f"(by {_caller(sys._getframe(1))}). To clip, call optimizer.clip_grad_norm_(max_norm), which returns "
-                "the global norm; to drop gradients, optimizer.zero_grad()"
+                "the global norm, or optimizer.clip_grad_value_(clip_value); to drop gradients, optimizer.zero_grad()"
             )
 
     @classmethod
-    def _refuse_change(cls, func: Any, param: nn.Parameter, value: Any) -> None:
-        """Raise UnsupportedError for a new ``.data`` of other bytes, and for unfreezing what has no master."""
-        if func == _SET_DATA:
-            with plain():
-                same = value.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
-                same = same and (value.dtype, value.shape) == (param.dtype, param.shape)
-            change = None if same else "a new dtype, device or .data"
-        else:
-            change = "requires_grad=True" if value and not cls.unit.layout.trainable else None
-        if change is not None:
+    def _refuse_unfreezing(cls, param: nn.Parameter, value: object) -> None:
+        """Raise UnsupportedError for training what was frozen at prepare: it has no master."""
+        if value and not cls.unit.layout.trainable:
             raise UnsupportedError(
-                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given {change} after rayzero.prepare(), which "
-                "is not supported yet; do it before"
+                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given requires_grad=True after "
+                "rayzero.prepare(), but it was frozen there and has no master weights; to unfreeze it later, leave "
+                "requires_grad=True until prepare() has returned, and freeze it then"
             )
+
+    @classmethod
+    def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
+        """``param.data = value`` copies the values: the memory is the engine's. Raises UnsupportedError where they are
+        of another dtype, shape or device."""
+        with plain():
+            ours, new = (param.dtype, param.shape, param.device), (value.dtype, value.shape, value.device)
+        if ours != new:
+            raise UnsupportedError(
+                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given .data of {_form(*new)} after "
+                f"rayzero.prepare(), it has {_form(*ours)}; change dtype, shape and device before"
+            )
+        if value is not param:
+            with cls.toucher.touched([cls.unit]), torch.no_grad():
+                param.copy_(value.clone() if _shares(param, value) else value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain Parameter with the full values: a copy belongs to nobody."""
@@ -206,20 +155,22 @@ class ShardedParameter(nn.Parameter):
 
 
 def guard_class(toucher: Toucher) -> type[ShardedParameter]:
-    """A class for one unit's Parameters; its ``unit`` is set once the unit exists."""
-    return type("ShardedParameter", (ShardedParameter,), {"toucher": toucher, "__module__": __name__})
+    """A class for one unit's Parameters; ``guard_for`` tells it the unit, once that exists."""
+    return type("ShardedParameter", (ShardedParameter,), {"_toucher": ref(toucher), "__module__": __name__})
 
 
-def _guarded(tree: Any) -> Iterator[ShardedParameter]:
-    """Every guarded Parameter in nested arguments."""
-    if isinstance(tree, ShardedParameter):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _guarded(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _guarded(item)
+def guard_for(guard: type[ShardedParameter], unit: Any) -> None:
+    """Let the class know whose Parameters have it."""
+    guard._unit = ref(unit)  # type: ignore[attr-defined]
+
+
+def _form(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+
+
+def _shares(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return storage_key(ours.untyped_storage()) == storage_key(theirs.untyped_storage())
 
 
 def _as_edges(tree: Any) -> Any:

@@ -7,16 +7,19 @@ never make room for a prefetch. A model that fits as a whole stays up from its f
 
 [Note: versions] The step makes trained units' parameters out of date. Their memory is kept for the next version until
 others need it, and fetched into only if the owners changed the content (a skipped step, a unit without gradients:
-they did not). Frozen units stay up over the step: their content never changes.
+they did not). Frozen units stay up over the step, which does not change them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+
+import torch
+from torch import Tensor
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.fetching import Fetching, Waited
@@ -25,17 +28,26 @@ from rayzero.engine.pace import PrefetchPace
 from rayzero.engine.param_unit import ParamUnit, UnitState
 from rayzero.engine.residency import Residency
 from rayzero.engine.schedule import Phase, UnitSchedule
-from rayzero.errors import MemoryPlanError, UnsupportedError
+from rayzero.engine.step_clock import StepClock
+from rayzero.engine.written import WrittenUnits
+from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
+from rayzero.messages import COMPUTE
+from rayzero.optimizer.writes import same_bits
 from rayzero.store.protocol import ParameterStore
 from rayzero.telemetry.names import (
-    EXPOSED_WAIT_SECONDS,
     PINNED_UNITS,
     PREFETCH_DEPTH,
+    PREFETCH_GROUP_LATE_SECONDS,
+    PREFETCH_INFLIGHT_BYTES,
     PREFETCH_LATE_SECONDS,
+    PREFETCH_LEAD_SECONDS,
     PREFETCH_REQUESTS,
+    PREFETCH_WINDOW_BYTES,
+    PREFETCH_WINDOW_LIMIT_BYTES,
+    VERSION_LAG,
 )
-from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.recorder import Reading, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -59,24 +71,30 @@ class UnitCache:
         residency: Residency,
         config: ZeroConfig,
         recorder: Recorder,
+        clock: StepClock,
         version: int,
         keeps: bool,
+        groups: Sequence[str],
         note: Note,
         check: Callable[[], None],
     ) -> None:
-        """``root``: units of the root module. ``trained``: units that an optimizer trains; others' content never
-        changes. ``keeps``: keep out-of-date memory for the next version. ``check`` raises where the run has failed."""
-        self.version = version
+        """``root``: units of the root module. ``trained``: units that an optimizer trains; no step changes
+        others. ``keeps``: keep out-of-date memory for the next version. ``groups``: each unit's name where
+        measurements are told. ``check`` raises where the run has failed."""
+        self.version = self._first = version
         self.schedule = UnitSchedule(len(units), always=root)
+        self.writes = WrittenUnits()
         self._units = units
         self._root = frozenset(root)
-        self._trained = frozenset(trained)
+        self._trained = set(trained)
         self._store = store
         self._lane = lane
         self._residency = residency
         self._recorder = recorder
+        self._clock = clock
         self._budget = config.gpu_param_memory_budget
         self._keeps = keeps
+        self._groups = groups
         self._note = note
         self._check = check
         self._prefetches = config.async_prefetch and config.overlap_computation
@@ -119,18 +137,23 @@ class UnitCache:
         except BaseException:
             self._drop(unit)
             raise
+        self.writes.put_back(unit)
         self._note("unshard", unit.name)
-        self._count_use(fetching, there, waited)
+        self._count_use(unit, fetching, there, waited)
 
-    def _count_use(self, fetching: Fetching, there: bool, waited: Waited) -> None:
+    def _count_use(self, unit: ParamUnit, fetching: Fetching, there: bool, waited: Waited) -> None:
         result = "miss" if not fetching.ahead else "hit" if there else "late"
         self._recorder.add(PREFETCH_REQUESTS, 1, result=result)
+        if result == "hit":
+            self._recorder.observe(PREFETCH_LEAD_SECONDS, fetching.lead)
+        else:
+            self._recorder.add(PREFETCH_GROUP_LATE_SECONDS, waited.total, group=self._groups[unit.index])
         if result == "late":
             self._recorder.observe(PREFETCH_LATE_SECONDS, waited.total)
         if waited.optimizer:
-            self._recorder.add(EXPOSED_WAIT_SECONDS, waited.optimizer, cause="optimizer")
+            self._clock.waited("optimizer", waited.optimizer)
         if waited.fetch:
-            self._recorder.add(EXPOSED_WAIT_SECONDS, waited.fetch, cause="fetch")
+            self._clock.waited("fetch", waited.fetch)
         if self._pace is not None:
             self._pace.waited(waited.total)
             if fetching.seconds is not None:
@@ -160,6 +183,8 @@ class UnitCache:
         known = self._publications.get(unit)
         if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
             known = self._publications[unit] = self._store.published(unit, self.version)
+            if unit in self._trained:
+                known.add_done_callback(lambda _: self._clock.published())
         return known
 
     def prefetch(self) -> None:
@@ -183,8 +208,13 @@ class UnitCache:
                 return
 
     def _set_depth(self, depth: int) -> None:
-        self._recorder.add(PREFETCH_DEPTH, depth - self.depth)  # the sum of the differences is the depth
+        self._recorder.set(PREFETCH_DEPTH, depth)
         self.depth = depth
+
+    def train(self, unit: int) -> None:
+        """An optimizer trains the unit from now on."""
+        self._trained.add(unit)
+        self._publications.pop(unit, None)
 
     # ---- down
 
@@ -231,16 +261,15 @@ class UnitCache:
             return free or self._reap(wait=not ahead)
         if unit.state is UnitState.SHARDED or not unit.can_reshard():
             return False
-        self.refuse_writes(unit)
-        if unit.state is UnitState.UNSHARDED:
-            self._reshard(unit, keep=False)
+        self._reshard(unit, keep=False)
         return True
 
     def _reshard(self, unit: ParamUnit, *, keep: bool) -> None:
+        self.writes.set_aside(unit)
         buffer = unit.reshard()
         if (
             buffer.mapped
-        ):  # also what nobody saw: a write through .data or .numpy() would hide the owners' pages for ever
+        ):  # also what nobody saw: a write through .data in forward would hide the owners' pages for ever
             self._store.revert(unit.index)
         if keep and self._keeps and not buffer.mapped:
             unit.kept = buffer
@@ -286,16 +315,45 @@ class UnitCache:
 
     # ---- writes
 
-    def refuse_writes(self, unit: ParamUnit) -> None:
-        """Raise where the user wrote into the unit; what was written is thrown away, also under views of it."""
-        try:
-            unit.refuse_writes()
-        except UnsupportedError:
-            if unit.can_reshard():
-                self._reshard(unit, keep=False)
-            else:
-                self._refresh(unit)
-            raise
+    def write_back(self) -> None:
+        """Give the owners what the user wrote; every rank calls it before its finish. [Note: writes, in written.py]"""
+        for unit in self._units:
+            values = self.writes.values(unit)
+            if values is None:
+                continue
+            if not self._is_published(unit, values):
+                self._write(unit, COMPUTE, values)
+            if unit.buffer is not None and unit.buffer.mapped:
+                self._store.revert(unit.index)
+            self.writes.settle(unit)
+
+    def overwrite(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
+        """Put other values into a unit (1D, unit.numel elements, host memory; see ``ParameterStore.write``); every rank
+        calls it, after ``write_back``."""
+        self._write(unit, kind, values)
+        if unit.state is UnitState.UNSHARDED:
+            self._refresh(unit)
+
+    def fetch_flat(self, unit: ParamUnit, kind: str) -> Tensor:
+        """What the owners have: 1D, unit.numel elements, host memory, the unit's dtype for COMPUTE, else fp32."""
+        with torch.inference_mode(False):
+            out = torch.empty(unit.layout.numel, dtype=unit.layout.dtype if kind == COMPUTE else torch.float32)
+        self._store.fetch(unit.index, self.version, kind, out).result()
+        return out
+
+    def _is_published(self, unit: ParamUnit, values: Tensor) -> bool:
+        return bool(same_bits(values, self.fetch_flat(unit, COMPUTE)).all())
+
+    def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
+        """Nothing of the unit may be on its way, or be kept, that is older."""
+        if unit.state is UnitState.UNSHARDING:
+            self._drop(unit)
+        self._reap(wait=True)
+        kept = unit.take_kept()
+        if kept is not None:
+            self._residency.release(kept)
+        self._store.write(unit.index, self.version, kind, values).result()
+        self._note("write", unit.name)
 
     def _refresh(self, unit: ParamUnit) -> None:
         """Put the present version under a unit that somebody holds."""
@@ -306,6 +364,7 @@ class UnitCache:
             self._store.revert(unit.index)
         self._lane.fetch(unit.layout, self.version, buffer, published=published, held=None, ahead=False).wait()
         unit.refreshed(self.version)
+        self.writes.settle(unit)
         self._note("refresh", unit.name)
 
     # ---- passes and steps
@@ -336,10 +395,8 @@ class UnitCache:
         for unit in self._units:
             if unit.state is UnitState.UNSHARDING:
                 self._drop(unit)
-            elif unit.state is UnitState.UNSHARDED:
-                self.refuse_writes(unit)
-                if unit.index in self._trained and unit.can_reshard():
-                    self._reshard(unit, keep=True)
+            elif unit.index in self._trained and unit.can_reshard():
+                self._reshard(unit, keep=True)
         self._reap(wait=True)
         self._lane.drain()
 
@@ -354,7 +411,7 @@ class UnitCache:
             self._publications.pop(unit.index, None)
         for unit in trained:
             if unit.state is UnitState.UNSHARDED:  # pinned: its views must read the new version
-                self._recorder.add(PINNED_UNITS, 1, unit=unit.name)
+                self._recorder.add(PINNED_UNITS, 1, group=self._groups[unit.index])
                 log.debug("unit %s is pinned over step %d: refreshed in place", unit.name, self.version)
                 self._refresh(unit)
 
@@ -363,7 +420,17 @@ class UnitCache:
         start = time.perf_counter()
         for unit in self._units:
             self._published(unit.index).result()
-        self._recorder.add(EXPOSED_WAIT_SECONDS, time.perf_counter() - start, cause="optimizer")
+        self._clock.waited("optimizer", time.perf_counter() - start)
+
+    def readings(self) -> Iterator[Reading]:
+        """What is up, on its way and waited for now; from any thread."""
+        coming = [unit.size_bytes for unit in self._units if unit.state is UnitState.UNSHARDING]
+        yield Reading(PREFETCH_INFLIGHT_BYTES, sum(coming), {})
+        yield Reading(PREFETCH_WINDOW_BYTES, self._residency.used, {})
+        yield Reading(PREFETCH_WINDOW_LIMIT_BYTES, self._budget, {})
+        publications = [self._publications.get(unit) for unit in list(self._trained)]
+        lags = any(known is None or not known.done() for known in publications)
+        yield Reading(VERSION_LAG, lags and self.version > self._first, {})
 
     def cancel(self) -> None:
         """Call off what is on its way; from any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN
 
 
@@ -79,6 +81,7 @@ class AdamMemory:
     exp_avg_sq: Tensor  # fp32
     max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
     params: Tensor | None  # published parameters; None: the master is what is published
+    stamps: TileStamps | None = None  # brought up to date tile by tile; None: nobody will look
 
 
 class Kernel(Protocol):
@@ -93,8 +96,11 @@ class Kernel(Protocol):
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
+        *,
+        limit: float = math.inf,
     ) -> None:
-        """Sum the ranks' gradients, multiply by ``scale``, run Adam, write the published parameters.
+        """Sum the ranks' gradients, multiply by ``scale``, clamp every element to within +-``limit``, run Adam, write
+        the published parameters.
 
         ``gradients``: per rank, 1D, the shard's elements, any float dtype; only the ranks and ranges that
         segments name are read, and nothing is written to them. ``on_tile(done, total)`` is called after each tile.

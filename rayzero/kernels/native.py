@@ -21,11 +21,13 @@ from torch import Tensor
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.stamps import STAMP
+from rayzero.messages import Clamp
 
-ABI = 2  # of the tables below: RZ_ABI in adam.c
+ABI = 4  # of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
-TILE = 1 << 15  # elements a thread claims at once: small, so that all threads end together; a multiple of 64
-STRETCH = 1 << 24  # elements of one call into the library, then progress is reported
+TILE = STAMP  # elements a thread claims at once: small, so that all threads end together; a multiple of 64
+STRETCH = 1 << 24  # elements of one call into the library, then progress is reported; a multiple of TILE
 # Elements below which waking a second thread (80-100 us on a virtual machine) costs more than it gains.
 _UPDATE_ALONE, _SQUARES_ALONE = 4 * TILE, 8 * LEAF
 
@@ -35,7 +37,7 @@ _WHY_NOT = _FOLDER / "_native.reason"  # written by the build where it made no l
 
 ISAS = ("portable", "avx2", "avx512", "neon")  # by their numbers in adam.c, on each machine the slowest first
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_L2, _DECAY, _AMSGRAD, _FROM_GRADIENT = 1, 2, 4, 8
+_L2, _DECAY, _AMSGRAD, _FROM_GRADIENT, _CLAMP = 1, 2, 4, 8, 16
 
 
 class _Gradient(ctypes.Structure):
@@ -56,6 +58,7 @@ class _Segment(ctypes.Structure):
         ("step_size", c_float),
         ("bias2_sqrt", c_float),
         ("eps", c_float),
+        ("limit", c_float),
         ("flags", c_int32),
     )
 
@@ -68,6 +71,8 @@ class _Memory(ctypes.Structure):
         ("max_exp_avg_sq", c_void_p),
         ("params", c_void_p),
         ("params_dtype", c_int32),
+        ("stamps", c_void_p),
+        ("stamp", c_int64),
     )
 
 
@@ -90,7 +95,9 @@ class NativeLibrary:
         self.team_destroy = typed(library.rz_team_destroy, None, c_void_p)
         self.team_size = typed(library.rz_team_size, c_int32, c_void_p)
         self.adam = typed(library.rz_adam, None, c_void_p, c_int32, *[c_void_p] * 2, *[c_int64] * 4)
-        self.squares = typed(library.rz_squares, None, c_void_p, c_int32, c_void_p, *[c_int64] * 3, c_void_p)
+        self.squares = typed(
+            library.rz_squares, None, c_void_p, c_int32, c_void_p, *[c_int64] * 3, *[c_float] * 2, c_void_p
+        )
         self.sum = typed(library.rz_sum, c_double, c_void_p, c_int64)
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
         self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
@@ -190,17 +197,19 @@ class NativeKernel(_Worker):
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
+        *,
+        limit: float = math.inf,
     ) -> None:
         """See ``Kernel.update``; a tile is what one call into the library covers."""
         if not segments:
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
         start, stop = ordered[0].offset, ordered[-1].offset + ordered[-1].length
-        table = _segment_table(ordered, gradients, scale)
+        table = _segment_table(ordered, gradients, scale, limit)
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
-        cuts = range(start, stop, STRETCH)
-        for done, at in enumerate(cuts, 1):
-            end = min(at + STRETCH, stop)
+        cuts = range(start // STRETCH * STRETCH, stop, STRETCH)  # a tile is in one of them
+        for done, cut in enumerate(cuts, 1):
+            at, end = max(cut, start), min(cut + STRETCH, stop)
             team = self._team_address() if end - at >= _UPDATE_ALONE else None
             self._library.adam(team, self._isa, byref(tensors), table, len(table), at, end, TILE)
             on_tile(done, len(cuts))
@@ -212,15 +221,18 @@ class NativeSquareSum(_Worker):
     fp64 from leaves of 65,536 elements of the range: element i of a leaf goes to partial sum i mod 16, partial sums
     are added by halves, leaves in order. No bit depends on the instruction set or the threads."""
 
-    def part(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> float:
-        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (ascending).
-
-        inf or nan where a summed gradient is."""
+    def part(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None = None
+    ) -> float:
+        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (ascending), of what
+        ``clamp`` leaves of it as ``rz_adam`` does, where that is given. Without it inf or nan where a summed gradient
+        is."""
         count = -(-(stop - start) // LEAF)
         leaves = (c_double * count)()
         table = _gradient_table(gradients, ranks, stop)
         team = self._team_address() if stop - start >= _SQUARES_ALONE else None
-        self._library.squares(team, self._isa, table, len(table), start, stop, leaves)
+        scale, limit = (1.0, math.inf) if clamp is None else (clamp.scale, clamp.limit)
+        self._library.squares(team, self._isa, table, len(table), start, stop, scale, limit, leaves)
         return float(self._library.sum(leaves, count))
 
     def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:
@@ -232,7 +244,9 @@ class NativeSquareSum(_Worker):
 # ---- Tables -----------------------------------------------------------------------------------------------------
 
 
-def _segment_table(segments: Sequence[Segment], gradients: Sequence[Tensor], scale: float) -> ctypes.Array[_Segment]:
+def _segment_table(
+    segments: Sequence[Segment], gradients: Sequence[Tensor], scale: float, limit: float
+) -> ctypes.Array[_Segment]:
     end = 0
     for segment in segments:
         if segment.offset < end:
@@ -240,19 +254,21 @@ def _segment_table(segments: Sequence[Segment], gradients: Sequence[Tensor], sca
         end = segment.offset + segment.length
     ranks = {segment.ranks for segment in segments}
     tables = {members: _gradient_table(gradients, members, end) for members in ranks}
-    rows = (_segment_row(segment, tables[segment.ranks], scale) for segment in segments)
+    rows = (_segment_row(segment, tables[segment.ranks], scale, limit) for segment in segments)
     return (_Segment * len(segments))(*rows)  # holds the gradients' tables
 
 
-def _segment_row(segment: Segment, table: ctypes.Array[_Gradient], scale: float) -> _Segment:
-    constants = _constants(segment.options, segment.step, scale)
+def _segment_row(segment: Segment, table: ctypes.Array[_Gradient], scale: float, limit: float) -> _Segment:
+    constants = _constants(segment.options, segment.step, scale, limit)
     return _Segment(segment.offset, segment.length, table, len(table), *constants)
 
 
 @functools.lru_cache(64)  # one decision has a few, for all its shards
-def _constants(options: AdamOptions, step: int, scale: float) -> tuple[float, ...]:
+def _constants(options: AdamOptions, step: int, scale: float, limit: float) -> tuple[float, ...]:
     """What a row has from ``scale`` on; ctypes rounds each to fp32, once."""
     flags = _AMSGRAD if options.amsgrad else 0
+    if limit < math.inf:
+        flags |= _CLAMP
     if options.weight_decay != 0.0:
         flags |= _DECAY if options.decoupled else _L2
     lerp = c_float(1.0 - options.beta1).value
@@ -267,6 +283,7 @@ def _constants(options: AdamOptions, step: int, scale: float) -> tuple[float, ..
         options.lr / (1.0 - options.beta1**step),
         math.sqrt(1.0 - options.beta2**step),
         options.eps,
+        limit,
         flags,
     )
 
@@ -282,7 +299,7 @@ def _gradient_table(gradients: Sequence[Tensor], ranks: Sequence[int], end: int)
 def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
     if amsgrad and memory.max_exp_avg_sq is None:
         raise UnsupportedError("amsgrad needs max_exp_avg_sq, and the shard was allocated without it")
-    largest, params = memory.max_exp_avg_sq, memory.params
+    largest, params, stamps = memory.max_exp_avg_sq, memory.params, memory.stamps
     return _Memory(
         _address(memory.master, "master", end, torch.float32),
         _address(memory.exp_avg, "exp_avg", end, torch.float32),
@@ -290,6 +307,8 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
         None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
         None if params is None else _address(params, "params", end),
         0 if params is None else _DTYPES[params.dtype],
+        None if stamps is None else stamps.words.data_ptr(),
+        0 if stamps is None else stamps.whole,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -23,16 +24,24 @@ class ReferenceKernel:
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
+        *,
+        limit: float = math.inf,
     ) -> None:
         """See ``Kernel.update``; a segment is one tile."""
-        for done, segment in enumerate(segments, 1):
-            start, stop = segment.offset, segment.offset + segment.length
-            summed = RankSum(segment.length).sum(gradients, segment.ranks, start, stop).tolist()
-            for i, grad in enumerate(summed, start):
-                _update_element(memory, i, grad * scale, segment.options, segment.step)
-            if memory.params is not None:
-                memory.params[start:stop] = memory.master[start:stop]
-            on_tile(done, len(segments))
+        with memory.stamps.writing(0, memory.master.numel()) if memory.stamps is not None else nullcontext():
+            for done, segment in enumerate(segments, 1):
+                self._update(memory, gradients, segment, scale, limit)
+                on_tile(done, len(segments))
+
+    def _update(
+        self, memory: AdamMemory, gradients: Sequence[Tensor], segment: Segment, scale: float, limit: float
+    ) -> None:
+        start, stop = segment.offset, segment.offset + segment.length
+        summed = RankSum(segment.length).sum(gradients, segment.ranks, start, stop).tolist()
+        for i, grad in enumerate(summed, start):
+            _update_element(memory, i, min(max(grad * scale, -limit), limit), segment.options, segment.step)
+        if memory.params is not None:
+            memory.params[start:stop] = memory.master[start:stop]
 
 
 def _update_element(memory: AdamMemory, i: int, grad: float, options: AdamOptions, step: int) -> None:

@@ -127,6 +127,11 @@ class Cell:
         """Bytes of shared memory that a cell takes."""
         return _CELL_HEADER + _whole_words(capacity)
 
+    @staticmethod
+    def capacity_in(size: int) -> int:
+        """Bytes of the largest message of a cell that takes ``size`` bytes."""
+        return size - _CELL_HEADER
+
     def write(self, message: bytes) -> None:
         """Replace the message. One thread of one process at a time; it need not be the one that wrote before.
         Raises UnsupportedError on one that does not fit."""

@@ -8,13 +8,18 @@ and the casts before and after it, each 2 bytes from memory, come on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from rayzero.kernels.base import AdamMemory, Segment
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.stamps import STAMP
+
+Tile = tuple[Segment, int, int]  # and the elements it takes of the segment
 
 TILE = 1 << 19  # elements: with 512k-1M fp32 elements the scratch stays in L2/L3 between the passes
 
@@ -39,26 +44,48 @@ class TorchKernel:
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
+        *,
+        limit: float = math.inf,
     ) -> None:
         """See ``Kernel.update``."""
-        tiles = [tile for segment in segments for tile in self._tiles(segment)]
-        for done, (segment, start, stop) in enumerate(tiles, 1):
-            self._update_tile(memory, gradients, segment, start, stop, scale)
-            on_tile(done, len(tiles))
+        windows = list(self._windows(segments, memory.master.numel()))
+        done, total = 0, sum(len(tiles) for _, _, tiles in windows)
+        for begin, end, tiles in windows:
+            with memory.stamps.writing(begin, end) if memory.stamps is not None else nullcontext():
+                for segment, start, stop in tiles:
+                    self._update_tile(memory, gradients, segment, start, stop, scale, limit)
+                    on_tile(done := done + 1, total)
 
-    def _tiles(self, segment: Segment) -> Iterator[tuple[Segment, int, int]]:
-        end = segment.offset + segment.length
-        for start in range(segment.offset, end, self._tile):
-            yield segment, start, min(start + self._tile, end)
+    def _windows(self, segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int, list[Tile]]]:
+        """Where stamps are cut, and the tiles of all segments between two cuts."""
+        size = -(-self._tile // STAMP) * STAMP
+        for begin in range(0, numel, size):
+            end = min(begin + size, numel)
+            tiles = [tile for segment in segments for tile in self._tiles(segment, begin, end)]
+            if tiles:
+                yield begin, end, tiles
+
+    def _tiles(self, segment: Segment, begin: int, end: int) -> Iterator[Tile]:
+        first, last = max(begin, segment.offset), min(end, segment.offset + segment.length)
+        for start in range(first, last, self._tile):
+            yield segment, start, min(start + self._tile, last)
 
     def _update_tile(
-        self, memory: AdamMemory, gradients: Sequence[Tensor], segment: Segment, start: int, stop: int, scale: float
+        self,
+        memory: AdamMemory,
+        gradients: Sequence[Tensor],
+        segment: Segment,
+        start: int,
+        stop: int,
+        scale: float,
+        limit: float,
     ) -> None:
         grad = self._sum.sum(gradients, segment.ranks, start, stop)
-        if scale != 1.0 and self._sum.owns(grad):
-            grad.mul_(scale)  # where it was summed: one tile less in cache
-        elif scale != 1.0:
-            grad = torch.mul(grad, scale, out=self._scaled[: stop - start])
+        if scale != 1.0 or limit < math.inf:
+            out = grad if self._sum.owns(grad) else self._scaled[: stop - start]  # where it was: one tile less in cache
+            grad = torch.mul(grad, scale, out=out)
+        if limit < math.inf:
+            grad.clamp_(-limit, limit)
         master = memory.master[start:stop]
         self._adam(memory, master, grad, segment, start, stop)
         if memory.params is not None:

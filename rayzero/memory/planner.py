@@ -183,8 +183,15 @@ def host_limits(
     """Measure now: the tighter of free RAM and the limits of this process's cgroups (v1 or v2)."""
     ram = psutil.virtual_memory()
     found = [HostLimits(available=ram.available, total=ram.total, source="RAM")]
-    found += _cgroup_limits(cgroup_root, proc_cgroup)
-    return min(found, key=lambda limits: limits.available)
+    tightest = tightest_cgroup(cgroup_root, proc_cgroup)
+    return min([*found, *([tightest] if tightest else [])], key=lambda limits: limits.available)
+
+
+def tightest_cgroup(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
+) -> HostLimits | None:
+    """The cgroup of this process that leaves the least; None where none has a limit."""
+    return min(_cgroup_limits(cgroup_root, proc_cgroup), key=lambda limits: limits.available, default=None)
 
 
 def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[HostLimits]:

@@ -33,7 +33,7 @@ class SlabFacts:
     role: str  # "params" and "state" of an owner, "grads" of a rank: at most 16 bytes
     index: int  # of the owner or rank
     number: int = 0  # which of its slabs
-    incarnation: int  # of the owner or rank: one that restarts makes slabs of its own
+    incarnation: int  # life of the owner or rank: one that starts again has another, and slabs of its own
     layout_digest: str
     kernel: str  # with its instruction set: what made the bits of parameters and states
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import StepMismatchError, StoreError
-from rayzero.messages import Contribution, FinishReport, NormParts, Pushed
+from rayzero.messages import Clamp, Contribution, FinishReport, NormParts, Pushed
 from rayzero.optimizer.landing import Admission, Landing, RankGradients, check_push
 from rayzero.optimizer.state import OwnedShard
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: ranks with a gradient for it, ascending
 _NOTHING = torch.empty(0)
-PartKey = tuple[tuple[int, int], ...]  # (rank, generation of its landing): what a norm part was computed from
+# What a norm part was computed from: how the sum was clamped, and (rank, generation of its landing) of each summed.
+PartKey = tuple[Clamp | None, tuple[tuple[int, int], ...]]
 Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
 
 
@@ -34,6 +35,11 @@ class Collection:
     def attempts(self) -> tuple[int, ...]:
         """Per rank, the attempt that counts."""
         return tuple(self.reports[rank].attempt for rank in sorted(self.reports))
+
+    @property
+    def clamp(self) -> Clamp | None:
+        """What is done to the sums before they are squared."""
+        return next(iter(self.reports.values())).clamp
 
 
 class Contributions:
@@ -170,9 +176,9 @@ class Contributions:
         landings = [(rank, self.ranks[rank].landings[owned.shard.index]) for rank in sorted(self.ranks)]
         return [rank for rank, landing in landings if landing.count(step, landing.attempt)]
 
-    def key(self, owned: OwnedShard, ranks: Sequence[int]) -> PartKey:
+    def key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> PartKey:
         """What a norm part over ``ranks`` would be computed from now."""
-        return tuple((rank, self.ranks[rank].landings[owned.shard.index].generation) for rank in ranks)
+        return clamp, tuple((rank, self.ranks[rank].landings[owned.shard.index].generation) for rank in ranks)
 
     def contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
         """Per slice, those of ``ranks`` with a gradient for it."""
@@ -190,7 +196,8 @@ class Contributions:
 
     def keep_part(self, owned: OwnedShard, key: PartKey, squares: tuple[float, ...]) -> bool:
         """Keep a norm part unless what it was computed from has changed since."""
-        if key != self.key(owned, [rank for rank, _ in key]):
+        clamp, landings = key
+        if key != self.key(owned, [rank for rank, _ in landings], clamp):
             return False
         self._parts[owned.shard.index] = (key, squares)
         return True
@@ -198,7 +205,8 @@ class Contributions:
     def has_part(self, owned: OwnedShard, collection: Collection) -> bool:
         """True when the kept part is the one the collection asks for."""
         kept = self._parts.get(owned.shard.index)
-        return kept is not None and kept[0] == self.key(owned, self.counted_ranks(owned, collection))
+        wanted = self.key(owned, self.counted_ranks(owned, collection), collection.clamp)
+        return kept is not None and kept[0] == wanted
 
     def norm_parts(self, collection: Collection) -> NormParts:
         """All parts of this owner, once ``collection.unsummed`` is empty."""
@@ -214,7 +222,8 @@ class Contributions:
 def check_reports(step: int, reports: Sequence[FinishReport], world_size: int, num_units: int) -> None:
     """Raise unless there is one report of each rank, of this step, with a count for every unit."""
     ranks = sorted(report.rank for report in reports)
-    if ranks != list(range(world_size)) or any(report.step != step for report in reports):
+    alike = all(report.step == step and report.clamp == reports[0].clamp for report in reports)
+    if ranks != list(range(world_size)) or not alike:
         raise StepMismatchError(
             f"step {step} needs a report of each of {world_size} ranks, got "
             f"{[(report.rank, report.step) for report in reports]} as (rank, step)"

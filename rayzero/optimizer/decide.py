@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rayzero.errors import NonFiniteGradientError, StepMismatchError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.messages import Action, Decision, FinishReport, Norm, NormParts, StepInputs
+from rayzero.messages import Action, Decision, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def total_norm(step: int, parts: Iterable[NormParts], world_size: int) -> Norm:
-    """The L2 norm of the averaged gradients: parts of all owners, added in shard and slot order."""
+    """The L2 norm of the averaged gradients: parts of all owners, added in shard and slot order.
+
+    ``world_size``: 1 for parts of gradients that are averaged already."""
     total = 0.0
     for _, _, square in sorted(part for owner in parts for part in owner.parts):
         total += square
@@ -21,23 +24,54 @@ def total_norm(step: int, parts: Iterable[NormParts], world_size: int) -> Norm:
     return Norm(step=step, total=math.sqrt(total) / world_size if finite else total, finite=finite)
 
 
-def clip_factor(norm: float, max_norms: Sequence[float]) -> float:
-    """The product of torch's clip factors; a second clip sees the norm that the first one left."""
-    factor = 1.0
-    for max_norm in max_norms:
-        factor *= min(1.0, max_norm / (norm * factor + _EPSILON))
-    return factor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """The step's gradients after some edits."""
+
+    scale: float  # multiplies the rank-summed gradient ...
+    limit: float  # ... whose elements are then clamped to within +- this
+    norm: float | None  # None: known only after another pass over the gradients
 
 
-def decide(norm: Norm, reports: Mapping[int, FinishReport], inputs: StepInputs, world_size: int) -> Decision:
-    """The decision of a step whose ranks agree; a norm that is not finite skips it for all."""
-    factor = clip_factor(norm.total, inputs.max_norms) if norm.finite else 0.0
+def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Edited:
+    """Fold a rank's edits into one: clamping and then scaling is scaling and then clamping to the scaled limit, so any
+    order of calls is one multiplication and one clamp.
+
+    ``norms``: of the averaged gradients, then of each pass that clipping by norm after clipping by value asked for.
+    Clip factors are torch's."""
+    later = iter(norms)
+    norm: float | None = next(later)
+    factor, limit = 1.0, math.inf
+    for edit in edits:
+        if edit.kind is EditKind.CLIP_VALUE:
+            limit, norm = min(limit, edit.value), None
+            continue
+        by = edit.value
+        if edit.kind is EditKind.CLIP_NORM:
+            norm = next(later) if norm is None else norm
+            by = min(1.0, edit.value / (norm + _EPSILON))
+        factor, limit = factor * by, limit * by
+        norm = None if norm is None else norm * by
+    return Edited(scale=factor / world_size, limit=limit, norm=next(later, None) if norm is None else norm)
+
+
+def unscaled(norm: float, edits: Iterable[Edit]) -> float:
+    """A norm without the loss scale."""
+    return norm * math.prod(edit.value for edit in edits if edit.kind is EditKind.UNSCALE)
+
+
+def decide(norms: Sequence[Norm], reports: Mapping[int, FinishReport], inputs: StepInputs, world_size: int) -> Decision:
+    """The decision of a step whose ranks agree; a norm that is not finite skips it for all, whatever clipping made of
+    it. ``norms``: as ``edited`` takes them."""
+    first = norms[0]
+    what = edited(inputs.edits, [norm.total for norm in norms], world_size) if first.finite else None
     return Decision(
-        step=norm.step,
+        step=first.step,
         attempts=tuple(reports[rank].attempt for rank in range(world_size)),
-        action=Action.APPLY if norm.finite else Action.SKIP,
-        scale=factor / world_size,
-        norm=norm.total,
+        action=Action.SKIP if what is None else Action.APPLY,
+        scale=0.0 if what is None else what.scale,
+        limit=math.inf if what is None else what.limit,
+        norm=unscaled(first.total, inputs.edits),
         hyper=inputs.hyper,
     )
 
@@ -50,14 +84,14 @@ def agreed(step: int, inputs: Mapping[int, StepInputs]) -> StepInputs:
         if inputs[rank].digest != first.digest:
             raise StepMismatchError(
                 f"step {step} was not decided: ranks {first_rank} and {rank} sent different inputs: "
-                f"{_difference(first, inputs[rank])}; every rank must clip and set hyper-parameters alike"
+                f"{_difference(first, inputs[rank])}; every rank must clip, unscale and set hyper-parameters alike"
             )
     return first
 
 
 def _difference(ours: StepInputs, theirs: StepInputs) -> str:
-    if ours.max_norms != theirs.max_norms:
-        return f"max_norm {list(ours.max_norms)} against {list(theirs.max_norms)}"
+    if ours.edits != theirs.edits:
+        return f"edits of the gradients {list(map(str, ours.edits))} against {list(map(str, theirs.edits))}"
     if len(ours.hyper) != len(theirs.hyper):
         return f"{len(ours.hyper)} against {len(theirs.hyper)} parameter groups"
     for group, (a, b) in enumerate(zip(ours.hyper, theirs.hyper, strict=True)):

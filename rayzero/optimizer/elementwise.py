@@ -9,16 +9,17 @@ closure, or draws random numbers fails and is refused by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.errors import UnsupportedError
+from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.layout.model_layout import aligned
-from rayzero.messages import Hyper, ModelSpec
+from rayzero.messages import STEP, Hyper, ModelSpec
 from rayzero.optimizer.rules import OnTile, ShardWork
 from rayzero.optimizer.state import OwnedShard
 
@@ -49,22 +50,29 @@ class ElementwiseRule:
         for group in spec.hyper:
             probe(cls, group)
         self._hyper = spec.hyper
+        self._kinds = {kind for group in spec.hyper for kind in state_template(cls, group)} - {STEP}
         self._shards: dict[int, _ShardOptimizer] = {}
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
         if owned.shard.index not in self._shards:
-            self._shards[owned.shard.index] = _ShardOptimizer(self._cls, self._hyper, owned)
+            self._shards[owned.shard.index] = _ShardOptimizer(self._cls, self._options, owned)
         return self._shards[owned.shard.index]
+
+    def _options(self, group: int) -> Hyper:
+        """What an instance is built with; each step brings the options of the day, also of groups added later."""
+        return self._hyper[group if group < len(self._hyper) else 0]
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one ``step()`` of the shard's instance."""
-        self._of(owned).step(work)
-        owned.publish_master()
+        stamps = owned.stamps(work.version)
+        with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
+            self._of(owned).step(work)
+            owned.publish_master()
         on_tile(1, 1)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """Element-wise states of the whole shard; zero where a parameter was never updated."""
-        return self._of(owned).gathered()
+        return {kind: torch.zeros(owned.shard.numel) for kind in self._kinds} | self._of(owned).gathered()
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
         """Every tensor or number the class keeps for the slice, but the step count; numbers fill the slice."""
@@ -74,18 +82,30 @@ class ElementwiseRule:
         """See ``UpdateRule.restore``. The step count comes back from the shard's own."""
         self._of(owned).restore(index, values, owned.steps[index])
 
+    def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
+        """See ``UpdateRule.write``."""
+        if kind not in self._kinds and kind != STEP:
+            raise StoreError(f"{self._cls.__qualname__} keeps no {kind!r}; it keeps {', '.join(sorted(self._kinds))}")
+        self._of(owned).write(kind, values)
+
+    def regroup(self, owned: OwnedShard) -> None:
+        """A new instance over the new groups takes over the states."""
+        was = self._shards.pop(owned.shard.index, None)
+        if was is not None:
+            self._of(owned).take_states(was)
+
 
 class _ShardOptimizer:
     """One shard's instance of the class."""
 
-    def __init__(self, cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], owned: OwnedShard) -> None:
+    def __init__(self, cls: type[torch.optim.Optimizer], options: Callable[[int], Hyper], owned: OwnedShard) -> None:
         assert owned.master is not None
         self._owned = owned
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
         self.params = [torch.nn.Parameter(owned.master[start:stop]) for start, stop in self._ranges]
         self._used = sorted(set(owned.groups))  # groups without a slice here would be empty
         members = [[p for p, g in zip(self.params, owned.groups, strict=True) if g == used] for used in self._used]
-        self._optimizer = build(cls, [hyper[group] for group in self._used], members)
+        self._optimizer = build(cls, [options(group) for group in self._used], members)
 
     def step(self, work: ShardWork) -> None:
         for group, used in zip(self._optimizer.param_groups, self._used, strict=True):
@@ -100,9 +120,9 @@ class _ShardOptimizer:
         numel = self._owned.slices[index].numel
         found = {}
         for name, value in self._optimizer.state.get(self.params[index], {}).items():
-            if _is_scalar(value) and not (name == "step" and float(value) == self._owned.steps[index]):
+            if is_scalar(value) and not (name == "step" and float(value) == self._owned.steps[index]):
                 found[name] = torch.full((numel,), float(value))
-            elif isinstance(value, Tensor) and not _is_scalar(value):
+            elif isinstance(value, Tensor) and not is_scalar(value):
                 found[name] = value.detach().reshape(-1)[:numel].float()
         return found
 
@@ -119,24 +139,69 @@ class _ShardOptimizer:
             return
         param, template = self.params[index], _state_template(self._optimizer, index, self.params)
         for name, value in template.items():
-            if name in values and isinstance(value, Tensor) and not _is_scalar(value):
+            if name in values and isinstance(value, Tensor) and not is_scalar(value):
                 value.zero_().reshape(-1)[: values[name].numel()].copy_(values[name])
-            elif _is_scalar(value):
-                template[name] = _scalar_like(value, float(values[name][0]) if name in values else float(step))
+            elif is_scalar(value):
+                template[name] = scalar_like(value, float(values[name][0]) if name in values else float(step))
         self._optimizer.state[param] = template
+
+    def write(self, kind: str, values: Tensor) -> None:
+        for index, part in enumerate(self._owned.slices):
+            if kind == STEP:
+                self._restart(index, self._owned.steps[index])
+                continue
+            state, new = self._optimizer.state.get(self.params[index], {}), values[part.start : part.stop]
+            if kind in state and is_scalar(state[kind]):
+                state[kind] = scalar_like(state[kind], float(new[0]))
+            elif kind in state:
+                state[kind].reshape(-1)[: part.numel].copy_(new)
+
+    def _restart(self, index: int, step: int) -> None:
+        """The state of a parameter after ``step`` updates, its values still to come."""
+        param = self.params[index]
+        self._optimizer.state.pop(param, None)
+        if step:
+            self.restore(index, {}, step)
+            return
+        initial = _instance(self._optimizer, index, self.params)
+        if initial.state:  # made before the first step
+            self._optimizer.state[param] = dict(next(iter(initial.state.values())))
+
+    def take_states(self, other: _ShardOptimizer) -> None:
+        for ours, theirs in zip(self.params, other.params, strict=True):
+            if theirs in other._optimizer.state:
+                self._optimizer.state[ours] = other._optimizer.state[theirs]
 
 
 def _state_template(
     optimizer: torch.optim.Optimizer, index: int, params: Sequence[torch.nn.Parameter]
 ) -> dict[str, Any]:
     """The state the class makes for a parameter of this size: that of a copy, stepped once with zero gradients."""
+    return _stepped(_instance(optimizer, index, params))
+
+
+def _instance(
+    optimizer: torch.optim.Optimizer, index: int, params: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """A new instance with the options of a parameter's group, over a copy of that parameter alone."""
     group = next(g for g in optimizer.param_groups if any(p is params[index] for p in g["params"]))
     copy = torch.nn.Parameter(params[index].detach().clone())
-    copy.grad = torch.zeros_like(copy)
-    options = {key: value for key, value in group.items() if key != "params"}
-    stepped = build(type(optimizer), [options], [[copy]])
-    stepped.step()
-    return dict(stepped.state[copy])
+    return build(type(optimizer), [{key: value for key, value in group.items() if key != "params"}], [[copy]])
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the class keeps for the one parameter after a step with a zero gradient."""
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return dict(optimizer.state[param])
+
+
+def state_template(cls: type[torch.optim.Optimizer], hyper: Hyper, *, stepped: bool = True) -> dict[str, Any]:
+    """What ``cls`` keeps for a parameter of 64 elements that was updated once (or never): name -> tensor or number."""
+    param = torch.nn.Parameter(torch.zeros(64))
+    optimizer = build(cls, [hyper], [[param]])
+    return _stepped(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
 
 def build(
@@ -180,7 +245,7 @@ def _run_probe(cls: type[torch.optim.Optimizer], hyper: Hyper, shapes: Sequence[
             param.grad = grad
         optimizer.step()
     states = [optimizer.state[param] for param in params]
-    kept = [name for name, value in states[0].items() if isinstance(value, Tensor) and not _is_scalar(value)]
+    kept = [name for name, value in states[0].items() if isinstance(value, Tensor) and not is_scalar(value)]
     return [_joined(params), *(_joined([state[name] for state in states]) for name in kept)]
 
 
@@ -201,14 +266,16 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:
     summed = RankSum(stop - start).sum(work.gradients, ranks, start, stop)
-    return summed * work.scale
+    return (summed * work.scale).clamp_(-work.limit, work.limit)
 
 
-def _is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> bool:
+    """Whether a state is one number, as a tensor or plainly."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def _scalar_like(template: object, value: float) -> object:
+def scalar_like(template: object, value: float) -> object:
+    """``value`` in the form of ``template``."""
     return torch.tensor(value, dtype=template.dtype) if isinstance(template, Tensor) else type(template)(value)  # type: ignore[call-arg]
 
 

@@ -88,3 +88,21 @@ def chain(source: Future[T], target: Future[T]) -> None:
             fail(target, error)
 
     source.add_done_callback(pass_on)
+
+
+def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
+    """A future of ``pack`` of what comes; an error of ``pack`` is its own."""
+    target: Future[Any] = Future()
+
+    def pass_on(done: Future[T]) -> None:
+        error = done.exception()
+        if error is not None:
+            fail(target, error)
+            return
+        try:
+            settle(target, pack(done.result()))
+        except Exception as exc:  # whatever it is, who waits raises it
+            fail(target, exc)
+
+    source.add_done_callback(pass_on)
+    return target

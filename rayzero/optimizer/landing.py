@@ -158,6 +158,7 @@ class RankGradients:
         self.rank = rank
         trained = [owned for owned in shards if owned.trainable]
         self._free: list[Tensor] = []
+        self.landing_bytes = self.staging_bytes = 0  # of memory that was allocated here
         if own_memory is not None:
             self.landings = {o.shard.index: Landing(o, _part(own_memory, o)) for o in trained}
             return
@@ -166,8 +167,10 @@ class RankGradients:
             sizes = [(o.shard.index, o.shard.numel) for o in trained if landing_dtype(o.unit, accumulate) is dtype]
             buffers |= carve(sizes, dtype)
         self.landings = {o.shard.index: Landing(o, buffers[o.shard.index]) for o in trained}
+        self.landing_bytes = sum(buffer.nbytes for buffer in buffers.values())
         entries, entry_bytes = staging_entries(trained, accumulate)
         self._free += [torch.zeros(entry_bytes, dtype=torch.uint8) for _ in range(entries)]
+        self.staging_bytes = entries * entry_bytes
 
     def lease(self, owned: OwnedShard) -> Tensor | None:
         """Staging for one shard, 1D in the unit's dtype; None while all of it is in use."""

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,12 +29,15 @@ from rayzero.messages import (
     Norm,
     NormParts,
     StepInputs,
+    Write,
 )
 from rayzero.optimizer.decide import agreed, decide, nonfinite_error, total_norm
 from rayzero.optimizer.futures import chain, fail, failed, settle, settled, when_all
 from rayzero.optimizer.peers import OwnerPeer
 from rayzero.optimizer.rules import check_hyper
 from rayzero.optimizer.saves import SaveRequests, have
+from rayzero.optimizer.writes import WriteRequests
+from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
 
@@ -42,17 +45,41 @@ _RECORDS = 8  # decisions kept for those who ask
 
 
 @dataclass(eq=False)
+class _Pass:
+    """One norm that all ranks ask for: first that of the averaged gradients, then of what clipping by value left."""
+
+    reports: dict[int, FinishReport] = field(default_factory=dict)
+    norms: dict[int, Future[Norm]] = field(default_factory=dict)  # each rank's finish
+    parts: tuple[NormParts, ...] | None = None
+    norm: Norm | None = None
+
+
+@dataclass(eq=False)
 class _Round:
     """One try at one step: until it is decided, or every rank has discarded it."""
 
     step: int
-    reports: dict[int, FinishReport] = field(default_factory=dict)
+    passes: list[_Pass] = field(default_factory=lambda: [_Pass()])  # at most the last one is not answered yet
     inputs: dict[int, StepInputs] = field(default_factory=dict)
-    norms: dict[int, Future[Norm]] = field(default_factory=dict)  # each rank's finish
     commits: dict[int, Future[Decision]] = field(default_factory=dict)  # each rank's commit
     discarded: dict[int, int] = field(default_factory=dict)  # rank -> attempt
-    parts: tuple[NormParts, ...] | None = None
-    norm: Norm | None = None
+
+    @property
+    def reports(self) -> dict[int, FinishReport]:
+        """What each rank pushed."""
+        return self.passes[0].reports
+
+    @property
+    def norm(self) -> Norm | None:
+        """That of the averaged gradients."""
+        return self.passes[0].norm
+
+    @property
+    def gone_on(self) -> set[int]:
+        """Ranks that committed or discarded while others wait for their part of the last pass."""
+        return (
+            (set(self.inputs) | set(self.discarded)) - set(self.passes[-1].reports) if len(self.passes) > 1 else set()
+        )
 
 
 class StepLead:
@@ -61,8 +88,14 @@ class StepLead:
     Knows ranks' reports and inputs, and owners as peers; no shard, gradient or transport. Thread-safe: no future is
     settled and no peer is called under its lock."""
 
-    def __init__(self, peers: Sequence[OwnerPeer]) -> None:
-        """``peers``: every owner, by owner index."""
+    def __init__(
+        self,
+        peers: Sequence[OwnerPeer],
+        record: Callable[[Decision], None] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``peers``: every owner, by index. ``record`` keeps each decision where it outlives this process."""
+        self._record = record
         self._peers = list(peers)
         self._lock = threading.RLock()
         self._todo: deque[Callable[[], Any]] = deque()  # what to do once the lock is free, in order
@@ -76,7 +109,8 @@ class StepLead:
         self._early: list[tuple[int, Callable[[], None]]] = []  # (step, call) of ranks that are a step ahead
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that owners are being told:
         # until all of them know it, they cannot collect the next step
-        self._saves = SaveRequests(self._peers)
+        self._saves = SaveRequests(self._peers, recorder or NullRecorder())
+        self._writes = WriteRequests()
         self._failure: StoreError | None = None
 
     # ---- membership
@@ -96,10 +130,10 @@ class StepLead:
             self._check_left()
 
     def _check_left(self) -> None:
-        """Fail the open step if it can never be decided and somebody has finished it. A rank that has not may still be
-        reading the last decided version, and be about to leave too."""
+        """Fail the open step if it can never be decided and somebody has finished it, or waits in a write. A rank that
+        has not may still be reading the last decided version, and be about to leave too."""
         waited = {r for r in self._left if r not in self._round.inputs and r not in self._round.discarded}
-        others = set(self._round.reports) - set(self._left)
+        others = (self._round.reports.keys() | self._writes.ranks) - set(self._left)
         if waited and others and self._failure is None:
             self._fail(self._left_error(min(waited), min(others)))
 
@@ -120,11 +154,12 @@ class StepLead:
                 if self._is_ahead(report.rank, report.step):
                     return self._later(report.step, lambda: self.finish(report, inputs))
                 current = self._round_of(report)
-                if report.rank in current.reports:
-                    return self._repeated(current, report)
+                asked = self._pass_of(current, report)
+                if report.rank in asked.reports:
+                    return asked.norms[report.rank]
                 self._check_inputs(inputs)
-                current.reports[report.rank] = report
-                future = current.norms[report.rank] = Future[Norm]()
+                asked.reports[report.rank] = report
+                future = asked.norms[report.rank] = Future[Norm]()
                 if inputs is not None:
                     current.inputs[report.rank] = inputs
                 self._advance()
@@ -176,13 +211,28 @@ class StepLead:
             self._fail(error)
             raise error
 
-    def _repeated(self, current: _Round, report: FinishReport) -> Future[Norm]:
-        if current.reports[report.rank] == report:
-            return current.norms[report.rank]
-        raise StepMismatchError(
-            f"rank {report.rank} finished step {report.step} twice with different counts; a backward between "
-            "clip_grad_norm_() and step() cannot be represented: call zero_grad() first"
-        )
+    def _pass_of(self, current: _Round, report: FinishReport) -> _Pass:
+        """The pass a report belongs to: the one it repeats, or the rank's next. Raises StepMismatchError."""
+        mine = [each for each in current.passes if report.rank in each.reports]
+        if any(each.reports[report.rank] == report for each in mine):
+            return next(each for each in mine if each.reports[report.rank] == report)
+        if mine and (report.clamp is None or replace(mine[0].reports[report.rank], clamp=report.clamp) != report):
+            raise StepMismatchError(
+                f"rank {report.rank} finished step {report.step} twice with different counts; a backward between "
+                "clip_grad_norm_() and step() cannot be represented: call zero_grad() first"
+            )
+        if len(mine) == len(current.passes):
+            current.passes.append(_Pass())
+        found = current.passes[len(mine)]
+        for other in found.reports.values():
+            if other.clamp != report.clamp:
+                error = StepMismatchError(
+                    f"step {report.step} was not decided: ranks {other.rank} and {report.rank} clip different "
+                    f"gradients by norm: {other.clamp} against {report.clamp}; every rank must clip alike"
+                )
+                self._fail(error)
+                raise error
+        return found
 
     def commit(self, rank: int, step: int, inputs: StepInputs) -> Future[Decision]:
         """A rank wants the step decided, after a finish without inputs."""
@@ -226,6 +276,45 @@ class StepLead:
         except RayZeroError as exc:
             return failed(exc)
 
+    # ---- writes
+
+    def write(self, rank: int, write: Write) -> Future[None]:
+        """A rank wants a unit changed, before its commit. Once all ranks have asked for the same, owners do it; ranks
+        that differ fail the step for all."""
+        try:
+            with self._locked():
+                if self._is_ahead(rank, write.version):
+                    return self._later(write.version, lambda: self.write(rank, write))
+                self._check_open(write.version, rank)
+                assert self._spec is not None
+                try:
+                    if rank in self._round.inputs:
+                        raise StepMismatchError(f"rank {rank} writes at step {write.version}, which it has committed")
+                    future = self._writes.ask(rank, write, self._spec.layout)
+                except StepMismatchError as exc:
+                    self._fail(exc)
+                    raise
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _begin_write(self) -> None:
+        """Have owners make the write that all ranks have asked for; they must know the last decision before."""
+        assert self._spec is not None
+        begun = self._writes.begin(self._spec.world_size) if self._telling is None else None
+        if begun is not None:
+
+            def ask() -> None:
+                when_all([peer.write(*begun) for peer in self._peers], lambda _: self._written(), self._peer_failed)
+
+            self._todo.append(ask)
+
+    def _written(self) -> None:
+        with self._locked():
+            self._todo += [partial(settle, future, None) for future in self._writes.end()]
+            self._advance()
+
     # ---- the state machine
 
     def _advance(self) -> None:
@@ -233,25 +322,32 @@ class StepLead:
         if self._spec is None or self._failure is not None:
             return
         current, everyone = self._round, self._spec.world_size
-        gone_on = self._gone_on_without_saving()
+        gone_on = self._gone_on_without_saving() or self._gone_on_without_writing()
+        self._begin_write()
         if gone_on is not None:
             self._fail(gone_on)
         elif current.discarded and current.inputs:
             self._fail(_torn(current))
+        elif current.gone_on:
+            self._fail(_left_behind(current))
         elif len(current.discarded) == everyone:
             self._round, self._next = self._next or _Round(current.step), None
             self._advance()
         elif len(current.inputs) > 1 and not self._agree(current):
             return
-        elif len(current.reports) == everyone and current.parts is None:
+        elif len(current.passes[-1].reports) == everyone and current.passes[-1].parts is None:
             if self._telling is not None:
                 return
-            current.parts = ()
-            self._collect(current)
-        elif len(current.inputs) == everyone and current.norm is not None and not self._saves.holds(current.step):
+            current.passes[-1].parts = ()
+            self._collect(current, current.passes[-1])
+        elif len(current.inputs) == everyone and current.norm is not None and not self._is_held(current.step):
             self._decide(current)
         else:
             self._check_left()
+
+    def _is_held(self, step: int) -> bool:
+        """Whether the version that the step changes is still being saved or written to."""
+        return self._saves.holds(step) or bool(self._writes.ranks)
 
     def _agree(self, current: _Round) -> bool:
         try:
@@ -261,25 +357,26 @@ class StepLead:
             return False
         return True
 
-    def _collect(self, current: _Round) -> None:
-        reports = tuple(current.reports[rank] for rank in sorted(current.reports))
+    def _collect(self, current: _Round, asked: _Pass) -> None:
+        reports = tuple(asked.reports[rank] for rank in sorted(asked.reports))
 
         def ask() -> None:
             answers = [peer.collect(current.step, reports) for peer in self._peers]
-            when_all(answers, partial(self._take_parts, current), self._peer_failed)
+            when_all(answers, partial(self._take_parts, current, asked), self._peer_failed)
 
         self._todo.append(ask)
 
-    def _take_parts(self, current: _Round, parts: list[NormParts]) -> None:
+    def _take_parts(self, current: _Round, asked: _Pass, parts: list[NormParts]) -> None:
         with self._locked():
             if current is not self._round or self._failure is not None:
                 return
             assert self._spec is not None
-            current.parts = tuple(parts)
-            current.norm = total_norm(current.step, parts, self._spec.world_size)
+            asked.parts = tuple(parts)
+            averaged_over = self._spec.world_size if asked is current.passes[0] else 1
+            asked.norm = total_norm(current.step, parts, averaged_over)
             error = self._nonfinite(current)
-            for future in current.norms.values():
-                self._todo.append(partial(fail, future, error) if error else partial(settle, future, current.norm))
+            for future in asked.norms.values():
+                self._todo.append(partial(fail, future, error) if error else partial(settle, future, asked.norm))
             self._advance()
 
     def _nonfinite(self, current: _Round) -> RayZeroError | None:
@@ -287,14 +384,17 @@ class StepLead:
         assert current.norm is not None
         if current.norm.finite or self._spec.nonfinite != "raise":
             return None
-        return nonfinite_error(current.step, current.parts or (), self._spec.layout)
+        return nonfinite_error(current.step, current.passes[0].parts or (), self._spec.layout)
 
     def _decide(self, current: _Round) -> None:
         """Write the record, which is the commit point; only then tell owners and ranks."""
         assert self._spec is not None
         assert current.norm is not None
         inputs = agreed(current.step, current.inputs)
-        decision = decide(current.norm, current.reports, inputs, self._spec.world_size)
+        norms = [each.norm for each in current.passes if each.norm is not None]
+        decision = decide(norms, current.reports, inputs, self._spec.world_size)
+        if self._record is not None:
+            self._record(decision)
         self._records[decision.step] = decision
         self._records.pop(decision.step - _RECORDS, None)
         self._telling = list(current.commits.values())
@@ -357,15 +457,37 @@ class StepLead:
         if asked is None or asked[0] != self._round.step or len(asked[1]) == self._spec.world_size:
             return None
         step, savers = asked
-        tried = set(self._round.reports) - set(self._round.discarded)
-        waiting = tried if self._round.norm is None and not savers <= tried else set()
-        gone = sorted((waiting | set(self._round.inputs)) - savers)
+        gone = self._gone_on_without(savers)
         if not gone:
             return None
         return StepMismatchError(
             f"{have(sorted(savers))} asked to save v{step}, but {have(gone)} finished step {step} without saving it; "
             "every rank must save at the same step"
         )
+
+    def _gone_on_without_writing(self) -> StepMismatchError | None:
+        """The error of a write that can never be: a rank has finished the step, or waits for a checkpoint, without."""
+        writers = self._writes.ranks
+        assert self._spec is not None
+        if not writers or len(writers) == self._spec.world_size:
+            return None
+        saves = self._saves.asked()
+        saving = sorted(saves[1] - writers) if saves is not None and saves[0] == self._round.step else []
+        gone = self._gone_on_without(writers)
+        if not gone and not saving:
+            return None
+        done = f"{have(gone)} finished the step" if gone else f"{have(saving)} asked to save it"
+        return StepMismatchError(
+            f"{self._writes.describe(self._spec.layout)}, but {done} without; every rank must write the same values to "
+            "the same parameters"
+        )
+
+    def _gone_on_without(self, waiting: frozenset[int]) -> list[int]:
+        """Ranks that will not do what ``waiting`` ranks wait for all to do: they have committed, or wait for the norm
+        that those have yet to finish."""
+        tried = set(self._round.reports) - set(self._round.discarded)
+        stuck = tried if self._round.norm is None and not waiting <= tried else set()
+        return sorted((stuck | set(self._round.inputs)) - waiting)
 
     def _hyper_at(self, version: int) -> tuple[Hyper, ...]:
         """What version ``version`` was made with; before the first decision, what the run started with."""
@@ -395,9 +517,10 @@ class StepLead:
             return
         self._failure = error
         for step_round in (self._round, self._next or self._round):
-            self._todo += [partial(fail, norm, error) for norm in step_round.norms.values()]
+            self._todo += [partial(fail, norm, error) for each in step_round.passes for norm in each.norms.values()]
             self._todo += [partial(fail, commit, error) for commit in step_round.commits.values()]
         self._todo += [partial(fail, commit, error) for commit in self._telling or []]
+        self._todo += [partial(fail, write, error) for write in self._writes.end()]
         for askers in self._askers.values():
             self._todo += [partial(fail, asker, error) for asker in askers]
         self._todo += [call for _, call in self._early]  # they find the failure
@@ -416,11 +539,13 @@ class StepLead:
         current, ranks = self._round, range(self._spec.world_size)
         if self._saves.holds(current.step):  # before it is written, who asked for it does nothing else
             return f"v{current.step} is being saved: {self._saves.waits_for(len(ranks))}"
-        for what, seen in (("finished", current.reports), ("committed", current.inputs)):
+        if self._writes.ranks:
+            return self._writes.waits_for(self._spec.layout, len(ranks))
+        for what, seen in (("finished", current.passes[-1].reports), ("committed", current.inputs)):
             missing = [rank for rank in ranks if rank not in seen]
             if missing and not (what == "committed" and current.norm is None):
                 return f"{have(missing)} not {what} step {current.step}"
-            if what == "finished" and current.norm is None:
+            if what == "finished" and current.passes[-1].norm is None:
                 return f"owners have not all answered with the norm of step {current.step}"
         return f"step {current.step} is being decided"
 
@@ -455,4 +580,12 @@ def _torn(current: _Round) -> StepMismatchError:
     return StepMismatchError(
         f"step {current.step} cannot be decided: ranks {sorted(current.discarded)} discarded it (zero_grad) and "
         f"ranks {sorted(current.inputs)} committed it (step); after clip_grad_norm_() all ranks must do the same"
+    )
+
+
+def _left_behind(current: _Round) -> StepMismatchError:
+    return StepMismatchError(
+        f"step {current.step} cannot be decided: ranks {sorted(current.passes[-1].reports)} clipped by norm after "
+        f"clipping by value and wait for ranks {sorted(current.gone_on)}, which went on without; every rank must clip "
+        "alike"
     )

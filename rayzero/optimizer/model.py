@@ -10,7 +10,7 @@ import torch
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.planner import check_plan, host_limits, plan_owner
+from rayzero.memory.planner import OwnerPlan, check_plan, host_limits, plan_owner
 from rayzero.messages import Hyper, ModelSpec, canonical_json
 from rayzero.optimizer.contributions import Contributions
 from rayzero.optimizer.elementwise import ElementwiseRule
@@ -31,6 +31,7 @@ class OwnedModel:
     square_sum: Squares
     shards: Mapping[int, OwnedShard]  # by shard index, ascending
     contributions: Contributions
+    plan: OwnerPlan
     memory: HostMemory
     version: int  # what the shards start at: 0, or the checkpoint's step
 
@@ -75,6 +76,7 @@ def build_model(
         square_sum=choose_squares(rule.kernel),
         shards=shards,
         contributions=Contributions(shards, spec.world_size, spec.accumulation_steps),
+        plan=plan,
         memory=memory,
         version=0 if spec.restore_from is None else restore_snapshot(spec.restore_from, shards, rule, spec.optimizer),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rayzero.kernels.native import NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.messages import Clamp
 
 ROW = 256  # elements
 LEAF = ROW * ROW  # elements
@@ -24,8 +25,11 @@ _TILE = 8 * LEAF  # elements squared at once; any multiple of LEAF gives the sam
 class Squares(Protocol):
     """Who sums squares. One instance belongs to one thread."""
 
-    def part(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> float:
-        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (not empty)."""
+    def part(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None = None
+    ) -> float:
+        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (not empty), of what
+        ``clamp`` leaves of it as the update does, where that is given."""
         ...
 
 
@@ -47,14 +51,15 @@ class SquareSum:
         self._leaves = torch.zeros(tile // LEAF, dtype=torch.float64)
 
     @torch.no_grad()
-    def part(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> float:
-        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (not empty).
-
-        inf or nan where a summed gradient is."""
+    def part(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None = None
+    ) -> float:
+        """See ``Squares.part``. Without a clamp inf or nan where a summed gradient is."""
         total = 0.0
         for at in range(start, stop, self._tile):
             end = min(at + self._tile, stop)
-            for leaf in self._leaf_sums(self._ranks.sum(gradients, ranks, at, end)):
+            values = self._ranks.sum(gradients, ranks, at, end)
+            for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
                 total += leaf
         return total
 
@@ -69,3 +74,7 @@ class SquareSum:
         self._rows[rows : leaves * ROW].zero_()
         torch.sum(self._rows[: leaves * ROW].view(leaves, ROW), dim=1, out=self._leaves[:leaves])
         return [float(leaf) for leaf in self._leaves[:leaves].tolist()]
+
+
+def _clamped(values: Tensor, clamp: Clamp) -> Tensor:
+    return values.mul(clamp.scale).clamp_(-clamp.limit, clamp.limit)

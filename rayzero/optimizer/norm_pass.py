@@ -94,11 +94,12 @@ class NormPass:
                 ranks = contributions.landed_ranks(owned, step)
             else:
                 ranks = contributions.counted_ranks(owned, collection)
-            key, contributors = contributions.key(owned, ranks), contributions.contributors(owned, ranks)
+            clamp = None if collection is None else collection.clamp
+            key, contributors = contributions.key(owned, ranks, clamp), contributions.contributors(owned, ranks)
             gradients = contributions.gradients(owned)
         if not known:
             squares = tuple(
-                self._model.square_sum.part(gradients, members, part.start, part.stop) if members else 0.0
+                self._model.square_sum.part(gradients, members, part.start, part.stop, clamp) if members else 0.0
                 for part, members in zip(owned.slices, contributors, strict=True)
             )
             with self._lock:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rayzero.errors import StoreError
-from rayzero.messages import Decision, FileEntry, FinishReport, NormParts
+from rayzero.messages import Decision, FileEntry, FinishReport, NormParts, Write
 
 
 class OwnerPeer(Protocol):
@@ -23,6 +23,10 @@ class OwnerPeer(Protocol):
 
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
         """See ``ShardService.save``."""
+        ...
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """See ``ShardService.write``."""
         ...
 
     def abort(self, error: StoreError) -> None:

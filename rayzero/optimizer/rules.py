@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -14,7 +15,7 @@ from torch import Tensor
 from rayzero.errors import ConfigError, StepMismatchError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
 from rayzero.layout.model_layout import aligned
-from rayzero.messages import Hyper, ModelSpec
+from rayzero.messages import STEP, Hyper, ModelSpec
 from rayzero.optimizer.state import OwnedShard
 
 OnTile = Callable[[int, int], None]
@@ -27,8 +28,10 @@ class ShardWork:
     """What one decision does to one shard."""
 
     gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
+    version: int  # that it makes
     contributors: tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
     scale: float
+    limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this
     hyper: tuple[Hyper, ...]  # per parameter group
 
 
@@ -52,6 +55,15 @@ class UpdateRule(Protocol):
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """The inverse of ``slice_states``; ``owned.steps`` is restored already."""
+        ...
+
+    def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
+        """Replace one state of a shard (``values``: 1D fp32, its elements). STEP comes first, and is in
+        ``owned.steps`` already: a parameter without updates has no state. Raises StoreError for an unknown kind."""
+        ...
+
+    def regroup(self, owned: OwnedShard) -> None:
+        """``owned.groups`` has changed; states stay."""
         ...
 
 
@@ -83,9 +95,10 @@ class AdamRule:
             exp_avg_sq=owned.states["exp_avg_sq"],
             max_exp_avg_sq=owned.states.get("max_exp_avg_sq"),
             params=None if owned.params is owned.master else owned.params,
+            stamps=owned.stamps(work.version),
         )
         segments = merge(self._segments(owned, work))
-        self._kernel.update(memory, work.gradients, segments, work.scale, on_tile)
+        self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
 
     def _segments(self, owned: OwnedShard, work: ShardWork) -> Iterator[Segment]:
         options = self._options(work.hyper)
@@ -113,20 +126,31 @@ class AdamRule:
         for kind, view in self.slice_states(owned, index).items():
             view.copy_(values[kind])
 
+    def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
+        """Moments in place; step counts are the shard's own."""
+        if kind != STEP:
+            state = owned.states[kind] if kind in owned.states else owned.read(kind)
+            for part in owned.slices:
+                state[part.start : part.stop].copy_(values[part.start : part.stop])
+
+    def regroup(self, owned: OwnedShard) -> None:
+        """Options are looked up at every update."""
+
 
 def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
     """Raise where a step's hyper-parameters cannot be applied to what was attached: groups came or went,
     ``amsgrad`` was switched, a number became something else, or an option is out of range."""
-    if len(hyper) != len(spec.hyper):
+    if len(hyper) < len(spec.hyper):
         raise StepMismatchError(
             f"step inputs have {len(hyper)} parameter groups, the run was attached with {len(spec.hyper)}; "
-            "add parameter groups before prepare()"
+            "groups may be added, but not taken away"
         )
-    for group, (now, then) in enumerate(zip(hyper, spec.hyper, strict=True)):
+    like = (*spec.hyper, *[spec.hyper[0]] * (len(hyper) - len(spec.hyper)))  # added groups have the same options
+    for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
         _require_numbers(group, now, then)
     if resolve_optimizer(spec.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
-    for group, (now, then) in enumerate(zip(hyper, spec.hyper, strict=True)):
+    for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
         options = AdamOptions.from_hyper(now, decoupled=True)
         if options.amsgrad and not then.get("amsgrad"):
             raise UnsupportedError(f"amsgrad of parameter group {group} was switched on after prepare()")

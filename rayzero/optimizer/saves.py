@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from rayzero.errors import RayZeroError, StepMismatchError
 from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 from rayzero.optimizer.futures import fail, settle, when_all
 from rayzero.optimizer.peers import OwnerPeer
+from rayzero.telemetry.names import CHECKPOINT_FAILURES, CHECKPOINT_LAST_SUCCESS, CHECKPOINT_SECONDS
+from rayzero.telemetry.recorder import Recorder, timed
 
 
 @dataclass(eq=False)
@@ -31,9 +34,10 @@ class SaveRequests:
 
     Knows who asked, and owners as peers; not steps, or when a decision may go on. Thread-safe."""
 
-    def __init__(self, peers: Sequence[OwnerPeer]) -> None:
+    def __init__(self, peers: Sequence[OwnerPeer], recorder: Recorder) -> None:
         """``peers``: every owner, by owner index."""
         self._peers = peers
+        self._recorder = recorder
         self._lock = threading.Lock()
         self._open: Save | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
@@ -78,10 +82,11 @@ class SaveRequests:
 
         def then(owner_files: list[FileEntry]) -> None:
             hyper = hyper_at(save.step)
-            self._committer.submit(_commit, save, spec, hyper, owner_files)
+            self._committer.submit(_commit, save, spec, hyper, owner_files, self._recorder)
             self._release(written)
 
         def otherwise(error: BaseException) -> None:
+            self._recorder.add(CHECKPOINT_FAILURES)
             for future in save.futures.values():
                 fail(future, error)
             self._release(written)
@@ -110,14 +115,19 @@ def have(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
 
 
-def _commit(save: Save, spec: ModelSpec, hyper: tuple[Hyper, ...], owner_files: Sequence[FileEntry]) -> None:
+def _commit(
+    save: Save, spec: ModelSpec, hyper: tuple[Hyper, ...], owner_files: Sequence[FileEntry], recorder: Recorder
+) -> None:
     commit = partial(commit_checkpoint, save.directory, step=save.step, spec=spec, hyper=hyper)
     rank_files = [entry for rank in sorted(save.files) for entry in save.files[rank]]
     try:  # each piece's content carries its own step count
-        info = commit(slot_steps={}, owner_files=owner_files, rank_files=rank_files)
+        with timed(recorder, CHECKPOINT_SECONDS, phase="publish"):
+            info = commit(slot_steps={}, owner_files=owner_files, rank_files=rank_files)
     except (OSError, RayZeroError) as exc:
+        recorder.add(CHECKPOINT_FAILURES)
         for future in save.futures.values():
             fail(future, exc)
         return
+    recorder.set(CHECKPOINT_LAST_SUCCESS, time.time())
     for future in save.futures.values():
         settle(future, info)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StepMismatchError, Stor
 from rayzero.messages import (
     COMPUTE,
     MASTER,
+    STEP,
     Action,
     Attached,
     Contribution,
@@ -26,10 +27,13 @@ from rayzero.messages import (
     ModelSpec,
     NormParts,
     Pushed,
+    Write,
 )
 from rayzero.optimizer.contributions import Collection, Contributors, Reservation
 from rayzero.optimizer.futures import fail, failed, settle
+from rayzero.optimizer.group_norms import GroupNorms
 from rayzero.optimizer.host_memory import MakeMemory, PrivateMemory
+from rayzero.optimizer.measures import owner_readings, tell_decision, tell_update
 from rayzero.optimizer.model import OwnedModel, build_model, check_same
 from rayzero.optimizer.norm_pass import NormPass
 from rayzero.optimizer.publications import Listener, Publications, Published, answer
@@ -37,8 +41,15 @@ from rayzero.optimizer.rules import ShardWork
 from rayzero.optimizer.snapshot import write_snapshot
 from rayzero.optimizer.state import OwnedShard, ShardState
 from rayzero.optimizer.updater import Updater
-from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS, OPTIMIZER_UPDATE_SECONDS
-from rayzero.telemetry.recorder import NullRecorder, Recorder
+from rayzero.optimizer.writes import StagedWrites
+from rayzero.telemetry.names import (
+    CHECKPOINT_BYTES,
+    CHECKPOINT_FAILURES,
+    CHECKPOINT_SECONDS,
+    CHECKPOINT_STALL_SECONDS,
+    OPTIMIZER_UPDATE_SECONDS,
+)
+from rayzero.telemetry.recorder import End, NullRecorder, Reading, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +78,19 @@ class ShardService:
         memory_budget: int | None = None,
         make_memory: MakeMemory | None = None,
         recorder: Recorder | None = None,
+        norms_every: int | None = None,
     ) -> None:
         """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: what
-        the host has free. ``make_memory``: where its tensors lie; None: in this process alone."""
+        the host has free. ``make_memory``: where its tensors lie; None: in this process alone. ``norms_every``:
+        steps between measurements of norms by layer group; None: never."""
         self.owner = owner
         self.num_owners = num_owners
         self._memory_budget = memory_budget
         self._make_memory = make_memory or (lambda spec, kernel, plan: PrivateMemory())
-        self._recorder = recorder or NullRecorder()
+        self.recorder = recorder or NullRecorder()
+        self._norms_every = norms_every
+        self._group_norms: GroupNorms | None = None  # made at the first measured step
+        self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
         self._lock = threading.RLock()
         self._model: OwnedModel | None = None
@@ -84,6 +100,7 @@ class ShardService:
         self._listeners: list[Listener] = []
         self._saves: dict[int, list[tuple[Path, Future[FileEntry]]]] = {}  # version -> asked for before its decision
         self._loading: set[int] = set()
+        self._writes = StagedWrites()
         self._failure: RayZeroError | None = None
         self._last_version = -1  # after a failure: the last version that still comes
         self._progress: _Progress | None = None
@@ -130,6 +147,16 @@ class ShardService:
                 contributions.add_rank(rank, flats)
 
     @property
+    def decided_steps(self) -> int:
+        """Decisions taken in since the first attach."""
+        return 0 if self._model is None else self._open_step - self._model.version
+
+    @property
+    def planned_bytes(self) -> int:
+        """What this owner's plan says it needs; 0 before the first attach."""
+        return 0 if self._model is None else self._model.plan.total
+
+    @property
     def kernel(self) -> str:
         """Who computes updates here, after the first attach."""
         return self._attached().rule.kernel
@@ -142,7 +169,12 @@ class ShardService:
             for owned in restored:
                 owned.published = owned.content = model.version
                 owned.move(ShardState.PUBLISHED)
+        self._unwatch = self.recorder.watch(self._readings)
         self._updater.submit(lambda: self._announce(restored))
+
+    def _readings(self) -> Iterator[Reading]:
+        scratch = 0 if self._group_norms is None else self._group_norms.scratch_bytes
+        return owner_readings(self._attached(), lambda: self._updater.queued, scratch)
 
     def load(self, shard: int, values: Tensor) -> None:
         """Initial values of a shard (1D, its elements, fp32 or the unit's dtype): copied before this returns, then
@@ -193,6 +225,8 @@ class ShardService:
 
     def _read_state(self, owned: OwnedShard, kind: str) -> Tensor:
         states = self._attached().rule.states(owned) if owned.trainable else {}
+        if kind == STEP and owned.trainable:
+            return owned.step_counts()
         return states[kind] if kind in states else owned.read(kind)
 
     def content(self, shard: int) -> int:
@@ -320,16 +354,25 @@ class ShardService:
             collection = self._decidable(decision)
             work = {owned.shard.index: self._work(owned, decision, collection) for owned in self._shards()}
             self._open_step = decision.step + 1
+            if 0 in self._attached().shards:
+                tell_decision(self.recorder, decision, self._attached().spec.world_size)
             self._norm_pass().decided()
             for owned in self._shards():
                 owned.pending += 1
                 owned.pending_reads += work[owned.shard.index] is not None
+                if owned.journal is not None:
+                    owned.journal.decided(decision.step + 1)
                 if owned.state is ShardState.PUBLISHED:
                     owned.move(ShardState.DECIDED)
-            self._updater.submit(lambda: self._run_decision(decision.step + 1, work))
+            parts = collection.future.result() if self._measures_norms(decision) else None
+            self._updater.submit(lambda: self._run_decision(decision.step + 1, work, parts))
             for directory, future in self._saves.pop(decision.step + 1, []):
                 self._updater.submit(partial(self._write, decision.step + 1, directory, future))
         self._retry_reservations()
+
+    def _measures_norms(self, decision: Decision) -> bool:
+        every = self._norms_every
+        return every is not None and decision.step % every == 0 and decision.action is Action.APPLY
 
     def _decidable(self, decision: Decision) -> Collection:
         collection = self._norm_pass().collection
@@ -356,25 +399,36 @@ class ShardService:
         if not any(contributors):
             return None
         return ShardWork(
+            version=decision.step + 1,
             gradients=contributions.gradients(owned),
             contributors=contributors,
             scale=decision.scale,
+            limit=decision.limit,
             hyper=decision.hyper,
         )
 
-    def _run_decision(self, version: int, work: dict[int, ShardWork | None]) -> None:
-        """In the updater thread: update and publish in forward order; neighbours that do not change go together."""
+    def _run_decision(self, version: int, work: dict[int, ShardWork | None], parts: NormParts | None) -> None:
+        """In the updater thread: update and publish in forward order; neighbours that do not change go together.
+        ``parts``: given where the norms of this step are measured."""
         started = time.perf_counter()
+        norms = None if parts is None else self._measured_norms()
         for changes, group in groupby(self._shards(), key=lambda owned: work[owned.shard.index] is not None):
             alike = list(group)
             if not changes:
                 self._publish(alike, version)
             for owned in alike if changes else ():
-                self._update(owned, work[owned.shard.index])
+                self._update(owned, work[owned.shard.index], norms)
                 self._publish([owned], version)
-        self._recorder.observe(OPTIMIZER_UPDATE_SECONDS, time.perf_counter() - started, actor=str(self.owner))
+        if norms is not None and parts is not None:  # after the last publication: nobody waits for it
+            norms.tell(parts)
+        self.recorder.observe(OPTIMIZER_UPDATE_SECONDS, time.perf_counter() - started)
 
-    def _update(self, owned: OwnedShard, work: ShardWork | None) -> None:
+    def _measured_norms(self) -> GroupNorms:
+        if self._group_norms is None:
+            self._group_norms = GroupNorms(self._attached(), self.recorder)
+        return self._group_norms
+
+    def _update(self, owned: OwnedShard, work: ShardWork | None, norms: GroupNorms | None) -> None:
         assert work is not None
         with self._lock:
             owned.move(ShardState.UPDATING)
@@ -383,13 +437,18 @@ class ShardService:
             self._progress = _Progress(owned, done, tiles)
 
         on_tile(0, 1)
+        if norms is not None:
+            norms.before(owned)
         self._attached().rule.update(owned, work, on_tile)
+        if norms is not None:
+            norms.after(owned)
         self._progress = None
+        if owned.journal is not None:
+            owned.journal.applied(work.version)
         updated = [index for index, ranks in enumerate(work.contributors) if ranks]
         for index in updated:
             owned.steps[index] += 1
-        elements = sum(owned.slices[index].numel for index in updated)
-        self._recorder.add(OPTIMIZER_PARAMS, elements, actor=str(self.owner))
+        tell_update(self.recorder, owned, work)
 
     def _publish(self, shards: list[OwnedShard], version: int) -> None:
         if not shards:
@@ -417,6 +476,31 @@ class ShardService:
         for listener in self._listeners if published else ():
             listener(published)
 
+    # ---- writes
+
+    def stage(self, shard: int, version: int, kind: str, values: Tensor) -> None:
+        """Keep values (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) for a write to come. They stay
+        as they are until it is made."""
+        owned = self._shard(shard)
+        with self._lock:
+            self._writes.stage(owned, version, kind, values)
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """Make a write whose values are staged: in the updater thread, after the decisions there are so far, where
+        ``write.version`` is that of the open step. Idempotent by ``number``."""
+        with self._lock:
+            if self._failure is not None:
+                return failed(self._failure)
+            if write.version != self._open_step:
+                return failed(
+                    StoreError(f"optimizer {self.owner} is in step {self._open_step}, asked to write v{write.version}")
+                )
+            future, new = self._writes.once(number)
+            if new:
+                shards = [owned for owned in self._shards() if owned.unit.index == write.unit]
+                self._updater.submit(lambda: self._writes.make(write, shards, self._attached().rule, future))
+        return future
+
     # ---- checkpoints
 
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
@@ -441,10 +525,15 @@ class ShardService:
     def _write(self, version: int, directory: Path, future: Future[FileEntry]) -> None:
         started = time.perf_counter()
         try:
-            settle(future, self._write_file(version, directory))
+            entry = self._write_file(version, directory)
         except (OSError, RayZeroError) as exc:
+            self.recorder.add(CHECKPOINT_FAILURES)
             fail(future, exc)
-        self._recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started, actor=str(self.owner))
+        else:
+            self.recorder.observe(CHECKPOINT_SECONDS, time.perf_counter() - started, phase="write")
+            self.recorder.set(CHECKPOINT_BYTES, entry.size_bytes)
+            settle(future, entry)
+        self.recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started)
 
     def _write_file(self, version: int, directory: Path) -> FileEntry:
         stale = [owned for owned in self._shards() if owned.published != version]
@@ -493,6 +582,7 @@ class ShardService:
         self.abort(error)
         self._updater.close()
         self._fail(error, -1)
+        self._unwatch()
         if self._model is not None:
             self._model.memory.close()
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import StoreError
+from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned
 from rayzero.messages import COMPUTE, MASTER
-from rayzero.optimizer.host_memory import HostMemory, Sizes
+from rayzero.optimizer.host_memory import HostMemory, ShardJournal, Sizes
 
 
 class ShardState(Enum):
@@ -47,6 +48,7 @@ class OwnedShard:
     params: Tensor  # 1D, unit dtype: what COMPUTE reads
     master: Tensor | None  # 1D fp32; the same memory as params in an fp32 unit, None in a frozen one
     states: dict[str, Tensor]  # kind -> 1D fp32
+    journal: ShardJournal | None = None  # of a trained shard in memory that outlives the process
     steps: list[int] = field(init=False)  # updates each slice's parameter has had
     padding: tuple[tuple[int, int], ...] = field(init=False)  # ranges from a slice's end to a multiple of 64 elements
     state: ShardState = field(default=S.EMPTY, init=False)
@@ -70,6 +72,10 @@ class OwnedShard:
             raise StoreError(f"shard {self.shard.index} of {self.unit.name!r} cannot go {self.state} -> {state}")
         self.state = state
 
+    def stamps(self, version: int) -> TileStamps | None:
+        """For the update that makes ``version``."""
+        return TileStamps(self.journal.stamps, version) if self.journal is not None else None
+
     def fill(self, values: Tensor) -> None:
         """Take initial values (1D, the shard's elements): the master, and from it the published parameters."""
         target = self.params if self.master is None else self.master
@@ -82,6 +88,13 @@ class OwnedShard:
         """Write the published parameters from the master, where they are two."""
         if self.master is not None and self.master is not self.params:
             self.params.copy_(self.master)
+
+    def step_counts(self) -> Tensor:
+        """How many updates each slice's parameter has had, all over its range: 1D fp32, the shard's elements."""
+        counts = torch.zeros(self.shard.numel)
+        for part, steps in zip(self.slices, self.steps, strict=True):
+            counts[part.start : part.stop] = steps
+        return counts
 
     def read(self, kind: str) -> Tensor:
         """The memory that holds ``kind``; raises StoreError naming the kinds there are."""
@@ -112,7 +125,10 @@ def allocate(
     master = {shard.index: params[shard.index] for shard in trained}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
     states = {kind: memory.state(_sizes(trained), torch.float32) for kind in kinds}
-    return {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
+    found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
+    for shard in trained:
+        found[shard.index].journal = memory.journal(shard.index)
+    return found
 
 
 def _sizes(shards: Sequence[Shard]) -> Sizes:

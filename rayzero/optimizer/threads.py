@@ -1,26 +1,26 @@
 """Torch's thread count, set where computing happens.
 
-[Note: thread counts] A count set in one thread is what threads started later begin with, and a thread that never
-asked for its count takes the last one set anywhere. So: ask first (which fixes the thread's own), set, and let a
-passing thread put the value for later threads back.
+[Note: thread counts] ``torch.set_num_threads`` also sets MKL's count, which is one for the whole process: while another
+thread computes, its matrix products are cut differently and so round differently. OpenMP's own count belongs to the
+calling thread alone, and it is what torch's operations ask for. Asking torch first fixes the thread's own, which would
+otherwise be taken from the last one set anywhere.
 """
 
 from __future__ import annotations
 
-import threading
+from functools import cache
 
 import torch
-
-_lock = threading.Lock()
+from threadpoolctl import ThreadpoolController
 
 
 def use_torch_threads(threads: int) -> None:
-    """Make torch operations of the calling thread, and of no other, use ``threads`` threads."""
-    with _lock:
-        before = torch.get_num_threads()
-        if before == threads:
-            return
-        torch.set_num_threads(threads)
-        passing = threading.Thread(target=torch.set_num_threads, args=(before,))
-        passing.start()
-        passing.join()
+    """Make torch operations of the calling thread, and of no other, use ``threads`` threads (OpenMP's, as torch's
+    Linux builds have it)."""
+    if torch.get_num_threads() != threads:
+        _openmp().limit(limits=threads)
+
+
+@cache
+def _openmp() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="openmp")

@@ -23,6 +23,11 @@ class Updater:
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def queued(self) -> int:
+        """Tasks that wait for the one that runs."""
+        return self._tasks.qsize()
+
     def submit(self, task: Task) -> None:
         """Queue a task; tasks submitted after ``close`` are not run."""
         self._tasks.put(task)

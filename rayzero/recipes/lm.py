@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from rayzero.checkpoint import checkpoint_name
 from rayzero.engine import get_context, prepare, report, save_checkpoint
 from rayzero.engine.context import RankContext
+from rayzero.engine.meta import empty_parameters
 from rayzero.messages import CheckpointInfo, Decision
 from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
 from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
-from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
+from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, TOKENS, TRAIN_LOSS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 
@@ -167,22 +169,29 @@ class LanguageModelRun:
         self.recipe = recipe
         self.context = context
         self.text = recipe_text(recipe)
-        model = build_model(recipe, self.text.vocab_size).to(context.device)
+        streamed = recipe.init_from is not None or context.resume is not None
+        with empty_parameters() if streamed else nullcontext():
+            model = build_model(recipe, self.text.vocab_size)
         adamw = torch.optim.AdamW(param_groups(recipe, model), lr=recipe.lr, betas=recipe.betas)
         torch.manual_seed(
             batch_seed(recipe.seed, 0, context.rank, 0)
         )  # dropout; prepare() puts back a checkpoint's state
-        self.model, self.optimizer = prepare(model, adamw, recipe.zero_config)
+        self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
         self.done = 0 if context.loop_state is None else int(context.loop_state["step"])
+        scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not run out of range
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
+        if scales and context.loop_state is not None:
+            self.scaler.load_state_dict(context.loop_state["scaler"])
         self.scheduler = schedule(recipe, self.optimizer, self.done)
 
     def train(self) -> None:
         """Run to the recipe's last step: train, then validate and save where the recipe says so, and report."""
-        clock, late = Clock(self.context.recorder, self.context.device), None
+        clock, late, began = Clock(self.context.recorder, self.context.device), None, time.perf_counter()
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss = self._train_step(step)
             done = Unreported(step + 1, loss, lr, self._tokens, self.optimizer.last_decision(), clock.measured())
+            self._tell(done, time.perf_counter() - began)
             self._after_step(done)
             if late is not None:
                 late.send()
@@ -191,15 +200,24 @@ class LanguageModelRun:
         if late is not None:
             late.send()
 
+    def _tell(self, done: Unreported, seconds: float) -> None:
+        """Have the recorder say how far this rank is; ``seconds``: since its first step of this run began."""
+        recorder, recipe = self.context.recorder, self.recipe
+        recorder.set(TRAIN_LOSS, done.loss)
+        recorder.add(TOKENS, done.tokens)
+        recorder.add(SAMPLES, done.tokens // recipe.seq_len)
+        recorder.set(ETA_SECONDS, seconds / (done.step - self.done) * (recipe.steps - done.step))
+
     def _train_step(self, step: int) -> float:
         """One optimizer step; mean loss of this rank's micro-batches."""
         micro_batches = self.recipe.zero.gradient_accumulation_steps
         total = torch.zeros((), device=self.context.device)
         for micro_batch in range(micro_batches):
             loss = next_token_loss(self.model, *self._batch(step, micro_batch)) / micro_batches
-            torch.autograd.backward(loss)
+            torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return float(total)
@@ -245,7 +263,8 @@ class LanguageModelRun:
         if self.context.run_dir is None:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
-        return save_checkpoint(self.optimizer, directory, {"step": done, "seed": self.recipe.seed})
+        state = {"step": done, "seed": self.recipe.seed, "scaler": self.scaler.state_dict()}
+        return save_checkpoint(self.optimizer, directory, state)
 
 
 def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:

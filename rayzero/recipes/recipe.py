@@ -32,6 +32,9 @@ class RecipeConfig(ConfigModel):
     model: str = GPT
     """"gpt": our own, shaped by the next four settings; "hf:<config.json>": a transformers model, random weights."""
 
+    init_from: str | None = None
+    """Start from these weights, a safetensors file or a Hugging Face directory; null: random ones from ``seed``."""
+
     num_layers: _Count = 4
     """Blocks of the "gpt" model."""
 
@@ -93,7 +96,7 @@ class RecipeConfig(ConfigModel):
     """"bytes", or the path of a tokenizer.json (extra hf)."""
 
     seed: Annotated[int, Strict(), Field(ge=0)] = 0
-    """Seed of the initial weights and of the batches."""
+    """Seed of the initial weights, unless ``init_from`` has them, and of the batches."""
 
     zero: ZeroConfig = ZeroConfig()
     """How states are split and moved; ``precision`` and ``gradient_accumulation_steps`` need no ``zero.`` before."""
@@ -174,6 +177,7 @@ class RecipeConfig(ConfigModel):
             data=tuple(source if source == "stdlib" else str(directory / source) for source in self.data),
             tokenizer=self.tokenizer if self.tokenizer == "bytes" else str(directory / self.tokenizer),
             model=_absolute_model(self.model, directory),
+            init_from=None if self.init_from is None else str(directory / self.init_from),
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,10 +17,12 @@ from rayzero.checkpoint import CheckpointReader, latest_checkpoint
 from rayzero.cluster.reports import Report
 from rayzero.cluster.run_dir import RECORD, RunDirectory
 from rayzero.cluster.trainer import Result, ZeroTrainer
-from rayzero.config import RunConfig
+from rayzero.config import RunConfig, ScalingConfig
+from rayzero.engine.starting import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.recipes.lm import recipe_text, train_loop, unigram_baseline
 from rayzero.recipes.model import build_model
+from rayzero.recipes.planning import RecipeWork, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
@@ -26,6 +30,8 @@ from rayzero.recipes.run_log import METRICS, RunLog, StepRow
 from rayzero.recipes.text import Text
 
 CONFIG = "config.yaml"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +51,7 @@ class Prepared:
     recipe: RecipeConfig  # its paths are absolute
     text: Text
     num_params: int
+    work: RecipeWork | None  # None: the model cannot run without data, so nothing is planned
     resume_step: int  # steps that the checkpoint to start from has done; 0: a fresh run
 
 
@@ -57,8 +64,23 @@ def prepare_run(recipe: RecipeConfig) -> Prepared:
     text = recipe_text(recipe)
     with torch.device("meta"):
         model = build_model(recipe, text.vocab_size)
-    num_params = sum(param.numel() for param in model.parameters())
-    return Prepared(recipe=recipe, text=text, num_params=num_params, resume_step=_resume_step(recipe, model))
+    if recipe.init_from is not None and recipe.run.resume is False:
+        require_weights(model, recipe.init_from)
+    return Prepared(
+        recipe=recipe,
+        text=text,
+        num_params=sum(param.numel() for param in model.parameters()),
+        work=_work(recipe, text),
+        resume_step=_resume_step(recipe, model),
+    )
+
+
+def _work(recipe: RecipeConfig, text: Text) -> RecipeWork | None:
+    try:
+        return recipe_work(recipe, text.vocab_size, on_gpu=recipe.scaling.use_gpu)
+    except UnsupportedError as error:
+        log.warning("no memory is reserved: %s", error)
+        return None
 
 
 def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
@@ -137,18 +159,29 @@ def _fit(prepared: Prepared, directory: RunDirectory, log: RunLog, console: Cons
             if row is not None:
                 line.show(row)
 
-        return make_trainer(recipe, take).fit(directory=directory)
+        def started(record: dict[str, Any]) -> None:
+            if record["telemetry"] is not None:
+                console.print(f"metrics    {record['telemetry']['http_sd']} (Prometheus http_sd)", soft_wrap=True)
+
+        scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
+        return make_trainer(recipe, take, scaling, started).fit(directory=directory)
 
 
-def make_trainer(recipe: RecipeConfig, on_report: Callable[[Report], None] | None = None) -> ZeroTrainer:
-    """The trainer of a recipe. Making one checks the settings and starts nothing."""
+def make_trainer(
+    recipe: RecipeConfig,
+    on_report: Callable[[Report], None] | None = None,
+    scaling: ScalingConfig | None = None,
+    on_start: Callable[[dict[str, Any]], None] | None = None,
+) -> ZeroTrainer:
+    """The trainer of a recipe. Making one checks the settings and starts nothing. scaling: instead of the recipe's."""
     return ZeroTrainer(
         train_loop,
         train_loop_config=recipe.model_dump(mode="json"),
         zero_config=recipe.zero_config,
-        scaling_config=recipe.scaling,
+        scaling_config=scaling or recipe.scaling,
         run_config=recipe.run,
         on_report=on_report,
+        on_start=on_start,
     )
 
 

@@ -6,8 +6,10 @@ thread; a call that computes or allocates runs in a thread of its own.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
@@ -19,7 +21,7 @@ import torch
 
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
-from rayzero.messages import PROTOCOL_VERSION, Contribution
+from rayzero.messages import COMPUTE, PROTOCOL_VERSION, Contribution
 from rayzero.optimizer.lead import StepLead
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -37,6 +39,7 @@ from rayzero.store.rpc import (
     token_matches,
 )
 from rayzero.store.wire import Assembly, Bytes, byte_view, decode_header, encode_shard
+from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -213,6 +216,16 @@ class RankCalls:
                 await self._s.compute(self._s.service.load, index, values)
         return pb.LoadResponse()
 
+    async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
+        """Keep the values of a write to come."""
+        async for header, chunks in _sections(requests, pb.StageRequest):
+            for index in header.shards:
+                shard, unit = self._s.shard(index, header.unit)
+                values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
+                await _receive(chunks, index, values.nbytes, byte_view(values))
+                self._s.service.stage(index, header.version, header.kind, values)
+        return pb.StageResponse()
+
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """What is going on with a shard, in words."""
         if request.step:
@@ -246,6 +259,11 @@ class RankCalls:
         """Write a checkpoint; answers when it is complete."""
         answer = await self._answer("Save", request.rank, request, context)
         return answer or pb.SaveResponse(waiting=self._waiting())
+
+    async def write(self, request: pb.WriteRequest, context: Context) -> pb.WriteResponse:
+        """Change a unit; answers when it is done for all ranks."""
+        answer = await self._answer("Write", request.rank, request, context)
+        return answer or pb.WriteResponse(waiting=self._waiting())
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may make again; None: not yet."""
@@ -282,6 +300,10 @@ class LeadCalls:
         """Queue a decision's update."""
         return await result_of(self._steps.begin("Apply", request))
 
+    async def overwrite(self, request: pb.OverwriteRequest, context: Context) -> Any:
+        """Make a write."""
+        return await result_of(self._steps.begin("Overwrite", request))
+
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""
         entry = await result_of(self._local.save(request.step, Path(request.directory)))
@@ -296,18 +318,31 @@ class LeadCalls:
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
-def _guarded(behaviour: Behaviour, state: OwnerState) -> Behaviour:
-    """``behaviour`` for callers with the run's token; its errors of our tree become a status with metadata."""
+def _guarded(method: str, behaviour: Behaviour, state: OwnerState) -> Behaviour:
+    """``behaviour`` for callers with the run's token, counted; its errors of our tree become a status with metadata."""
+    recorder = state.service.recorder
+
+    def count(code: grpc.StatusCode, began: float) -> None:
+        recorder.add(GRPC_REQUESTS, method=method, code=code.name)
+        recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=method)
 
     async def guarded(request: Any, context: Context) -> Any:
         if not token_matches(context.invocation_metadata() or (), state.token):
             log.warning("refused a call from %s: wrong or missing token", context.peer())
+            recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
+        began = time.perf_counter()
         try:
             with state.running():
-                return await behaviour(request, context)
+                answer = await behaviour(request, context)
+            count(grpc.StatusCode.OK, began)
+            return answer
+        except asyncio.CancelledError:  # the caller is gone
+            count(grpc.StatusCode.CANCELLED, began)
+            raise
         except RayZeroError as error:
             code, details, metadata = to_status(error)
+            count(code, began)
             await context.abort(code, details, metadata)
 
     return guarded
@@ -320,7 +355,7 @@ def generic_handlers(state: OwnerState) -> tuple[grpc.GenericRpcHandler[Any, Any
         grpc.method_handlers_generic_handler(
             service,
             {
-                name: method.handler(_guarded(getattr(calls, _function_name(name)), state))
+                name: method.handler(_guarded(name, getattr(calls, _function_name(name)), state))
                 for name, method in methods(service).items()
             },
         )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from rayzero.errors import StoreError
-from rayzero.messages import Decision, FileEntry, FinishReport, NormParts
+from rayzero.messages import Decision, FileEntry, FinishReport, NormParts, Write
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.loop import shared_loop
@@ -73,6 +73,15 @@ class RemotePeer:
             return translate.file_from_pb((await self._ask("WriteShards", request, self._timeout_s)).file)
 
         return self._submit(save())
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """Change the owner's shards of a unit; done when they are."""
+        request = pb.OverwriteRequest(number=number, write=translate.write_to_pb(write))
+
+        async def overwrite() -> None:
+            await self._ask("Overwrite", request, self._timeout_s)
+
+        return self._submit(overwrite())
 
     def abort(self, error: StoreError) -> None:
         """Fail all that waits at the owner. One that cannot be reached is gone itself: nothing more to say."""

@@ -114,7 +114,8 @@ class OwnerServer:
         shared = self._state.shared
         peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
         peers.insert(service.owner, self._state.local)
-        self._state.lead = StepLead(peers)
+        record = shared.record if shared is not None else None
+        self._state.lead = StepLead(peers, record, service.recorder)
 
     def stop(self) -> None:
         """Stop listening, end every call and stream, close the connections to peers. Idempotent."""

@@ -29,12 +29,16 @@ from rayzero.messages import (
     Norm,
     Pushed,
     StepInputs,
+    Write,
 )
 from rayzero.optimizer.futures import fail, failed, settle, when_all
 from rayzero.optimizer.host_memory import carve
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
 from rayzero.optimizer.threads import use_torch_threads
+from rayzero.optimizer.writes import digest_of
+from rayzero.store.counting import count_bytes, tell_build, watch_gradients
+from rayzero.store.direct_memory import DirectMemory
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.gradient_writer import GradientWriter
 from rayzero.store.local_peer import LocalPeer
@@ -42,7 +46,7 @@ from rayzero.store.owner_slabs import OwnerSlabs
 from rayzero.store.shared_plan import SharedPlan
 from rayzero.store.stall import StallWatch
 from rayzero.store.unit_windows import UnitWindows
-from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
@@ -77,7 +81,7 @@ class LocalOwners:
             )
             for owner in range(num_owners)
         ]
-        self.lead = StepLead([LocalPeer(service) for service in self.services])
+        self.lead = StepLead([LocalPeer(service) for service in self.services], recorder=recorder)
 
     def _make_memory(self, owner: int, num_owners: int, spec: ModelSpec, kernel: str, _: OwnerPlan) -> OwnerSlabs:
         plan = SharedPlan(spec, shard_map_for(spec.layout, num_owners, spec.shard_map))
@@ -92,7 +96,7 @@ class LocalOwners:
             service.close()
 
 
-class InProcessStore:
+class InProcessStore(DirectMemory):
     """A ``ParameterStore`` over owners of the same process.
 
     Knows which owner has which shard; not what owners do with bytes. Copies run in its own small thread pool, and
@@ -109,8 +113,6 @@ class InProcessStore:
         self._pool = ThreadPoolExecutor(
             _POOL, thread_name_prefix=f"store-{rank}", initializer=use_torch_threads, initargs=(1,)
         )
-        self._writer: GradientWriter | None = None  # its memory is read by the owners. freed with the last of them
-        self._windows: UnitWindows | None = None
         self._spec: ModelSpec | None = None
         self._map: ShardMap | None = None
         self._closed = False
@@ -122,6 +124,8 @@ class InProcessStore:
         answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
         if self._writer is None:
             region = GradientRegion(spec, partial(carve, pinned=page_lock))
+            tier = "pinned" if page_lock else "ram"
+            self._unwatch = watch_gradients(self._recorder, region.flats.values(), tier)
             self._writer = GradientWriter(region, self.published, self._announce, f"store-{self.rank}")
         for service in services:
             service.map_gradients(self.rank, self._writer.region.flats)
@@ -129,6 +133,7 @@ class InProcessStore:
         arenas = {owner: memory.arena for owner, memory in self._owners.memories.items()}
         self._windows = UnitWindows(SharedPlan(spec, self._map), arenas, page_lock=page_lock)
         self._owners.lead.attach(self.rank, spec, answers[0].version)
+        tell_build(self._recorder, services[0].kernel, _TRANSPORT)
         return answers[0]
 
     def load(self, unit: int, values: Tensor) -> Future[None]:
@@ -172,19 +177,6 @@ class InProcessStore:
     def _content(self, shards: Sequence[Shard]) -> int:
         return max((self._service(shard).content(shard.index) for shard in shards), default=0)
 
-    def mapped(self, unit: int) -> Tensor | None:
-        """See ``ParameterStore.mapped``."""
-        return self._windows.tensor(unit) if self._windows is not None else None
-
-    def revert(self, unit: int) -> None:
-        """See ``ParameterStore.revert``."""
-        if self._windows is not None:
-            self._windows.revert(unit)
-
-    def landing(self, contribution: Contribution) -> Tensor | None:
-        """See ``ParameterStore.landing``."""
-        return self._writer.landing(contribution) if self._writer is not None else None
-
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """See ``ParameterStore.push``."""
         try:
@@ -197,6 +189,19 @@ class InProcessStore:
     def _announce(self, unit: int, pushed: Pushed) -> None:
         for service in self._owners.services:
             service.observe(self.rank, unit, pushed)
+
+    def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
+        """See ``ParameterStore.write``."""
+        try:
+            self._check_size(unit, values)
+            if self.rank == 0:
+                for shard in self._attached()[0].layout.shards_by_unit[unit]:
+                    self._service(shard).stage(shard.index, version, kind, values[shard.start : shard.stop])
+        except StoreError as exc:
+            return failed(exc)
+        write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
+        awaited = f"the write to {self._unit(unit).name} at step {version}"
+        return self._ask_lead(awaited, lambda lead: lead.write(self.rank, write))
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``ParameterStore.finish``."""
@@ -227,10 +232,7 @@ class InProcessStore:
         if self._spec is not None:
             self._owners.lead.leave(self.rank, reason)
         self._watch.close(StoreClosedError(f"rank {self.rank} closed its store ({reason})"))
-        if self._writer is not None:
-            self._writer.close()
-        if self._windows is not None:
-            self._windows.close()
+        self._close_memory()
         self._pool.shutdown(wait=True)
 
     # ---- helpers
@@ -282,15 +284,15 @@ class InProcessStore:
 
     def _timed(self, direction: str, tensor: Tensor, done: Future[None]) -> Future[None]:
         """Count the bytes and the seconds of a transfer that ends well."""
-        started, size = time.perf_counter(), tensor.numel() * tensor.itemsize
+        started = time.perf_counter()
 
         def ended(over: Future[None]) -> None:
             if over.cancelled() or over.exception() is not None:
                 return
-            self._recorder.add(TRANSFER_BYTES, size, direction=direction, transport=_TRANSPORT)
-            name = {"fetch": FETCH_SECONDS, "push": PUSH_SECONDS}.get(direction)
-            if name is not None:
-                self._recorder.observe(name, time.perf_counter() - started, transport=_TRANSPORT)
+            count_bytes(self._recorder, direction, _TRANSPORT, tensor.numel(), tensor.dtype, tensor.dtype)
+            metric = {"fetch": FETCH_SECONDS, "push": PUSH_SECONDS}.get(direction)
+            if metric is not None:
+                self._recorder.observe(metric, time.perf_counter() - started, transport=_TRANSPORT)
 
         done.add_done_callback(ended)
         return done

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from rayzero.errors import StoreError
-from rayzero.messages import Decision, FileEntry, FinishReport, NormParts
+from rayzero.messages import Decision, FileEntry, FinishReport, NormParts, Write
 from rayzero.optimizer.futures import failed, settled
 from rayzero.optimizer.service import ShardService
 
@@ -37,6 +37,10 @@ class LocalPeer:
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step``."""
         return self._service.save(step, directory)
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """Change the owner's shards of a unit."""
+        return self._service.write(number, write)
 
     def abort(self, error: StoreError) -> None:
         """Fail what waits for the owner."""

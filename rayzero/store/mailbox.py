@@ -9,13 +9,14 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.kernels.signals import Bell, Cell, changed
 from rayzero.optimizer.futures import fail, settle
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rpc import from_failure, to_failure
 
 SLOTS = 8  # questions that may be open at once between two processes
 
@@ -69,13 +70,12 @@ class Asker:
 
     Knows open questions; not their meaning. ``take_answers`` is called by whoever hears the other side ring."""
 
-    def __init__(self, questions: Cells, answers: Cells, bell: Bell, read_error: Callable[[bytes], RayZeroError]):
+    def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
         """``questions``: ours; ``answers``: the other side's; ``bell``: rung for the other side."""
         self._cells = questions.cells()
         self._capacity = questions.capacity
         self._news = _News(answers)
         self._bell = bell
-        self._read_error = read_error
         self._lock = threading.Lock()
         self._numbers = [0] * SLOTS  # of the last question in each cell
         self._open: dict[int, Future[bytes]] = {}  # slot -> who waits
@@ -108,7 +108,7 @@ class Asker:
                 continue
             body = message[_ANSWERED.size :]
             if is_error:
-                fail(future, self._read_error(body))
+                fail(future, from_failure(pb.Failure.FromString(body)))
             else:
                 settle(future, body)
 
@@ -126,13 +126,12 @@ class Answerer:
 
     Knows questions and where their answers go; ``answer`` may be called from any thread."""
 
-    def __init__(self, questions: Cells, answers: Cells, bell: Bell, write_error: Callable[[RayZeroError], bytes]):
+    def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
         """``questions``: the other side's; ``answers``: ours; ``bell``: rung for the other side."""
         self._news = _News(questions)
         self._cells = answers.cells()
         self._capacity = answers.capacity
         self._bell = bell
-        self._write_error = write_error
         self._locks = [threading.Lock() for _ in range(SLOTS)]
 
     def take_questions(self) -> list[tuple[int, int, str, bytes]]:
@@ -149,7 +148,7 @@ class Answerer:
         if isinstance(response, bytes) and len(response) > self._capacity - _ANSWERED.size:
             response = StoreError(f"an answer of {len(response):,} bytes does not fit a mailbox of {self._capacity:,}")
         is_error = isinstance(response, RayZeroError)
-        body = self._write_error(response) if isinstance(response, RayZeroError) else response
+        body = bytes(to_failure(response).SerializeToString()) if isinstance(response, RayZeroError) else response
         with self._locks[slot]:
             self._cells[slot].write(_ANSWERED.pack(number, is_error) + body[: self._capacity - _ANSWERED.size])
         self._bell.ring()

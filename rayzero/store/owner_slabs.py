@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rayzero.memory.arena import Arena, Group, Piece, plan_arena
-from rayzero.memory.planner import format_bytes
+from rayzero.memory.fill_progress import FillProgress
 from rayzero.memory.slab_header import SlabFacts
 from rayzero.optimizer.host_memory import Sizes
+from rayzero.store.shard_lines import LineJournal, ShardLines
 from rayzero.store.shared_plan import SharedPlan
-
-log = logging.getLogger(__name__)
-
-_SAY_EVERY_S = 5.0
-
-
-@dataclass(slots=True)
-class _Clock:
-    """When progress was told last."""
-
-    said: float = field(default_factory=time.monotonic)
-
-
-def _say(owner: int, clock: _Clock, done: int, total: int) -> None:
-    """Tell how far the making of slabs is, where it takes long: a few GB/s."""
-    now = time.monotonic()
-    if now - clock.said >= _SAY_EVERY_S:
-        clock.said = now
-        log.info("optimizer %d: %s of %s of shared memory made", owner, format_bytes(done), format_bytes(total))
 
 
 class OwnerSlabs:
     """An owner's tensors in slabs. A ``HostMemory`` (optimizer/host_memory.py)."""
 
-    def __init__(self, plan: SharedPlan, owner: int, facts: Callable[[str], SlabFacts], directory: Path | None) -> None:
-        """``directory``: of the files; None: without names, for one process."""
+    tier = "shm"
+
+    def __init__(
+        self,
+        plan: SharedPlan,
+        owner: int,
+        facts: Callable[[str], SlabFacts],
+        directory: Path | None,
+        lines: ShardLines | None = None,
+    ) -> None:
+        """``directory``: of the files; None: without names, for one process. ``lines``: where to note what happens."""
+        self._lines = lines
         self._facts, self._directory = facts, directory
-        self._say = partial(_say, owner, _Clock())
-        self._params = Arena.create(plan.params(owner), facts("params"), directory, on_progress=self._say)
+        self._who = f"optimizer {owner}"
+        self._params = Arena.create(plan.params(owner), facts("params"), directory, on_progress=FillProgress(self._who))
         self._state: list[Arena] = []
 
     @property
@@ -67,10 +56,17 @@ class OwnerSlabs:
         groups = [Group(pieces=(Piece(key=key, numel=numel, dtype=dtype),)) for key, numel in sizes]
         number = sum(len(arena.slabs) for arena in self._state)
         arena = Arena.create(
-            plan_arena(groups), replace(self._facts("state"), number=number), self._directory, on_progress=self._say
+            plan_arena(groups),
+            replace(self._facts("state"), number=number),
+            self._directory,
+            on_progress=FillProgress(self._who),
         )
         self._state.append(arena)
         return {key: arena.tensor(key) for key, _ in sizes}
+
+    def journal(self, shard: int) -> LineJournal | None:
+        """See ``HostMemory.journal``."""
+        return self._lines.journal(shard) if self._lines is not None else None
 
     def close(self) -> None:
         """Remove the files; memory that somebody still maps stays until they let go."""

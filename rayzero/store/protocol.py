@@ -8,6 +8,7 @@ One step of rank r, version n::
     fetch(u, n, COMPUTE, out)    for every unit, forward and again backward     -> out filled
     push(Contribution(...), g)   as each unit's gradients are complete          -> landed: g is free again
     finish(report, inputs)       all fetches of version n done, all pushes landed
+    write(u, n, COMPUTE, values) where the user wrote into u: every rank, any time before its commit
     commit(rank, n, inputs)      only if finish had no inputs (the norm was wanted first)
     fetch(u, n + 1, ...)         resolves when u's shards are published, not when the step is
 """
@@ -95,8 +96,24 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
+        """Change a unit of ``version``: every rank calls it with equal values, and it is done for all at once.
+
+        values: 1D, unit.numel elements, host memory, unchanged until the future is done. ``kind``: COMPUTE in the
+        unit's dtype, where masters of elements whose published bits are the same keep their precision; MASTER, STEP,
+        GROUP or an optimizer state's name in fp32. This rank's own fetches of the unit must be over; a fetch of
+        ``version`` after the write, and ``mapped``, give what was written.
+
+        Applied once all ranks have called it, when ``version`` is published and before its step is decided; writes of
+        one rank one after the other. Ranks that write different things, and a rank that finishes the step without
+        writing, fail the run by name.
+        """
+        ...
+
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """Say what was pushed. With ``inputs`` this is also the commit. The future waits for all ranks."""
+        """Say what was pushed. With ``inputs`` this is also the commit. The future waits for all ranks.
+
+        Again with a ``clamp``, before the commit: the norm of what that leaves of the same gradients."""
         ...
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:

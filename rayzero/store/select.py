@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
-from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.protocol import ParameterStore
+from rayzero.store.remote import RemoteStore
 from rayzero.store.rpc import TlsFiles
 from rayzero.store.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
@@ -39,7 +39,7 @@ def connect_store(
     if reason is not None:
         level = logging.INFO if share is None else logging.WARNING  # slower than what was hoped for
         log.log(level, "rank %d: gRPC to all %d owners: %s", rank, len(addresses), reason)
-    return GrpcStore(
+    return RemoteStore(
         rank,
         addresses,
         token=token,

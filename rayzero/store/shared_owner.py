@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -18,31 +18,21 @@ from rayzero.memory.arena import Arena
 from rayzero.memory.planner import OwnerPlan, check_shared, format_bytes
 from rayzero.memory.slab_header import SlabFacts, lay_out_slab
 from rayzero.memory.slabs import SHARED_MEMORY, Slab, sweep
-from rayzero.messages import ModelSpec
+from rayzero.messages import Decision, ModelSpec
 from rayzero.optimizer.publications import Published
 from rayzero.optimizer.service import ShardService
-from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.listener import Listener
 from rayzero.store.mailbox import Answerer, Asker
 from rayzero.store.owner_slabs import OwnerSlabs
-from rayzero.store.rpc import from_failure, to_failure
+from rayzero.store.remains import write_record
 from rayzero.store.same_host import host_identity
+from rayzero.store.shard_lines import ShardLines
 from rayzero.store.shared_plan import SharedPaths, SharedPlan
-from rayzero.store.shared_words import Stamps, VersionLines, bell_of, cells_of
+from rayzero.store.shared_words import Stamps, bell_of, cells_of
 
 log = logging.getLogger(__name__)
 
 Begin = Callable[[str, bytes], "Future[bytes]"]
-LISTEN_S = 1.0  # how often a listener looks whether it should end
-
-
-def read_error(message: bytes) -> RayZeroError:
-    """An error that came through a mailbox."""
-    return from_failure(pb.Failure.FromString(message))
-
-
-def write_error(error: RayZeroError) -> bytes:
-    """The inverse of :func:`read_error`."""
-    return bytes(to_failure(error).SerializeToString())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +54,13 @@ class SharedOwner:
     def __init__(self, owner: int, num_owners: int, directory: Path = SHARED_MEMORY) -> None:
         self.owner, self._num_owners, self.directory = owner, num_owners, directory
         self.host = host_identity(directory)
-        self._incarnation = os.getpid()
+        self._life = secrets.randbits(63)
         self._lock = threading.Lock()
         self._ranks: dict[int, _Rank] = {}
         self._orders: dict[int, Asker] = {}  # of the lead: owner -> where it asks
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        self._listener: Listener | None = None
         self._plan: SharedPlan | None = None
         self._memory: OwnerSlabs | None = None
         self._control: Slab | None = None
@@ -90,12 +79,12 @@ class SharedOwner:
         plan = SharedPlan(spec, shard_map_for(spec.layout, self._num_owners, spec.shard_map))
 
         def facts(role: str) -> SlabFacts:
-            return plan.facts(role, self.owner, kernel, self._incarnation)
+            return plan.facts(role, self.owner, kernel, self._life)
 
-        self._memory = OwnerSlabs(plan, self.owner, facts, self.directory)
         self._control = Slab.create(lay_out_slab(facts("control"), plan.owner_control(self.owner)), self.directory)
-        self._lines = VersionLines(self._control, plan.shards_of(self.owner))
-        self._lines.describe()
+        self._lines = ShardLines(self._control, plan.shards_of(self.owner))
+        self._lines.describe(plan.first_tiles(self.owner))
+        self._memory = OwnerSlabs(plan, self.owner, facts, self.directory, self._lines)
         self._bell = bell_of(self._control)
         self._plan = plan
         return self._memory
@@ -110,6 +99,10 @@ class SharedOwner:
         self._service, self._begin = service, begin
         service.on_publish(self._publish)
 
+    def record(self, decision: Decision) -> None:
+        """Of the lead: keep a decision where it outlives this process."""
+        write_record(self._own_control(), decision)
+
     # ---- joining
 
     def join(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str]) -> None:
@@ -118,23 +111,21 @@ class SharedOwner:
         Raises HandshakeError where they are not of this run, StoreError where they cannot be mapped."""
         plan = self._plan
         assert plan is not None
-        control = self._attach(Path(rank_memory.control), writable=True)
-        slabs = tuple(self._attach(Path(path), writable=False) for path in rank_memory.tensors)
+        who = f"optimizer {self.owner}"
+        control = plan.attach(rank_memory.control, who, writable=True)
+        slabs = tuple(plan.attach(path, who, writable=False, life=control.header.facts) for path in rank_memory.tensors)
         gradients = Arena(plan.gradients(), slabs)
         bell = bell_of(control)
         questions = cells_of(control, "questions", 0, plan.question_bytes)
         answers = cells_of(self._own_control(), "answers", rank, plan.answer_bytes)
-        joined = _Rank(
-            rank, bell, Stamps(control, plan), Answerer(questions, answers, bell, write_error), (control, *slabs)
-        )
+        joined = _Rank(rank, bell, Stamps(control, plan), Answerer(questions, answers, bell), (control, *slabs))
         flats = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
         self._service.map_gradients(rank, flats)
         with self._lock:
             self._meet_owners(owners)
             self._ranks[rank] = joined
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._listen, name=f"owner-{self.owner}-bell", daemon=True)
-                self._thread.start()
+            if self._listener is None:
+                self._listener = Listener(self._bell, self._listen, f"owner-{self.owner}-bell")
         self._bell.ring()
 
     def _meet_owners(self, owners: Mapping[int, str]) -> None:
@@ -147,24 +138,16 @@ class SharedOwner:
         for owner, path in owners.items():
             if owner == self.owner or lead not in (owner, self.owner):
                 continue
-            slab = self._attach(Path(path), writable=True)
+            slab = plan.attach(path, f"optimizer {self.owner}", writable=True)
             self._others.append(slab)
             if lead == self.owner:
                 orders = cells_of(self._own_control(), "orders", owner, plan.order_bytes)
                 replies = cells_of(slab, "replies", 0, plan.reply_bytes)
-                self._orders[owner] = Asker(orders, replies, bell_of(slab), read_error)
+                self._orders[owner] = Asker(orders, replies, bell_of(slab))
             else:
                 orders = cells_of(slab, "orders", self.owner, plan.order_bytes)
                 replies = cells_of(self._own_control(), "replies", 0, plan.reply_bytes)
-                self._lead = Answerer(orders, replies, bell_of(slab), write_error)
-
-    def _attach(self, path: Path, *, writable: bool) -> Slab:
-        assert self._plan is not None
-        spec = self._plan.spec
-        try:
-            return Slab.attach(path, writable=writable, run=spec.run, layout_digest=spec.layout.digest)
-        except OSError as exc:
-            raise StoreError(f"optimizer {self.owner} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
+                self._lead = Answerer(orders, replies, bell_of(slab))
 
     def _own_control(self) -> Slab:
         assert self._control is not None
@@ -185,14 +168,11 @@ class SharedOwner:
         return asker.ask(method, request) if asker is not None else None
 
     def _listen(self) -> None:
-        while not self._closing:
-            heard = self._bell.value  # before looking: what comes while we look rings again
-            try:
-                self._look()
-            except Exception as exc:  # the supervision loop of all that this owner hears
-                log.exception("optimizer %d cannot go on", self.owner)
-                self._service.abort(exc if isinstance(exc, StoreError) else StoreError(f"an owner failed: {exc!r}"))
-            self._bell.wait(heard, LISTEN_S)
+        try:
+            self._look()
+        except Exception as exc:  # the supervision loop of all that this owner hears
+            log.exception("optimizer %d cannot go on", self.owner)
+            self._service.abort(exc if isinstance(exc, StoreError) else StoreError(f"an owner failed: {exc!r}"))
 
     def _look(self) -> None:
         for rank in list(self._ranks.values()):
@@ -224,10 +204,8 @@ class SharedOwner:
 
     def close(self) -> None:
         """End the listener and let go of the control slabs; tensors are the service's to close. Idempotent."""
-        self._closing = True
-        if self._thread is not None:
-            self._bell.ring()
-            self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
         error = StoreClosedError(f"optimizer {self.owner} was closed")
         for asker in self._orders.values():
             asker.close(error)

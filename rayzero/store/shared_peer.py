@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.errors import StoreError
-from rayzero.messages import Decision, FileEntry, FinishReport, NormParts
-from rayzero.optimizer.futures import settled
+from rayzero.messages import Decision, FileEntry, FinishReport, NormParts, Write
+from rayzero.optimizer.futures import settled, then
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.grpc_peer import RemotePeer
 from rayzero.store.shared_owner import SharedOwner
-from rayzero.store.step_calls import then
 
 
 class SharedPeer:
@@ -46,6 +45,10 @@ class SharedPeer:
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step``."""
         return self._remote.save(step, directory)
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """Change the owner's shards of a unit. It goes another way than decisions, which it must not overtake."""
+        return self._remote.write(number, write)
 
     def abort(self, error: StoreError) -> None:
         """Fail what waits at the owner. What was decided before goes on: the abort, which goes another way, must not

@@ -3,7 +3,8 @@
 An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (its alone) and one
 ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
-    control of an owner   bell | version lines, one a shard | answers, for each rank | orders, for each owner | replies
+    control of an owner   bell | version lines, one a shard | tile stamps | answers, for each rank | orders, for each
+                          owner | replies | of the lead: the decision record, two slots
     control of a rank     bell | stamps, one a unit | questions
 
 Every word has one writer; bells are rung by whoever has news for their listener.
@@ -14,13 +15,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels.signals import BELL_BYTES, Cell
+from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.arena import ArenaPlan, Group, Piece, plan_arena
 from rayzero.memory.mapping import PAGE
 from rayzero.memory.slab_header import SlabFacts
+from rayzero.memory.slabs import Slab
 from rayzero.messages import ModelSpec, canonical_json
 from rayzero.optimizer.landing import landing_dtype
 from rayzero.optimizer.state import runs
@@ -59,6 +64,26 @@ class SharedPlan:
             kernel=kernel,
         )
 
+    def attach(self, path: str, who: str, *, writable: bool, life: SlabFacts | None = None) -> Slab:
+        """Map another process's slab; ``who`` maps it, for messages. ``life``: facts of a slab of the same process.
+
+        Raises HandshakeError where it is of another run or life, StoreError where it cannot be mapped."""
+        slab = self._attach(path, who, writable=writable)
+        facts = slab.header.facts
+        if life is not None and (facts.index, facts.incarnation) != (life.index, life.incarnation):
+            slab.close()
+            raise HandshakeError(
+                f"{path} has {facts.role} of process {facts.index} in its life {facts.incarnation:x}, {who} talks to "
+                f"process {life.index} in its life {life.incarnation:x}: one of the two has started again"
+            )
+        return slab
+
+    def _attach(self, path: str, who: str, *, writable: bool) -> Slab:
+        try:
+            return Slab.attach(Path(path), writable=writable, run=self.spec.run, layout_digest=self.spec.layout.digest)
+        except OSError as exc:
+            raise StoreError(f"{who} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
+
     def shards_of(self, owner: int) -> list[Shard]:
         """An owner's shards, in the order of its version lines."""
         return [self.spec.layout.shards[index] for index in self.shard_map.shards_of(owner)]
@@ -87,13 +112,32 @@ class SharedPlan:
     def owner_control(self, owner: int) -> Sequence[Wanted]:
         """Regions of an owner's control slab."""
         lines = len(self.shard_map.shards_of(owner)) * LINE_BYTES
+        record = (("record", 2 * self._record_bytes, self._record_bytes),) if owner == self.shard_map.owner(0) else ()
         return (
             ("bell", BELL_BYTES, 0),
             ("versions", lines, LINE_BYTES),
+            ("tiles", self._tiles(owner)[1] * STAMP_BYTES, STAMP_BYTES),
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
             ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
             ("replies", *_cells(self.reply_bytes, 1)),
+            *record,
         )
+
+    def first_tiles(self, owner: int) -> dict[int, int]:
+        """Number of the first tile stamp of each trained shard, by shard index."""
+        return self._tiles(owner)[0]
+
+    def _tiles(self, owner: int) -> tuple[dict[int, int], int]:
+        first, count = {}, 0
+        for shard in self.shards_of(owner):
+            if self.spec.layout.units[shard.unit].trainable:
+                first[shard.index] = count
+                count += -(-shard.numel // STAMP)
+        return first, count
+
+    @cached_property
+    def _record_bytes(self) -> int:
+        return Cell.bytes_for(64 + self._hyper_bytes + 10 * self.spec.world_size)
 
     def rank_control(self) -> Sequence[Wanted]:
         """Regions of a rank's control slab."""
@@ -111,7 +155,7 @@ class SharedPlan:
 
     @cached_property
     def _report_bytes(self) -> int:
-        return 64 + 10 * len(self.spec.layout.units)
+        return 96 + 10 * len(self.spec.layout.units)
 
     @cached_property
     def stamp_bytes(self) -> int:

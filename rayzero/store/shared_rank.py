@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
+import resource
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,23 +11,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.errors import RayZeroError, StoreError
+from rayzero.errors import RayZeroError
 from rayzero.kernels.signals import Bell
 from rayzero.memory.arena import Arena
-from rayzero.memory.page_lock import PageLock
+from rayzero.memory.fill_progress import FillProgress
+from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.memory.slab_header import lay_out_slab
 from rayzero.memory.slabs import SHARED_MEMORY, Slab
 from rayzero.messages import Pushed
+from rayzero.store.listener import Listener
 from rayzero.store.mailbox import Asker
-from rayzero.store.shared_owner import LISTEN_S, read_error
+from rayzero.store.shard_lines import ShardLines
 from rayzero.store.shared_plan import SharedPaths, SharedPlan
-from rayzero.store.shared_words import Stamps, VersionLines, bell_of, cells_of
+from rayzero.store.shared_words import Stamps, bell_of, cells_of
 from rayzero.store.unit_windows import UnitWindows
 
-log = logging.getLogger(__name__)
-
 News = Callable[[int, list[tuple[int, int, int]]], None]  # (owner, [(shard, version, content version)])
+
+
+def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
+    """Why a rank's page locks may fail: on its own gradients and the parameters of ``owners``, those of its host."""
+    params = sum(sum(plan.params(owner).slabs) for owner in owners)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return beyond_limit(params, sum(plan.gradients().slabs), soft)
 
 
 class _Owner:
@@ -37,7 +43,7 @@ class _Owner:
     def __init__(self, owner: int, control: Slab, params: Arena, plan: SharedPlan) -> None:
         self.owner, self.control, self.params = owner, control, params
         self.bell = bell_of(control)
-        self.lines = VersionLines(control, plan.shards_of(owner))
+        self.lines = ShardLines(control, plan.shards_of(owner))
         self.lines.check(str(control.path))
         self.units = {shard.unit for shard in plan.shards_of(owner)}
 
@@ -59,11 +65,16 @@ class SharedRank:
         a CUDA device. Raises MemoryPlanError where there is no room."""
         self.rank, self._plan, self._page_lock = rank, plan, page_lock
         self._locks: list[PageLock] = []
-        gradients = plan.gradients()
+        gradients, life = plan.gradients(), secrets.randbits(63)
         check_shared(sum(gradients.slabs), directory)
-        self._gradients = Arena.create(gradients, plan.facts("grads", rank, "", os.getpid()), directory)
+        self._gradients = Arena.create(
+            gradients,
+            plan.facts("grads", rank, "", life),
+            directory,
+            on_progress=FillProgress(f"rank {rank}"),
+        )
         try:
-            header = lay_out_slab(plan.facts("control", rank, "rank", os.getpid()), plan.rank_control())
+            header = lay_out_slab(plan.facts("control", rank, "rank", life), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
             self._gradients.close()
@@ -72,8 +83,7 @@ class SharedRank:
         self._stamps = Stamps(self._control, plan)
         self._owners: dict[int, _Owner] = {}
         self._lead: Asker | None = None
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        self._listener: Listener | None = None
 
     # ---- joining
 
@@ -89,43 +99,33 @@ class SharedRank:
 
     def meet(self, owner: int, memory: SharedPaths) -> None:
         """Map an owner's slabs. Raises HandshakeError where they are not of this run."""
-        plan, spec = self._plan, self._plan.spec
-
-        def attach(path: str, *, writable: bool) -> Slab:
-            try:
-                return Slab.attach(Path(path), writable=writable, run=spec.run, layout_digest=spec.layout.digest)
-            except OSError as exc:
-                raise StoreError(f"rank {self.rank} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
-
-        control = attach(memory.control, writable=True)
-        params = Arena(plan.params(owner), [attach(path, writable=self._page_lock) for path in memory.tensors])
+        plan, who = self._plan, f"rank {self.rank}"
+        control = plan.attach(memory.control, who, writable=True)
+        slabs = [plan.attach(path, who, writable=self._page_lock, life=control.header.facts) for path in memory.tensors]
+        params = Arena(plan.params(owner), slabs)
         self._owners[owner] = _Owner(owner, control, params, plan)
         if owner == plan.shard_map.owner(0):
             questions = cells_of(self._control, "questions", 0, plan.question_bytes)
             answers = cells_of(control, "answers", self.rank, plan.answer_bytes)
-            self._lead = Asker(questions, answers, bell_of(control), read_error)
+            self._lead = Asker(questions, answers, bell_of(control))
 
     def listen(self, on_news: News) -> None:
         """Bring news and answers from now on, from a thread of its own."""
         self._on_news = on_news
-        self._thread = threading.Thread(target=self._listen, name=f"rayzero-rank{self.rank}-bell", daemon=True)
-        self._thread.start()
+        self._listener = Listener(self._bell, self._look, f"rayzero-rank{self.rank}-bell")
 
     def windows(self) -> UnitWindows:
         """Over the parameters of all owners met."""
         params = {owner.owner: owner.params for owner in self._owners.values()}
         return UnitWindows(self._plan, params, page_lock=self._page_lock)
 
-    def _listen(self) -> None:
-        while not self._closing:
-            heard = self._bell.value  # before looking: what comes while we look rings again
-            for owner in self._owners.values():
-                news = owner.lines.news()
-                if news:
-                    self._on_news(owner.owner, news)
-            if self._lead is not None:
-                self._lead.take_answers()
-            self._bell.wait(heard, LISTEN_S)
+    def _look(self) -> None:
+        for owner in self._owners.values():
+            news = owner.lines.news()
+            if news:
+                self._on_news(owner.owner, news)
+        if self._lead is not None:
+            self._lead.take_answers()
 
     # ---- a step
 
@@ -155,11 +155,8 @@ class SharedRank:
 
     def close(self, error: RayZeroError) -> None:
         """End the listener, let go of everything; what still waits for an answer fails. Idempotent."""
-        self._closing = True
-        if self._thread is not None:
-            self._bell.ring()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
         if self._lead is not None:
             self._lead.close(error)
         for lock in self._locks:

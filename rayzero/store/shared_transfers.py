@@ -12,11 +12,11 @@ from torch import Tensor
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.messages import COMPUTE
+from rayzero.store.counting import count_bytes
 from rayzero.store.gather import Gather
 from rayzero.store.notices import PublishBoard
 from rayzero.store.shared_rank import SharedRank
 from rayzero.store.transfers import Transfers
-from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Recorder
 
 _COPIERS = 2  # threads a fetch is copied in
@@ -44,6 +44,10 @@ class SharedTransfers:
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See :class:`Transfers`."""
         self._wire.load(gather, unit, shards, values)
+
+    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+        """See :class:`Transfers`."""
+        self._wire.stage(gather, unit, shards, version, kind, values)
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
         """See :class:`Transfers`."""
@@ -85,5 +89,4 @@ class SharedTransfers:
     def _copy(self, shards: list[Shard], out: Tensor) -> None:
         for shard in shards:
             out[shard.start : shard.stop].copy_(self._shared.shard(self.owner, shard.index))
-        size = sum(shard.numel for shard in shards) * out.itemsize
-        self._recorder.add(TRANSFER_BYTES, size, direction="fetch", transport="shm")
+        count_bytes(self._recorder, "fetch", "shm", sum(shard.numel for shard in shards), out.dtype, out.dtype)

@@ -1,19 +1,17 @@
-"""Control slabs in use: version lines, stamps, bells and mailboxes, found by their region's kind."""
+"""Control slabs in use: stamps, bells and mailboxes, found by their region's kind."""
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.signals import Bell, Cell, changed, load_acquire_64, store_release_64
-from rayzero.layout.model_layout import Shard
+from rayzero.kernels.signals import Bell, Cell, changed
 from rayzero.memory.slab_header import Region
 from rayzero.memory.slabs import Slab
 from rayzero.messages import Pushed
 from rayzero.store.mailbox import Cells
-from rayzero.store.shared_plan import LINE_BYTES, SharedPlan
+from rayzero.store.shared_plan import SharedPlan
 
 _STAMP = struct.Struct("<qQII")  # step, attempt, count, bytes of presence bits, which follow
 
@@ -35,47 +33,6 @@ def cells_of(slab: Slab, kind: str, side: int, capacity: int) -> Cells:
     """A mailbox's cells for ``side``."""
     found = region(slab, kind)
     return Cells(slab.address(found.offset + side * found.stride), slab.keeper, capacity)
-
-
-class VersionLines:
-    """One line per shard of an owner: published version + 1, content version + 1, shard index, start, stop.
-
-    Its owner writes; ranks read. Zero is a shard without values."""
-
-    def __init__(self, slab: Slab, shards: Sequence[Shard]) -> None:
-        found = region(slab, "versions")
-        self._address, self._keeper = slab.address(found.offset), slab.keeper
-        self._shards = shards
-        self._line = {shard.index: self._address + i * LINE_BYTES for i, shard in enumerate(shards)}
-        self._seen = array("Q", [0] * len(shards))
-
-    def describe(self) -> None:
-        """Say which shard each line is of: the maker's first act."""
-        for shard in self._shards:
-            for word, value in enumerate((shard.index, shard.start, shard.stop), 2):
-                store_release_64(self._line[shard.index] + 8 * word, value)
-
-    def check(self, source: str) -> None:
-        """Raise HandshakeError unless the lines are of the shards that this process computes."""
-        for shard in self._shards:
-            line = self._line[shard.index]
-            there = tuple(load_acquire_64(line + 8 * word) for word in (2, 3, 4))
-            if there != (shard.index, shard.start, shard.stop):
-                raise HandshakeError(f"{source} has shard {there}, this process has {shard}, as (index, start, stop)")
-
-    def publish(self, shard: int, version: int, content: int) -> None:
-        """Make a version visible; ring bells after it."""
-        line = self._line[shard]
-        store_release_64(line + 8, content + 1)
-        store_release_64(line, version + 1)
-
-    def news(self) -> list[tuple[int, int, int]]:
-        """(shard, version, content version) of every shard that was published since the last look."""
-        found = []
-        for i in changed(self._address, LINE_BYTES, self._seen, len(self._shards)):
-            content = load_acquire_64(self._address + i * LINE_BYTES + 8) - 1
-            found.append((self._shards[i].index, self._seen[i] - 1, content))
-        return found
 
 
 class Stamps:

@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rayzero.optimizer.futures import fail, settle
+from rayzero.optimizer.futures import then
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.peers import OwnerPeer
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rpc import OWNER_SERVICE, STORE_SERVICE, methods
-
-T = TypeVar("T")
 
 
 class StepCalls:
@@ -32,6 +30,8 @@ class StepCalls:
             "GetDecision": self._decision,
             "Discard": self._discard,
             "Save": self._save,
+            "Write": self._write,
+            "Overwrite": self._overwrite,
             "Collect": self._collect,
             "Apply": self._apply,
         }
@@ -68,6 +68,10 @@ class StepCalls:
         saved = self._lead().save(request.rank, request.step, Path(request.directory), files)
         return then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
 
+    def _write(self, request: pb.WriteRequest) -> Future[pb.WriteResponse]:
+        written = self._lead().write(request.rank, translate.write_from_pb(request.write))
+        return then(written, lambda _: pb.WriteResponse())
+
     # ---- of the lead
 
     def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
@@ -78,25 +82,11 @@ class StepCalls:
         applied = self._local.apply(translate.decision_from_pb(request.decision))
         return then(applied, lambda _: pb.ApplyResponse())
 
+    def _overwrite(self, request: pb.OverwriteRequest) -> Future[pb.OverwriteResponse]:
+        written = self._local.write(request.number, translate.write_from_pb(request.write))
+        return then(written, lambda _: pb.OverwriteResponse())
+
 
 _REQUESTS = {
     name: method.request for service in (STORE_SERVICE, OWNER_SERVICE) for name, method in methods(service).items()
 }
-
-
-def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
-    """A future of ``pack`` of what comes; an error of ``pack`` is its own."""
-    target: Future[Any] = Future()
-
-    def pass_on(done: Future[T]) -> None:
-        error = done.exception()
-        if error is not None:
-            fail(target, error)
-            return
-        try:
-            settle(target, pack(done.result()))
-        except Exception as exc:  # whatever it is, who waits raises it
-            fail(target, exc)
-
-    source.add_done_callback(pass_on)
-    return target

@@ -29,6 +29,7 @@ from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.batches import Batches
+from rayzero.store.counting import count_bytes
 from rayzero.store.gather import Gather
 from rayzero.store.notices import PublishBoard
 from rayzero.store.owner_link import QUICK_S, OwnerLink, Upload
@@ -36,7 +37,7 @@ from rayzero.store.push_order import PushOrder
 from rayzero.store.rpc import MAX_CHUNK_BYTES
 from rayzero.store.stall import StallWatch
 from rayzero.store.wire import Assembly, byte_view, encode_shard
-from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RETRIES
+from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class Transfers:
         self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download))
         self._pushes: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Push")))
         self._loads: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Load")))
+        self._stages: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Stage")))
         self._fetch_pool = fetches
 
     # ---- verbs
@@ -167,6 +169,13 @@ class Transfers:
         header = pb.LoadRequest(header=pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
         part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=header.SerializeToString())
         self._when(_DONE, part, lambda: self._loads.add(part))
+
+    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+        """Send the values of a write to come (the whole unit's vector)."""
+        header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
+        message = pb.StageRequest(header=header).SerializeToString()
+        part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=message)
+        self._when(_DONE, part, lambda: self._stages.add(part))
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
@@ -316,7 +325,7 @@ class Transfers:
             part.fill(messages)
             if part is parts[-1] and next(messages, None) is not None:
                 raise TransferError(f"{self._link.name} sent more than the shards asked for")
-            self._count("fetch", part.size)
+            self._count("fetch", part, part.out.dtype, part.out.dtype)
             part.end(None)
 
     def _upload(self, method: str, parts: list[_Send]) -> None:
@@ -327,8 +336,8 @@ class Transfers:
             self._link.upload(method, Upload(messages), _bulk_deadline_s(size))
 
         self._with_retries(method.lower(), stream)
-        self._count(method.lower(), size)
         for part in parts:
+            self._count(method.lower(), part, part.values.dtype, part.dtype)
             part.end(None)
 
     def _with_retries(self, direction: str, stream: Callable[[], None]) -> None:
@@ -346,8 +355,8 @@ class Transfers:
                 log.warning("rank %d: %s again after: %s", self._link.rank, direction, error)
                 self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
 
-    def _count(self, direction: str, size_bytes: int) -> None:
-        self._recorder.add(TRANSFER_BYTES, size_bytes, direction=direction, transport="grpc")
+    def _count(self, direction: str, part: _Fetch | _Send, dtype: torch.dtype, sent_as: torch.dtype) -> None:
+        count_bytes(self._recorder, direction, "grpc", sum(shard.numel for shard in part.shards), dtype, sent_as)
 
 
 def transfer_threads(num_owners: int, rank: int, direction: str) -> ThreadPoolExecutor:

@@ -8,8 +8,11 @@ from typing import Any
 from rayzero.messages import (
     Action,
     CheckpointInfo,
+    Clamp,
     Contribution,
     Decision,
+    Edit,
+    EditKind,
     FileEntry,
     FinishReport,
     Hyper,
@@ -17,6 +20,7 @@ from rayzero.messages import (
     Norm,
     NormParts,
     StepInputs,
+    Write,
     canonical_json,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -24,6 +28,12 @@ from rayzero.store.shared_plan import SharedPaths
 
 _ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
 _FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
+_KINDS = {
+    EditKind.UNSCALE: pb.EDIT_KIND_UNSCALE,
+    EditKind.CLIP_NORM: pb.EDIT_KIND_CLIP_NORM,
+    EditKind.CLIP_VALUE: pb.EDIT_KIND_CLIP_VALUE,
+}
+_FROM_KINDS = {wire: kind for kind, wire in _KINDS.items()}
 
 
 def _json(value: Any) -> bytes:
@@ -56,22 +66,30 @@ def contribution_from_pb(c: pb.Contribution) -> Contribution:
 
 def report_to_pb(report: FinishReport) -> pb.FinishReport:
     """What a rank pushed."""
-    return pb.FinishReport(step=report.step, attempt=report.attempt, rank=report.rank, counts=report.counts)
+    clamp = None if report.clamp is None else pb.Clamp(scale=report.clamp.scale, limit=report.clamp.limit)
+    return pb.FinishReport(
+        step=report.step, attempt=report.attempt, rank=report.rank, counts=report.counts, clamp=clamp
+    )
 
 
 def report_from_pb(report: pb.FinishReport) -> FinishReport:
     """The inverse of :func:`report_to_pb`."""
-    return FinishReport(step=report.step, attempt=report.attempt, rank=report.rank, counts=tuple(report.counts))
+    clamp = Clamp(scale=report.clamp.scale, limit=report.clamp.limit) if report.HasField("clamp") else None
+    return FinishReport(
+        step=report.step, attempt=report.attempt, rank=report.rank, counts=tuple(report.counts), clamp=clamp
+    )
 
 
 def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
     """What a step is decided with."""
-    return pb.StepInputs(max_norms=inputs.max_norms, hyper=_json(inputs.hyper))
+    edits = [pb.Edit(kind=_KINDS[edit.kind], value=edit.value) for edit in inputs.edits]
+    return pb.StepInputs(edits=edits, hyper=_json(inputs.hyper))
 
 
 def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
     """The inverse of :func:`inputs_to_pb`; the digest is the same."""
-    return StepInputs(max_norms=tuple(inputs.max_norms), hyper=_hyper(inputs.hyper))
+    edits = tuple(Edit(_FROM_KINDS[edit.kind], edit.value) for edit in inputs.edits)
+    return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
 
 
 def norm_to_pb(norm: Norm) -> pb.Norm:
@@ -93,6 +111,7 @@ def decision_to_pb(decision: Decision) -> pb.Decision:
         scale=decision.scale,
         norm=decision.norm,
         hyper=_json(decision.hyper),
+        limit=decision.limit,
     )
 
 
@@ -105,6 +124,7 @@ def decision_from_pb(decision: pb.Decision) -> Decision:
         scale=decision.scale,
         norm=decision.norm,
         hyper=_hyper(decision.hyper),
+        limit=decision.limit,
     )
 
 
@@ -117,6 +137,16 @@ def parts_to_pb(parts: NormParts) -> pb.CollectResponse:
 def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
     """The inverse of :func:`parts_to_pb`."""
     return NormParts(step=step, parts=tuple(zip(columns.shards, columns.slots, columns.sums, strict=True)))
+
+
+def write_to_pb(write: Write) -> pb.Write:
+    """What a rank wants written."""
+    return pb.Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
+
+
+def write_from_pb(write: pb.Write) -> Write:
+    """The inverse of :func:`write_to_pb`."""
+    return Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
 
 
 def file_to_pb(entry: FileEntry) -> pb.FileEntry:

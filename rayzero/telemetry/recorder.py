@@ -1,120 +1,289 @@
-"""Where measurements go: counters and timings by name and labels, in memory or nowhere.
+"""Where measurements go: counters, gauges and histograms by metric and labels, in memory or nowhere.
 
-Whoever measures gets a ``Recorder`` handed in and calls it; who shows the numbers reads a ``MemoryRecorder``.
-Names are those of ``telemetry/names.py``."""
+Whoever measures gets a ``Recorder`` handed in and calls it; who shows the numbers reads a ``MemoryRecorder``:
+Prometheus' form of it is telemetry/exporter.py. What is measured is one of ``telemetry/names.py``.
+
+[Note: one writer a cell] Each thread counts in cells of its own, which nobody else writes: no lock is taken or waited
+for in a call. A reader adds the threads' cells up; one that is written meanwhile counts with its old or its new value.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+from rayzero.telemetry.metric import Kind, Metric
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label name
+Series = dict[Metric, dict[Labels, float]]
+End = Callable[[], None]
+
+
+class Reading(NamedTuple):
+    """A value as it is now, read when somebody looks: of a gauge, or of a counter that others keep."""
+
+    metric: Metric
+    value: float
+    labels: dict[str, str]
+
+
+Source = Callable[[], Iterable[Reading]]
 
 
 class Recorder(Protocol):
-    """Takes measurements from any thread; never fails and never blocks on anything but itself."""
+    """Takes measurements from any thread and never blocks. Raises ValueError for labels that the metric has not."""
 
-    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add ``value`` to the counter ``name`` with these labels."""
+    def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
+        """Add ``value`` to a counter."""
         ...
 
-    def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Note one duration under ``name`` with these labels."""
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Note one value (a duration, mostly) in a histogram."""
+        ...
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """What a gauge is now."""
+        ...
+
+    def watch(self, source: Source) -> End:
+        """Have ``source`` called when somebody looks, in that thread, until the function that this returns is called.
+
+        It must be quick, wait for nothing, and may be called at any moment until then."""
         ...
 
 
 class NullRecorder:
     """Takes every measurement and keeps none."""
 
-    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+    def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Nothing."""
 
-    def observe(self, name: str, seconds: float, **labels: str) -> None:
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Nothing."""
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Nothing."""
+
+    def watch(self, source: Source) -> End:
+        """Nothing: nobody looks."""
+        return lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Durations noted so far, in seconds; all zero when there are none."""
+    """Values noted so far, in the metric's unit; all zero when there are none."""
 
     count: int = 0
     total: float = 0.0
     longest: float = 0.0
-
-    def with_one(self, seconds: float) -> Timing:
-        """These and one more."""
-        return Timing(self.count + 1, self.total + seconds, max(self.longest, seconds))
+    buckets: tuple[int, ...] = ()  # values up to each of the metric's bounds and above the one before, then the rest
 
     def merged(self, other: Timing) -> Timing:
         """These and those; associative."""
-        return Timing(self.count + other.count, self.total + other.total, max(self.longest, other.longest))
+        longer, shorter = sorted((self.buckets, other.buckets), key=len, reverse=True)
+        buckets = tuple(map(sum, zip(longer, shorter, strict=True))) if shorter else longer
+        return Timing(self.count + other.count, self.total + other.total, max(self.longest, other.longest), buckets)
 
 
-class MemoryRecorder:
-    """Keeps counters and timings in memory; any thread may write or read.
+_Key = tuple[Any, ...]  # a metric, then its labels as the caller ordered them: pairs of texts
+_Cell = list[float]  # a counter: [sum]; a histogram: [count, total, longest, *buckets]
 
-    Knows names, labels and sums; not what they mean or who reads them."""
+
+class _Thread(threading.local):
+    """The calling thread's cells."""
+
+    def __init__(self, shelf: _Shelf) -> None:
+        self.cells: dict[_Key, _Cell] = {}
+        shelf.register(self.cells)
+
+
+class _Shelf:
+    """All threads' cells; those of threads that have ended are added up to one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters: dict[str, dict[Labels, float]] = {}
-        self._timings: dict[str, dict[Labels, Timing]] = {}
+        self._of: list[tuple[threading.Thread, dict[_Key, _Cell]]] = []
+        self._ended: dict[_Key, _Cell] = {}
 
-    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add ``value`` to the counter ``name`` with these labels."""
-        key = _key(labels)
+    def register(self, cells: dict[_Key, _Cell]) -> None:
         with self._lock:
-            series = self._counters.setdefault(name, {})
-            series[key] = series.get(key, 0) + value
+            self._of.append((threading.current_thread(), cells))
 
-    def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Note one duration under ``name`` with these labels."""
-        key = _key(labels)
+    def read(self) -> Iterator[tuple[_Key, _Cell]]:
+        """Every cell; several may have the same key."""
         with self._lock:
-            series = self._timings.setdefault(name, {})
-            series[key] = series.get(key, Timing()).with_one(seconds)
+            over = [cells for thread, cells in self._of if not thread.is_alive()]
+            self._of = [(thread, cells) for thread, cells in self._of if not any(cells is gone for gone in over)]
+            for cells in over:
+                for key, cell in cells.items():
+                    _add_to(self._ended, key, cell)
+            alive = [cells for _, cells in self._of]
+            found = [(key, list(cell)) for key, cell in self._ended.items()]
+        for cells in alive:
+            found += [(key, list(cell)) for key, cell in _items(cells)]
+        return iter(found)
 
-    def total(self, name: str, **labels: str) -> float:
-        """Sum of the counter ``name`` over every series that has all these labels; 0 when there is none."""
-        wanted = set(labels.items())
-        with self._lock:
-            return sum(value for key, value in self._counters.get(name, {}).items() if wanted <= set(key))
 
-    def timing(self, name: str, **labels: str) -> Timing:
-        """The durations under ``name`` over every series that has all these labels."""
-        wanted = set(labels.items())
-        found = Timing()
-        with self._lock:
-            for key, timing in self._timings.get(name, {}).items():
-                found = found.merged(timing) if wanted <= set(key) else found
+def _add_to(sums: dict[_Key, _Cell], key: _Key, cell: _Cell) -> None:
+    known = sums.get(key)
+    if known is None:
+        sums[key] = list(cell)
+    elif len(cell) == 1:
+        known[0] += cell[0]
+    else:
+        longest = max(known[2], cell[2])
+        known[:] = [a + b for a, b in zip(known, cell, strict=True)]
+        known[2] = longest
+
+
+def _items(cells: dict[_Key, _Cell]) -> list[tuple[_Key, _Cell]]:
+    """A dict's items while its thread may add some."""
+    while True:
+        try:
+            return list(cells.items())
+        except RuntimeError:  # it grew
+            continue
+
+
+class MemoryRecorder:
+    """Keeps what it is told in memory; any thread may write or read. [Note: one writer a cell]
+
+    Knows metrics, labels and sums; not who reads them."""
+
+    def __init__(self) -> None:
+        self._shelf = _Shelf()
+        self._mine = _Thread(self._shelf)
+        self._gauges: dict[_Key, float] = {}
+        self._sources: list[Source] = []
+        self._changing = threading.Lock()  # the list of sources
+
+    def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
+        """See :class:`Recorder`."""
+        key = (metric, *labels.items())
+        try:
+            self._mine.cells[key][0] += value
+        except KeyError:
+            self._mine.cells[_checked(metric, Kind.COUNTER, labels, key)] = [value]
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """See :class:`Recorder`."""
+        key = (metric, *labels.items())
+        cells = self._mine.cells
+        cell = cells.get(key)
+        if cell is None:
+            cell = [0.0] * (3 + len(metric.buckets) + 1)
+            cells[_checked(metric, Kind.HISTOGRAM, labels, key)] = cell
+        cell[3 + bisect_left(metric.buckets, value)] += 1
+        cell[0] += 1
+        cell[1] += value
+        if value > cell[2]:
+            cell[2] = value
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """See :class:`Recorder`."""
+        key = (metric, *labels.items())
+        if key not in self._gauges:
+            _checked(metric, Kind.GAUGE, labels, key)
+        self._gauges[key] = value
+
+    def watch(self, source: Source) -> End:
+        """See :class:`Recorder`. The end waits for nobody: a call that has begun may outlast it."""
+        with self._changing:
+            self._sources = [*self._sources, source]
+
+        def end() -> None:
+            with self._changing:
+                self._sources = [known for known in self._sources if known is not source]
+
+        return end
+
+    # ---- reading
+
+    def total(self, metric: Metric, **labels: str) -> float:
+        """Sum of a counter over every series that has all these labels; 0 when there is none."""
+        return _total(self.counters(metric), metric, labels)
+
+    def gauge(self, metric: Metric, **labels: str) -> float:
+        """Sum of a gauge over every series that has all these labels; 0 when there is none."""
+        return _total(self.gauges(), metric, labels)
+
+    def timing(self, metric: Metric, **labels: str) -> Timing:
+        """The values of a histogram over every series that has all these labels."""
+        found, wanted = Timing(), set(labels.items())
+        for key, timing in self.timings().get(metric, {}).items():
+            found = found.merged(timing) if wanted <= set(key) else found
         return found
 
-    def counters(self) -> dict[str, dict[Labels, float]]:
-        """A copy of every counter: name -> sorted labels -> sum."""
-        with self._lock:
-            return {name: dict(series) for name, series in self._counters.items()}
+    def counters(self, only: Metric | None = None) -> Series:
+        """Every counter that was added to (or one): metric -> labels -> sum."""
+        found: Series = {}
+        for key, cell in self._shelf.read():
+            metric, labels = _parts(key)
+            if metric.kind is Kind.COUNTER and only in (None, metric):
+                series = found.setdefault(metric, {})
+                series[labels] = series.get(labels, 0) + cell[0]
+        return found
 
-    def timings(self) -> dict[str, dict[Labels, Timing]]:
-        """A copy of every timing: name -> sorted labels -> durations."""
-        with self._lock:
-            return {name: dict(series) for name, series in self._timings.items()}
+    def timings(self) -> dict[Metric, dict[Labels, Timing]]:
+        """Every histogram: metric -> labels -> values."""
+        found: dict[Metric, dict[Labels, Timing]] = {}
+        for key, cell in self._shelf.read():
+            metric, labels = _parts(key)
+            if metric.kind is Kind.HISTOGRAM:
+                series = found.setdefault(metric, {})
+                timing = Timing(int(cell[0]), cell[1], cell[2], tuple(map(int, cell[3:])))
+                series[labels] = series.get(labels, Timing()).merged(timing)
+        return found
+
+    def gauges(self) -> Series:
+        """Every gauge that was set, and what sources say now (counters of theirs too); equal series are added."""
+        found: Series = {}
+        for key, value in list(self._gauges.items()):
+            metric, labels = _parts(key)
+            found.setdefault(metric, {})[labels] = value
+        for source in self._sources:
+            for reading in source():
+                reading.metric.check(reading.labels)
+                series, labels = found.setdefault(reading.metric, {}), _sorted(reading.labels)
+                series[labels] = series.get(labels, 0) + reading.value
+        return found
 
 
 @contextmanager
 def timed(
-    recorder: Recorder, name: str, *, clock: Callable[[], float] = time.perf_counter, **labels: str
+    recorder: Recorder, metric: Metric, *, clock: Callable[[], float] = time.perf_counter, **labels: str
 ) -> Iterator[None]:
     """Note how long the block took, also when it raises."""
     start = clock()
     try:
         yield
     finally:
-        recorder.observe(name, clock() - start, **labels)
+        recorder.observe(metric, clock() - start, **labels)
 
 
-def _key(labels: dict[str, str]) -> Labels:
+def _checked(metric: Metric, kind: Kind, labels: dict[str, str], key: _Key) -> _Key:
+    """The key, once it is known that such a series may be."""
+    metric.check(labels)
+    if metric.kind is not kind:
+        raise ValueError(f"{metric.name} is a {metric.kind}, not a {kind}")
+    return key
+
+
+def _parts(key: _Key) -> tuple[Metric, Labels]:
+    metric, *labels = key
+    assert isinstance(metric, Metric)
+    return metric, tuple(sorted(labels))
+
+
+def _sorted(labels: dict[str, str]) -> Labels:
     return tuple(sorted(labels.items()))
+
+
+def _total(series: Series, metric: Metric, labels: dict[str, str]) -> float:
+    wanted = set(labels.items())
+    return sum(value for key, value in series.get(metric, {}).items() if wanted <= set(key))

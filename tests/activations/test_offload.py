@@ -15,6 +15,7 @@ import rayzero.activations
 from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane, summary
 from rayzero.activations.chunk_order import ChunkKey
 from rayzero.errors import ConfigError, RayZeroError
+from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from tests.activations.models import Exps, Transformer, equal, gradients, transformer
 
@@ -611,7 +612,7 @@ def test_the_summary_is_a_table_and_json(capsys):
     with ActivationOffload(model, small(rank=3), offload_modules=BLOCKS, recorder=recorder) as offload:
         gradients(model, x)
         found = summary.gather(offload.summary())
-    assert recorder.total("rayzero_activation_bytes_total", direction="out") == found[0].offloaded_bytes
+    assert recorder.total(ACTIVATION_BYTES, direction="out") == found[0].offloaded_bytes
     Console(width=120).print(summary.table([*found, *found]))
     shown = capsys.readouterr().out
     assert "attn" in shown

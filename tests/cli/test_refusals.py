@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
+from safetensors.torch import save_file
 
 from rayzero.checkpoint import latest_checkpoint
 from rayzero.cli import main
@@ -94,6 +96,9 @@ def trained(tmp_path: Path) -> Path:
         (["data=empty.txt"], "the training split has 0 tokens"),
         (["tokenizer=nowhere.json"], "no such file"),
         (["model=hf:nowhere.json"], "no such file"),
+        (["init_from=nowhere"], "no weights at"),
+        (["init_from=."], "has neither model.safetensors nor model.safetensors.index.json; it has empty.txt"),
+        (["init_from=of_another.safetensors"], "does not fit this GPT: it lacks"),
         (["zero.overlap=backward"], "overlap='backward' is not supported yet"),
         (["zero.transport=inproc", "--run-dir", "tin"], "transport='inproc' reaches owners in the same process"),
         (["zero=hello"], "zero must be a group of settings"),
@@ -113,6 +118,7 @@ def test_train_refuses(tmp_path, arguments, message):
     (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable" / "mem").symlink_to("/proc/self/mem")  # opens, and cannot be read even by root
     (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    save_file({"a": torch.ones(2)}, tmp_path / "of_another.safetensors")
     defaults = [] if any("data=" in a for a in arguments) else ["data=text.txt"]
     assert message in refused("train", *arguments, *defaults, *SMALL, cwd=tmp_path)
 

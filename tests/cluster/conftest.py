@@ -20,6 +20,7 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
 from .processes import shared_memory
+from .ray_cluster import Cluster, two_nodes
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,13 @@ def local_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes that others have started."""
+    with two_nodes() as made:
+        yield made
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from rayzero.memory.slabs import list_slabs
 SCRIPT = Path(__file__).with_name("script_run.py")
 
 
-def start_script(storage: Path, steps: int, **env: str) -> subprocess.Popen[str]:
+def start_script(storage: Path, steps: int, *arguments: str, **env: str) -> subprocess.Popen[str]:
     """The user's script as a shell would start it: its own process group, one pipe for all it says."""
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(storage), str(steps)],
+        [sys.executable, str(SCRIPT), str(storage), str(steps), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,6 @@
 """A user's script: its training loop is a function of ``__main__``. Run by tests in a process of its own.
 
-``script_run.py STORAGE STEPS``: STEPS steps, or until it is stopped when STEPS is 0; prints JSON lines.
+``script_run.py STORAGE STEPS [PLACEMENT]``: STEPS steps, or until it is stopped when STEPS is 0; prints JSON lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from tiny import tiny_steps
 
 from rayzero.cluster.trainer import ZeroTrainer
-from rayzero.config import RunConfig, ScalingConfig
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 
 
@@ -31,6 +31,7 @@ def main() -> None:
     result = ZeroTrainer(
         train_loop,
         train_loop_config={"steps": int(sys.argv[2])},
+        zero_config=ZeroConfig(placement=sys.argv[3] if len(sys.argv) > 3 else "beside_rank"),
         scaling_config=ScalingConfig(num_workers=2, num_optimizers=1, threads_per_worker=1, threads_per_optimizer=1),
         run_config=RunConfig(name="script", storage_path=sys.argv[1]),
         on_report=lambda one: print(json.dumps({"rank": one.rank, **one.metrics}), flush=True),

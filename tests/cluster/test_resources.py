@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.cluster.labels import matches
 from rayzero.cluster.resources import Node, missing_resources, plan_resources
 from rayzero.config import ScalingConfig
 
@@ -36,6 +37,7 @@ def test_given_cpus_and_threads_are_used_as_they_are():
 def test_an_optimizer_stands_beside_each_rank_and_more_of_them_go_round():
     plan = plan_resources(ScalingConfig(num_workers=2, num_optimizers=5), [Node(cpus=7)])
     assert [group.optimizers for group in plan.groups] == [(0, 2, 4), (1, 3)]
+    assert plan.place_of_optimizer(3) == (1, 2), "behind rank 1 and optimizer 1"
     assert [group.cpus for group in plan.groups] == [4, 3]
 
 
@@ -74,12 +76,88 @@ def test_gpus_that_are_on_nodes_without_enough_cpus_are_missing_too():
     assert "2 CPUs and 1 GPU" in str(missing_resources(plan_resources(scaling, nodes), nodes))
 
 
-nodes = st.builds(Node, cpus=st.integers(0, 64).map(float), gpus=st.integers(0, 4).map(float))
+OPTIMIZER_NODE = {"rayzero.io/role": "optimizer"}
 
 
-@given(workers=st.integers(1, 9), optimizers=st.integers(1, 9), gpu=st.booleans(), nodes=st.lists(nodes, max_size=4))
-def test_a_plan_that_is_said_to_fit_never_asks_for_more_than_there_is(workers, optimizers, gpu, nodes):
-    plan = plan_resources(ScalingConfig(num_workers=workers, num_optimizers=optimizers, use_gpu=gpu), nodes)
+def test_packed_optimizers_are_a_group_of_their_own_that_may_be_on_several_nodes():
+    scaling = ScalingConfig(num_workers=2, num_optimizers=2, cpus_per_worker=1, cpus_per_optimizer=3)
+    nodes = [Node(cpus=4), Node(cpus=4)]
+    plan = plan_resources(scaling, nodes, "packed")
+    assert [(group.rank, group.optimizers, group.strategy) for group in plan.groups] == [
+        (0, (), "STRICT_PACK"),
+        (1, (), "STRICT_PACK"),
+        (None, (0, 1), "PACK"),
+    ]
+    assert plan.place_of_optimizer(1) == (2, 1)
+    assert missing_resources(plan, nodes) is None
+    assert missing_resources(plan, [Node(cpus=7), Node(cpus=1)]) is None
+    assert "each needs one node: no way to place 1 CPUs, 3 CPUs on 4 nodes" in str(
+        missing_resources(plan, [Node(cpus=2)] * 4)
+    )
+
+
+def test_optimizers_on_cpu_nodes_need_the_label_and_the_room_there():
+    scaling = ScalingConfig(num_workers=2, num_optimizers=2, use_gpu=True, cpus_per_worker=1, cpus_per_optimizer=2)
+    gpu_node, cpu_node = Node(cpus=8, gpus=2), Node(cpus=4, labels=OPTIMIZER_NODE)
+    plan = plan_resources(scaling, [gpu_node, cpu_node], "cpu_nodes")
+    assert (plan.groups[-1].strategy, plan.groups[-1].labels) == ("SPREAD", OPTIMIZER_NODE)
+    assert missing_resources(plan, [gpu_node, cpu_node]) is None
+    assert "no way to place" in str(missing_resources(plan, [gpu_node, Node(cpus=2, labels=OPTIMIZER_NODE)]))
+    assert missing_resources(plan, [gpu_node, Node(cpus=4, labels={"rayzero.io/role": "worker"})]) == (
+        "placement='cpu_nodes' puts optimizer actors on nodes with rayzero.io/role=optimizer, and the cluster's 2 have "
+        "none: they carry rayzero.io/role=worker; start nodes with ray start --labels=rayzero.io/role=optimizer, set "
+        "scaling_config.optimizer_labels, or use placement='packed'"
+    )
+
+
+def test_memory_that_is_asked_for_counts_on_each_node():
+    scaling = ScalingConfig(num_workers=2, num_optimizers=2, memory_per_worker="1GiB", memory_per_optimizer="3GiB")
+    one, two = Node(cpus=4, memory=6 << 30), Node(cpus=4, memory=2 << 30)
+    plan = plan_resources(scaling, [one, two], "packed")
+    assert (plan.worker.memory, plan.optimizer.memory, plan.memory) == (1 << 30, 3 << 30, 8 << 30)
+    assert missing_resources(plan, [one, two]) is None
+    assert "and 8 GiB of memory" in str(missing_resources(plan, [Node(cpus=4, memory=2 << 30)] * 4))
+    assert missing_resources(plan, [Node(cpus=8, memory=6 << 30)]) == (
+        "the run needs 8 GiB of memory (2 ranks x 1 GiB + 2 optimizers x 3 GiB), the cluster has 6 GiB; lower "
+        "scaling_config.memory_per_worker, memory_per_optimizer, num_workers or num_optimizers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("condition", "value", "met"),
+    [
+        ("x", "x", True),
+        ("x", "y", False),
+        ("x", None, False),
+        ("!x", "y", True),
+        ("!x", None, True),
+        ("in(x, y)", "y", True),
+        ("in(x, y)", "z", False),
+        ("!in(x,y)", "z", True),
+        ("!in(x,y)", "x", False),
+    ],
+)
+def test_label_conditions_are_rays(condition, value, met):
+    assert matches({"role": condition}, {} if value is None else {"role": value}) is met
+
+
+nodes = st.builds(
+    Node,
+    cpus=st.integers(0, 64).map(float),
+    gpus=st.integers(0, 4).map(float),
+    labels=st.sampled_from([{}, OPTIMIZER_NODE]),
+)
+
+
+@given(
+    workers=st.integers(1, 9),
+    optimizers=st.integers(1, 9),
+    gpu=st.booleans(),
+    nodes=st.lists(nodes, max_size=4),
+    placement=st.sampled_from(["beside_rank", "packed", "cpu_nodes"]),
+)
+def test_a_plan_that_is_said_to_fit_never_asks_for_more_than_there_is(workers, optimizers, gpu, nodes, placement):
+    plan = plan_resources(ScalingConfig(num_workers=workers, num_optimizers=optimizers, use_gpu=gpu), nodes, placement)
     if missing_resources(plan, nodes) is None:
         assert plan.cpus <= sum(node.cpus for node in nodes) + 1e-6
         assert plan.gpus <= sum(node.gpus for node in nodes)

@@ -141,8 +141,8 @@ def test_resources_that_others_use_are_named_after_the_placement_timeout(trainer
 def test_wrong_settings_are_raised_without_ray(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "init", None)
     run = RunConfig(name="demo", storage_path=str(tmp_path))
-    with pytest.raises(UnsupportedError, match="cpu_nodes"):
-        ZeroTrainer(count_to, zero_config=ZeroConfig(placement="cpu_nodes"))
+    with pytest.raises(UnsupportedError, match="overlap='backward'"):
+        ZeroTrainer(count_to, zero_config=ZeroConfig(overlap="backward"))
     with pytest.raises(UnsupportedError, match="transport='inproc'"):
         ZeroTrainer(count_to, zero_config=ZeroConfig(transport="inproc"))
     with pytest.raises(ConfigError, match="it takes a, b"):

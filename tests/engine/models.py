@@ -71,14 +71,14 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def tight(model: nn.Module, *, units: UnitRule = "auto", spare: int = 2, **settings: Any) -> ZeroConfig:
     """A config whose budget holds the root, the unit in use, the prefetch depth and ``spare`` units that a test may
     hold, but not the whole model: units come and go."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.get("precision", "fp32")]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.get("precision", "fp32")]
     plan = build_layout(model, units=units, compute_dtype=dtype)
     sizes = [buffer_bytes(unit.size_bytes) for unit in plan.layout.units]
     root = sum(size for size, module in zip(sizes, plan.modules, strict=True) if module == "")
     others = [size for size, module in zip(sizes, plan.modules, strict=True) if module != ""]
     depth = settings.get("prefetch_buffer_size", 16) if settings.get("async_prefetch", True) else 0
     window = root + (1 + depth + spare) * max(others, default=0)
-    return ZeroConfig(gpu_param_memory_budget=min(sum(sizes) - 1, window), **settings)
+    return ZeroConfig(**{"gpu_param_memory_budget": min(sum(sizes) - 1, window)} | settings)
 
 
 def averaged(replicas: Iterable[list[Tensor | None]]) -> list[Tensor | None]:

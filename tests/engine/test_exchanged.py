@@ -33,7 +33,7 @@ def new_parameter(model: nn.Sequential) -> None:
 
 
 def new_data(model: nn.Sequential) -> None:
-    model[0].weight.data = torch.zeros(8, 8)
+    model[0].weight.data = torch.zeros(4, 16)
 
 
 @pytest.mark.parametrize("exchange", [nn.Module.half, new_parameter, new_data], ids=["half", "object", "data"])

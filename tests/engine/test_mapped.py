@@ -13,8 +13,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.param_unit import ParamUnit
-from rayzero.errors import UnsupportedError
 from rayzero.memory.pool import buffer_bytes
+from rayzero.messages import COMPUTE
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -115,41 +115,43 @@ def test_the_same_units_may_be_up_as_if_they_had_memory_of_their_own(depth: int,
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_write_is_refused_and_taken_back(held: bool, recorder: MemoryRecorder) -> None:
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_write_is_this_ranks_until_the_step_and_the_owners_from_then_on(
+    held: bool, seen: bool, recorder: MemoryRecorder
+) -> None:
     base = seeded(Net)
     model, optimizer = prepared(base, ZeroConfig())
     train(model, optimizer, 1)
     weight = model.layers[1].up.weight
-    view = weight.detach()[1:3] if held else None
-    with pytest.raises(UnsupportedError, match=r"'layers\.1\.up\.weight' was written in place"), torch.no_grad():
-        weight.mul_(2)
-    expected = plain_state(base, 1)["layers.1.up.weight"]
-    assert torch.equal(weight, expected)
-    assert view is None or torch.equal(view, expected[1:3])
-    del view
-    token_loss(model, tokens(1)).backward()
-    optimizer.step()
-    plain = copy.deepcopy(base)
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 2)
-    assert same_bits(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_a_write_that_nobody_sees_does_not_outlive_the_step(held: bool, recorder: MemoryRecorder) -> None:
-    base = seeded(Net)
-    model, optimizer = prepared(base, ZeroConfig())
-    array = model.layers[1].up.weight.detach().numpy()
-    array[:] = 7.0
-    assert float(model.layers[1].up.weight.detach()[0, 0]) == 7.0
+    view = weight.detach()
+    if seen:
+        with torch.no_grad():
+            weight.mul_(2)
+    else:
+        view.numpy()[:] *= 2
     if not held:
-        del array
-    optimizer.zero_grad()
-    optimizer.step()  # nothing was pushed: the weights are the first ones
-    assert same_bits(model.state_dict(), base.state_dict())
-    train(model, optimizer, 2)
-    assert same_bits(model.state_dict(), plain_state(base, 2))
-    if held:
-        assert torch.equal(torch.from_numpy(array), model.layers[1].up.weight)
+        del view
+    unit = type(weight).unit.index
+    published = torch.empty_like(owners_memory(optimizer, optimizer.engine.units[unit]))
+    optimizer.engine.store.fetch(unit, 1, COMPUTE, published).result()
+    plain = copy.deepcopy(base)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    train(plain, sgd, 1)
+    slot = next(slot for slot in optimizer.engine.units[unit].layout.slots if slot.name == "layers.1.up.weight")
+    assert torch.equal(published[slot.start : slot.stop].view(slot.shape), plain.layers[1].up.weight)
+    plain.layers[1].up.weight.data.mul_(2)
+    assert same_bits(model.state_dict(), plain.state_dict())
+    for m, sgd_of in ((model, optimizer), (plain, sgd)):
+        token_loss(m, tokens(1)).backward()
+        sgd_of.step()
+        sgd_of.zero_grad()
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+    assert not held or torch.equal(view, plain.layers[1].up.weight)
+    for param, its_slot in zip(
+        optimizer.engine.units[unit].params, optimizer.engine.units[unit].layout.slots, strict=True
+    ):
+        param.detach().sum()
+        assert param.data_ptr() == owners_memory(optimizer, optimizer.engine.units[unit])[its_slot.start :].data_ptr()
 
 
 def test_a_write_inside_forward_that_nobody_sees_does_not_hide_later_versions(recorder: MemoryRecorder) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.engine.context import RankContext
+from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.engine import Engine
 from rayzero.engine.param_unit import UnitState
 from rayzero.errors import ConfigError, MemoryPlanError
@@ -35,6 +37,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 
 def unit_bytes(engine: Engine, *, root: bool) -> list[int]:
     return [buffer_bytes(unit.size_bytes) for unit in engine.units if (unit.name == "root") is root]
+
+
+def test_a_model_that_is_let_go_takes_its_engine_along() -> None:
+    with running_in(RankContext()):
+        model = Net()
+        model, optimizer, engine = prepared(model, tight(model))
+        train(model, optimizer)
+    seen = ref(engine)
+    del model, optimizer, engine
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -112,7 +125,7 @@ def test_a_view_held_over_a_step_reads_the_new_weights(alone: RankContext) -> No
     state = rayzero.full_state_dict(model)
     assert torch.equal(view, state["layers.1.up.weight"][3:5])
     assert torch.equal(torch.from_numpy(array), state["layers.2.down.bias"])
-    assert recorder.total(PINNED_UNITS, unit="layers.1") == recorder.total(PINNED_UNITS, unit="layers.2") == 2
+    assert recorder.total(PINNED_UNITS, group="layers.1") == recorder.total(PINNED_UNITS, group="layers.2") == 2
     assert recorder.total(PINNED_UNITS) == 4
     del view, array
     train(model, optimizer, steps=1)

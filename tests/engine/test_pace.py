@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_a_wait_is_the_optimizers_until_the_version_is_published_then_the_fetchs
     published: Future[int] = Future()
     done: Future[None] = Future()
     looks = threading.Semaphore(0)
-    times = iter([0.0, 1.0, 4.0])  # the wait begins, the version is published, the bytes are there
+    times = chain([0.0, 1.0], repeat(4.0))  # the wait begins, the version is published, the bytes are there
 
     def clock() -> float:
         looks.release()

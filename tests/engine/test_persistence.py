@@ -219,6 +219,6 @@ def test_no_schedule_has_more_up_than_the_budget_or_other_bits(
                 its_optimizer.step()
                 its_optimizer.zero_grad()
         assert optimizer.engine.residency.peak <= config.gpu_param_memory_budget
-        assert recorder.total(PREFETCH_DEPTH) == optimizer.engine.cache.depth
+        assert recorder.gauge(PREFETCH_DEPTH) == optimizer.engine.cache.depth
         assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     owners.close()

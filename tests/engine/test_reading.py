@@ -1,4 +1,4 @@
-"""Reading a prepared model outside forward: full values, plain names, plain copies; writing is refused."""
+"""Reading a prepared model outside forward: full values, plain names, plain copies."""
 
 from __future__ import annotations
 
@@ -209,54 +209,13 @@ def test_user_hooks_see_full_tensors_and_gradients(pair: Pair) -> None:
     assert len(seen[0]) == 4
 
 
-# ---- writes -----------------------------------------------------------------------------------------------------
-
-
-def _mul(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.layers[1].up.weight.mul_(2)
-
-
-def _init(model: nn.Module) -> None:
-    nn.init.zeros_(model.layers[1].up.weight)
-
-
-def _assign(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.layers[1].up.weight[:2] = 1.0
-
-
-@pytest.mark.parametrize("write", [_mul, _init, _assign])
-def test_writing_in_place_is_refused_and_not_kept(write: Callable[[nn.Module], None], pair: Pair) -> None:
-    model, optimizer, plain = pair
-    with pytest.raises(UnsupportedError, match=r"'.*weight'.* was written in place"):
-        write(model)
-    assert torch.equal(model.layers[1].up.weight, plain.layers[1].up.weight)
-    token_loss(model, tokens(1)).backward()
-    optimizer.step()
-    token_loss(plain, tokens(1)).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
-def test_writing_into_full_parameters_is_refused_and_not_kept(alone: RankContext) -> None:
-    model = seeded(Net)
-    before = model.layers[1].up.weight.detach().clone()
-    model, _ = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def write() -> None:
-        with rayzero.full_parameters(model), torch.no_grad():
-            model.layers[1].up.weight.add_(1)
-
-    with pytest.raises(UnsupportedError, match=r"'layers\.1\.up\.weight' was written in place"):
-        write()
-    assert torch.equal(model.layers[1].up.weight, before)
+# ---- changes ----------------------------------------------------------------------------------------------------
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "double": lambda m: m.double(),
     "bfloat16": lambda m: m.bfloat16(),
-    "set data": lambda m: setattr(m.layers[1].up.weight, "data", torch.zeros(128, 64)),
+    "set data": lambda m: setattr(m.layers[1].up.weight, "data", torch.zeros(64, 128)),
     "unfreeze": lambda m: m.layers[0].requires_grad_(True),
     "unfreeze one": lambda m: setattr(m.layers[0].up.weight, "requires_grad", True),
 }
@@ -269,7 +228,7 @@ def test_changes_of_dtype_data_or_freezing_are_refused_by_name(change: str, alon
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, _ = rayzero.prepare(model, sgd)
     expected = rayzero.full_state_dict(model)
-    with pytest.raises(UnsupportedError, match=r"'.*weight' was given .* after rayzero.prepare\(\)"):
+    with pytest.raises(UnsupportedError, match=r"'.*weight' was given .* rayzero.prepare\(\)"):
         CHANGES[change](model)
     assert same_bits(model.state_dict(), expected)
 
@@ -283,48 +242,3 @@ def test_moves_that_change_nothing_and_freezing_are_allowed(pair: Pair) -> None:
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
-def test_loading_a_state_dict_is_refused_as_a_whole(pair: Pair) -> None:
-    model, _, plain = pair
-    with pytest.raises(UnsupportedError, match=r"load_state_dict\(\) after rayzero.prepare\(\)"):
-        model.load_state_dict(Net().state_dict())
-    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_a_write_through_data_is_found_at_the_step_at_the_latest(held: bool, pair: Pair) -> None:
-    model, optimizer, plain = pair
-
-    def write_and_step() -> None:
-        data = model.layers[1].up.weight.data
-        data.clamp_(-0.01, 0.01)
-        if not held:
-            del data
-        optimizer.step()
-
-    with pytest.raises(UnsupportedError, match=r"'layers\.1\.up\.weight' was written in place"):
-        write_and_step()
-    optimizer.zero_grad()
-    token_loss(model, tokens(1)).backward()
-    optimizer.step()
-    token_loss(plain, tokens(1)).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
-def test_a_write_inside_forward_is_found_at_its_end_or_at_the_step(pair: Pair) -> None:
-    model, optimizer, _ = pair
-
-    def write(module: nn.Module, *_: Any) -> None:
-        with torch.no_grad():
-            module.up.weight.mul_(2)
-
-    def go_on() -> None:
-        with torch.no_grad():
-            model(tokens(1)[0])
-        optimizer.step()
-
-    model.layers[1].register_forward_pre_hook(write)
-    with pytest.raises(UnsupportedError, match=r"'layers.1.up.weight' was written in place"):
-        go_on()

@@ -75,6 +75,21 @@ def test_the_torch_kernel_has_the_bits_of_torchs_fused_optimizer(name: str) -> N
     assert torch.equal(memory.master, param.detach())
 
 
+@pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
+@pytest.mark.parametrize(("ranks", "scale"), [(1, 1.0), (1, 0.3), (2, 0.5)])
+def test_a_limit_clamps_the_scaled_sum_and_nothing_else(kernel: str, ranks: int, scale: float) -> None:
+    limited, given = make_memory(256, bf16=True), make_memory(256, bf16=True)
+    grads = make_grads(256, ranks, 1)
+    kept = [grad.clone() for grad in grads]
+    clamped = (torch.stack(grads).sum(0) * scale).clamp_(-0.01, 0.01)
+    assert 0 < int((clamped.abs() == 0.01).sum()) < 256
+    choose_kernel(kernel).update(limited, grads, [whole(256, OPTIONS, 1, ranks)], scale, ignore, limit=0.01)
+    choose_kernel(kernel).update(given, [clamped], [whole(256, OPTIONS, 1)], 1.0, ignore)
+    torch.testing.assert_close(limited.exp_avg, given.exp_avg, rtol=1e-6, atol=0)
+    torch.testing.assert_close(limited.master, given.master, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_torch_kernel_agrees_with_plain_arithmetic(name: str) -> None:
     options, numel = VARIANTS[name], 256

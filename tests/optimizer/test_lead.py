@@ -12,7 +12,7 @@ import pytest
 from store.toy import HYPER, WAIT, flatten, initial_values, make_spec
 
 from rayzero.errors import ConfigError, StepMismatchError, StoreClosedError, StoreError, TransferError, UnsupportedError
-from rayzero.messages import Decision, FileEntry, FinishReport, ModelSpec, NormParts, StepInputs
+from rayzero.messages import Decision, Edit, EditKind, FileEntry, FinishReport, ModelSpec, NormParts, StepInputs
 from rayzero.optimizer.futures import fail, failed, settle
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
@@ -88,7 +88,7 @@ def report(rank: int, step: int = 0, attempt: int = 0) -> FinishReport:
 
 
 def inputs(spec: ModelSpec) -> StepInputs:
-    return StepInputs(max_norms=(1.0,), hyper=spec.hyper)
+    return StepInputs(edits=(Edit(EditKind.CLIP_NORM, 1.0),), hyper=spec.hyper)
 
 
 def test_the_record_is_written_before_any_owner_is_told() -> None:
@@ -145,7 +145,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
 def test_an_option_of_another_class_that_is_no_number_is_refused_by_name() -> None:
     spec = make_spec(1, optimizer="torch.optim.sgd:SGD", hyper=({"lr": 0.1, "momentum": 0.9},))
     with lead_of(spec) as (lead, _):
-        wrong = StepInputs(max_norms=(), hyper=({"lr": 0.1, "momentum": None},))
+        wrong = StepInputs(edits=(), hyper=({"lr": 0.1, "momentum": None},))
         with pytest.raises(ConfigError, match=r"^momentum of parameter group 0 must be a number, got None$"):
             lead.finish(report(0), wrong).result(WAIT)
 
@@ -196,7 +196,7 @@ def test_hyper_parameters_that_cannot_be_applied_are_refused_before_the_step_is_
         ]
         for hyper, error, message in bad:
             with pytest.raises(error, match=message):
-                lead.finish(report(0), StepInputs(max_norms=(), hyper=hyper)).result(WAIT)
+                lead.finish(report(0), StepInputs(edits=(), hyper=hyper)).result(WAIT)
         assert peer.calls == []
         lead.finish(report(0), inputs(spec)).result(WAIT)
 

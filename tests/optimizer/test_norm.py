@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 
-from rayzero.messages import FinishReport, Norm, NormParts, StepInputs
-from rayzero.optimizer.decide import clip_factor, decide, total_norm
-from rayzero.optimizer.norm import LEAF, SquareSum
+from rayzero.kernels import choose_kernel
+from rayzero.messages import Clamp, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
+from rayzero.optimizer.decide import decide, edited, total_norm
+from rayzero.optimizer.norm import LEAF, Squares, SquareSum, choose_squares
 
 
 def gradients(numel: int, ranks: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -74,16 +75,72 @@ def test_parts_are_added_in_shard_order_whoever_sent_them() -> None:
         assert total == pytest.approx(math.sqrt(sum(part[2] for part in parts)) / 2)
 
 
+UNSCALE, CLIP_NORM, CLIP_VALUE = EditKind.UNSCALE, EditKind.CLIP_NORM, EditKind.CLIP_VALUE
+
+
 def test_factors_of_several_clips_multiply() -> None:
-    assert clip_factor(10.0, []) == 1.0
-    assert clip_factor(0.5, [1.0]) == 1.0
-    once = clip_factor(10.0, [2.0])
+    def factor(norm: float, *max_norms: float) -> float:
+        return edited([Edit(CLIP_NORM, each) for each in max_norms], [norm], 1).scale
+
+    assert factor(10.0) == 1.0
+    assert factor(0.5, 1.0) == 1.0
+    once = factor(10.0, 2.0)
     assert once == 2.0 / (10.0 + 1e-6)
-    assert clip_factor(10.0, [2.0, 1.0]) == once * (1.0 / (10.0 * once + 1e-6))
+    assert factor(10.0, 2.0, 1.0) == once * (1.0 / (10.0 * once + 1e-6))
 
 
-def test_a_norm_that_is_not_finite_skips() -> None:
+def test_any_order_of_edits_is_one_multiplication_and_one_clamp() -> None:
+    """Folded, they give what torch gives when it does one after the other, on what two ranks' gradients sum up to."""
+    summed = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = random.Random(0)
+    for _ in range(200):
+        edits = [Edit(draws.choice(list(EditKind)), draws.choice([0.03, 0.5, 2.0, 20.0])) for _ in range(6)]
+        param = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+        param.grad = summed / 2
+        norms, known = [float(param.grad.norm())], True
+        for edit in edits:
+            if edit.kind is UNSCALE:
+                param.grad *= edit.value
+            elif edit.kind is CLIP_VALUE:
+                torch.nn.utils.clip_grad_value_([param], edit.value)
+                known = False
+            else:
+                norm = float(torch.nn.utils.clip_grad_norm_([param], edit.value))
+                norms += [] if known else [norm]
+                known = True
+        what = edited(edits, norms, world_size=2)
+        torch.testing.assert_close((summed * what.scale).clamp(-what.limit, what.limit), param.grad)
+        if known:
+            assert what.norm == pytest.approx(float(param.grad.norm()))
+        else:
+            assert what.norm is None
+
+
+def test_a_norm_that_is_not_finite_skips_whatever_clipping_made_of_it() -> None:
     report = FinishReport(step=3, attempt=2, rank=0, counts=())
     norm = Norm(step=3, total=math.nan, finite=False)
-    decision = decide(norm, {0: report}, StepInputs(max_norms=(1.0,), hyper=()), world_size=1)
-    assert (decision.action, decision.scale, decision.attempts) == ("skip", 0.0, (2,))
+    for edits in ((Edit(CLIP_NORM, 1.0),), (Edit(CLIP_VALUE, 1.0), Edit(CLIP_NORM, 1.0))):
+        decision = decide([norm], {0: report}, StepInputs(edits=edits, hyper=()), world_size=1)
+        assert (decision.action, decision.scale, decision.attempts) == ("skip", 0.0, (2,))
+
+
+def test_the_norm_of_a_decision_is_that_of_the_unscaled_gradients_before_clipping() -> None:
+    norm = Norm(step=0, total=6.0, finite=True)
+    inputs = StepInputs(edits=(Edit(UNSCALE, 0.25), Edit(CLIP_NORM, 0.5), Edit(UNSCALE, 2.0)), hyper=())
+    decision = decide([norm], {0: FinishReport(step=0, attempt=0, rank=0, counts=())}, inputs, world_size=1)
+    assert decision.norm == 3.0
+
+
+@pytest.mark.parametrize("squares", [SquareSum(), choose_squares(choose_kernel("auto").name)], ids=["torch", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_of_clamped_sums_are_those_of_what_the_update_uses(squares: Squares, dtype: torch.dtype) -> None:
+    numel = 3 * LEAF + 70
+    draws = torch.Generator().manual_seed(1)
+    grads = [torch.randn(numel, generator=draws).to(dtype) for _ in range(2)]
+    clamp = Clamp(scale=1 / 3, limit=0.1)
+    for ranks in ((0,), (1,), (0, 1)):
+        summed = torch.stack([grads[rank] for rank in ranks]).float().sum(0)
+        expected = (summed * (1 / 3)).clamp_(-0.1, 0.1).double().square().sum()
+        assert squares.part(grads, ranks, 64, numel, clamp) == pytest.approx(
+            float(expected) - float((summed[:64] * (1 / 3)).clamp_(-0.1, 0.1).double().square().sum()), rel=1e-12
+        )

@@ -318,7 +318,7 @@ def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
         late = entry.result(WAIT)
         owner.read(10, 2)
         assert not saved(owner, late, 2)
-    assert recorder.total(CHECKPOINT_STALL_SECONDS, actor="0") > 0
+    assert recorder.total(CHECKPOINT_STALL_SECONDS) > 0
     with owner_of(spec) as owner:
         owner.take_step([grads[0]])
         assert saved(owner, late, 1)
@@ -470,4 +470,4 @@ def test_updated_elements_are_counted() -> None:
         del grads["emb.weight"]
         owner.take_step([grads])
         owner.read(10, 1)
-    assert recorder.total(OPTIMIZER_PARAMS, actor="0") == sum(grad.numel() for grad in grads.values())
+    assert recorder.total(OPTIMIZER_PARAMS) == sum(grad.numel() for grad in grads.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from rayzero.optimizer.updater import Updater
@@ -38,6 +39,19 @@ def test_a_count_set_elsewhere_does_not_reach_its_tasks() -> None:
     finally:
         torch.set_num_threads(before)
     assert counts == [3, 3]
+
+
+def test_its_count_is_its_threads_and_never_the_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.set_num_threads sets MKL's one count a process, too: products that other threads compute just then would be
+    cut, and round, differently."""
+    counts: list[int] = []
+    asked: list[int] = []
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    updater = Updater("test", before + 1, lambda exc: None)
+    updater.submit(lambda: counts.append(torch.get_num_threads()))
+    updater.close()
+    assert (counts, asked) == ([before + 1], [])
 
 
 def test_a_task_that_raises_is_told_and_the_next_one_runs() -> None:

@@ -106,14 +106,21 @@ def plain_training(recipe: RecipeConfig) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("num_optimizers", [2, 3])
-def test_a_resumed_run_ends_with_the_same_hash_as_one_that_never_stopped(recipe, tmp_path, num_optimizers):
-    recipe = recipe.replace(run={"checkpoint_every": 3})
-    train(recipe, tmp_path / "whole")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_run_ends_with_the_same_hash_as_one_that_never_stopped(
+    recipe, tmp_path, num_optimizers, precision, monkeypatch
+):
+    monkeypatch.setattr(torch.amp.GradScaler.__init__, "__defaults__", ("cuda", 2.0**20, 2.0, 0.5, 2, True))
+    recipe = recipe.replace(run={"checkpoint_every": 3}, precision=precision)
+    whole = train(recipe, tmp_path / "whole")
     resumed = train(
         recipe, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoints" / "step-000003",
         num_optimizers=num_optimizers,
     )  # fmt: skip
     assert [report["step"] for report in resumed[0]] == [4, 5, 6]
+    skips = [math.isinf(report["grad_norm"]) for report in whole[0]]
+    assert any(skips) == (precision == "fp16"), "the loss scale must be at work"
+    assert not all(skips)
     assert digest(tmp_path / "resumed", 6) == digest(tmp_path / "whole", 6)
     assert digest(tmp_path / "whole", 6) != digest(tmp_path / "whole", 3)
 
@@ -153,8 +160,9 @@ def plain_validation(recipe: RecipeConfig, model: torch.nn.Module) -> float:
     return sum(losses) / len(losses)
 
 
-def test_bf16_learns_too(recipe):
-    reports = train(recipe.replace(precision="bf16", steps=30))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_learn_too(recipe, precision):
+    reports = train(recipe.replace(precision=precision, steps=30))
     assert reports[0][-1]["validation_loss"] < 0.7 * math.log(256)
 
 
@@ -165,3 +173,24 @@ def test_a_transformers_model_trains(recipe, tmp_path):
     )
     reports = train(recipe.replace(model=f"hf:{tmp_path / 'config.json'}", steps=12), tmp_path / "run")
     assert reports[0][-1]["loss"] < reports[0][0]["loss"] - 1.0
+
+
+def test_a_pretrained_directory_is_what_training_starts_from(recipe, tmp_path):
+    """The first loss is that of the model as transformers loads it; a resumed run does not look for it again."""
+    transformers = pytest.importorskip("transformers")
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=64, vocab_size=256, **dropout)
+    torch.manual_seed(7)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained", max_shard_size="50KB")
+    model = f"hf:{tmp_path / 'pretrained' / 'config.json'}"
+    recipe = recipe.replace(model=model, init_from=str(tmp_path / "pretrained"), run={"checkpoint_every": 3})
+    reports = train(recipe, tmp_path / "run")[0]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").eval()
+    text = recipe_text(recipe)
+    batch = train_batch(text.train, size=4, seq_len=32, seed=batch_seed(recipe.seed, 0, 0, 0))
+    with torch.no_grad():
+        assert reports[0]["loss"] == pytest.approx(float(next_token_loss(loaded, *batch)), rel=1e-5)
+    resumed = tmp_path / "run" / "checkpoints" / "step-000003"
+    gone = recipe.replace(init_from=str(tmp_path / "gone"))
+    again = [report["loss"] for report in train(gone, resume=resumed)[0]]
+    assert again == pytest.approx([report["loss"] for report in reports[3:]], rel=1e-4)

@@ -69,6 +69,8 @@ def test_paths_are_made_absolute_and_names_are_not(tmp_path):
     assert recipe.data == ("stdlib", str(tmp_path / "text/*.txt"), "/abs")
     assert recipe.tokenizer == str(tmp_path / "tok.json")
     assert recipe.model == f"hf:{tmp_path / 'c.json'}"
+    assert recipe.init_from is None
+    assert recipe.replace(init_from="weights").at(tmp_path).init_from == str(tmp_path / "weights")
     assert RecipeConfig().at(tmp_path).tokenizer == "bytes"
 
 

@@ -38,7 +38,6 @@ def test_a_transformers_model_is_measured_without_allocating_it(recipe, tmp_path
     [
         ({"data": "nowhere"}, DataError, "nowhere"),
         ({"seq_len": 400}, DataError, "the validation split has 200 tokens"),
-        ({"precision": "fp16"}, UnsupportedError, "precision='fp16' is not supported yet"),
         ({"zero": {"transport": "inproc"}}, UnsupportedError, "transport='inproc' reaches owners in the same process"),
         ({"model": "hf:nowhere.json"}, ConfigError, "no such file"),
         ({"run": {"resume": True, "storage_path": "nowhere"}}, CheckpointError, "nothing to resume"),

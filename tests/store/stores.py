@@ -8,10 +8,10 @@ from functools import partial
 
 from rayzero.memory.slabs import SHARED_MEMORY
 from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.store.protocol import ParameterStore
+from rayzero.store.remote import RemoteStore
 from rayzero.store.same_host import why_no_sharing
 from rayzero.store.shared_owner import SharedOwner
 
@@ -62,7 +62,7 @@ def over_grpc(
             server.connect_peers(addresses)
         stores: list[ParameterStore] = []
         for rank in range(world_size):
-            store = GrpcStore(
+            store = RemoteStore(
                 rank,
                 addresses,
                 token=TOKEN,

@@ -24,7 +24,7 @@ from rayzero.errors import (
     StepMismatchError,
     StoreError,
 )
-from rayzero.messages import COMPUTE, MASTER, Action, ModelSpec
+from rayzero.messages import COMPUTE, MASTER, Action, Clamp, Edit, EditKind, ModelSpec, StepInputs
 from store.stores import STORES, StoreFactory
 from store.toy import (
     HYPER,
@@ -343,6 +343,56 @@ def test_repeated_clips_multiply(make_stores: StoreFactory) -> None:
         assert decision.scale == pytest.approx(first * second, rel=1e-12)
 
 
+def test_a_second_finish_gives_the_norm_of_what_a_clamp_leaves(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    schedule = [random_grads(spec, seed) for seed in (1, 2)]
+    clamp = Clamp(scale=0.5, limit=0.3)
+    summed = [sum(grads[name] for grads in schedule) for name in schedule[0]]
+    expected = torch.cat([(grad * 0.5).clamp(-0.3, 0.3).flatten() for grad in summed]).double().norm()
+    edits = (Edit(EditKind.CLIP_VALUE, 0.3), Edit(EditKind.CLIP_NORM, 0.1))
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, grads in zip(ranks, schedule, strict=True):
+            rank.push(grads)
+        first = [rank.ask_norm() for rank in ranks]
+        assert first[0].result(WAIT).total > float(expected)
+        again = [rank.store.finish(replace(rank.report(), clamp=clamp), None) for rank in ranks]
+        totals = {norm.result(WAIT).total for norm in again}
+        assert list(totals) == [pytest.approx(float(expected), rel=1e-6)], "one for all ranks"
+        inputs = StepInputs(edits=edits, hyper=spec.hyper)
+        decisions = [asked.result(WAIT) for asked in [rank.store.commit(0, inputs) for rank in ranks]]
+        factor = 0.1 / (totals.pop() + 1e-6)
+        assert (decisions[0].scale, decisions[0].limit) == (pytest.approx(0.5 * factor), pytest.approx(0.3 * factor))
+
+
+def test_a_rank_that_goes_on_without_a_clip_of_the_others_is_named(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 1) as stores:
+        ranks = start(stores, spec)
+        for norm in [rank.ask_norm() for rank in ranks]:
+            norm.result(WAIT)
+        asked = ranks[0].store.finish(replace(ranks[0].report(), clamp=Clamp(scale=0.5, limit=0.3)), None)
+        commit = ranks[1].commit()
+        for future in (asked, commit):
+            with pytest.raises(StepMismatchError, match=r"ranks \[0\] clipped by norm after .* ranks \[1\]"):
+                future.result(WAIT)
+
+
+def test_different_clamps_are_named(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 1) as stores:
+        ranks = start(stores, spec)
+        for norm in [rank.ask_norm() for rank in ranks]:
+            norm.result(WAIT)
+        asked = [
+            rank.store.finish(replace(rank.report(), clamp=Clamp(scale=0.5, limit=limit)), None)
+            for rank, limit in zip(ranks, (0.3, 0.4), strict=True)
+        ]
+        for norm in asked:
+            with pytest.raises(StepMismatchError, match=r"ranks [01] and [01] clip different gradients by norm"):
+                norm.result(WAIT)
+
+
 def test_finish_and_commit_in_one_message_equal_two(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
     grads = random_schedule(spec, 1)[0]
@@ -382,7 +432,7 @@ def test_different_clips_are_named(make_stores: StoreFactory) -> None:
     with make_stores(2, 1) as stores:
         ranks = start(stores, spec)
         norms = [ranks[0].finish(1.0), ranks[1].finish()]
-        with pytest.raises(StepMismatchError, match=r"ranks 0 and 1 .*max_norm \[1.0\] against \[\]"):
+        with pytest.raises(StepMismatchError, match=r"ranks 0 and 1 .*\['clip_norm 1.0'\] against \[\]"):
             norms[1].result(WAIT)
 
 

@@ -37,8 +37,8 @@ from rayzero.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, Mo
 from rayzero.optimizer.service import ShardService
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.remote import RemoteStore
 from rayzero.store.rpc import (
     _CODES,
     OWNER_SERVICE,
@@ -76,12 +76,12 @@ def serving(num_owners: int = 1, **options: Any) -> Iterator[list[OwnerServer]]:
 
 
 @contextmanager
-def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: Any) -> Iterator[list[GrpcStore]]:
+def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: Any) -> Iterator[list[RemoteStore]]:
     """One store a rank."""
     with ExitStack() as stack:
         stores = []
         for rank in range(world_size):
-            store = GrpcStore(rank, [s.address for s in servers], **{"token": TOKEN, "chunk_bytes": 1000} | options)
+            store = RemoteStore(rank, [s.address for s in servers], **{"token": TOKEN, "chunk_bytes": 1000} | options)
             stack.callback(store.close)
             stores.append(store)
         yield stores
@@ -201,7 +201,10 @@ def attach_request(spec: ModelSpec, **changes: Any) -> pb.AttachRequest:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"protocol_version": PROTOCOL_VERSION + 1}, "rank 0 speaks protocol 2, optimizer 0 speaks 1"),
+        (
+            {"protocol_version": PROTOCOL_VERSION + 1},
+            f"rank 0 speaks protocol {PROTOCOL_VERSION + 1}, optimizer 0 speaks {PROTOCOL_VERSION}",
+        ),
         ({"owner": 1, "num_owners": 2}, "takes this server for optimizer 1 of 2, it is optimizer 0 of 1"),
         ({"layout_digest": "0" * 64}, "rank 0 describes a layout with digest 0000.*, optimizer 0 computes"),
     ],
@@ -383,7 +386,7 @@ def test_a_wrong_dtype_is_refused() -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, (32 << 20) + 1])
 def test_chunk_sizes_are_bounded(chunk_bytes: int) -> None:
     with pytest.raises(ConfigError, match=r"chunk_bytes must be in 1\.\.33,554,432"):
-        GrpcStore(0, ["127.0.0.1:1"], token=TOKEN, chunk_bytes=chunk_bytes)
+        RemoteStore(0, ["127.0.0.1:1"], token=TOKEN, chunk_bytes=chunk_bytes)
 
 
 # ---- waits
@@ -393,7 +396,7 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
     """A server that gave each waiting call a thread would have none left for the push they all wait for."""
     waiting_ranks = 60
     spec = make_spec(waiting_ranks + 1)
-    inputs = StepInputs(max_norms=(), hyper=(HYPER,))
+    inputs = StepInputs(edits=(), hyper=(HYPER,))
     with serving() as servers, connected(servers, 2) as (many, last):
         start([many], spec)
         with channel_to(servers[0]) as channel:
@@ -429,9 +432,9 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
             import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
-            from rayzero.store.grpc_client import GrpcStore
+            from rayzero.store.remote import RemoteStore
             from store.toy import make_spec
-            store = GrpcStore(1, {[s.address for s in servers]!r}, token={TOKEN!r})
+            store = RemoteStore(1, {[s.address for s in servers]!r}, token={TOKEN!r})
             store.attach(make_spec(2))
             print("attached", flush=True)
             input()
@@ -520,13 +523,13 @@ def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
     program = f"""
         import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
         from rayzero.optimizer.service import ShardService
-        from rayzero.store.grpc_client import GrpcStore
+        from rayzero.store.remote import RemoteStore
         from rayzero.store.grpc_server import OwnerServer
         from store.toy import make_spec, random_grads, start, take_step
         spec = make_spec(1, kernel="torch")
         server = OwnerServer(ShardService(0, 1), token="t")
         server.connect_peers([server.address])
-        ranks = start([GrpcStore(0, [server.address], token="t")], spec)
+        ranks = start([RemoteStore(0, [server.address], token="t")], spec)
         take_step(ranks, [random_grads(spec, 1)])
         ranks[0].fetch_unit(0, 2)
         print("done")

@@ -12,7 +12,6 @@ from rayzero.kernels.signals import BELL_BYTES, Bell, available
 from rayzero.memory.slab_header import SlabFacts, lay_out_slab
 from rayzero.memory.slabs import Slab
 from rayzero.store.mailbox import SLOTS, Answerer, Asker, Cells
-from rayzero.store.shared_owner import read_error, write_error
 
 from .toy import WAIT
 
@@ -36,8 +35,8 @@ def cells(slab: Slab) -> Cells:
 @pytest.fixture
 def both() -> Iterator[tuple[Asker, Answerer]]:
     ours, theirs = control("asker"), control("answerer")
-    asker = Asker(cells(ours), cells(theirs), bell(theirs), read_error)
-    yield asker, Answerer(cells(ours), cells(theirs), bell(ours), write_error)
+    asker = Asker(cells(ours), cells(theirs), bell(theirs))
+    yield asker, Answerer(cells(ours), cells(theirs), bell(ours))
     ours.close()
     theirs.close()
 

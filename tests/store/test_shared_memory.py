@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -11,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.signals import available
+from rayzero.kernels.signals import Cell, available
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.arena import Arena
+from rayzero.memory.page_lock import beyond_limit
 from rayzero.memory.slab_header import lay_out_slab
 from rayzero.memory.slabs import Slab
 from rayzero.messages import Pushed
 from rayzero.store.owner_slabs import OwnerSlabs
+from rayzero.store.shard_lines import ShardLines
 from rayzero.store.shared_plan import SharedPlan
-from rayzero.store.shared_words import Stamps, VersionLines
+from rayzero.store.shared_rank import doubt_of_locks
+from rayzero.store.shared_words import Stamps
 from rayzero.store.unit_windows import UnitWindows
 
 from .toy import make_spec
@@ -118,8 +122,8 @@ def test_masters_and_moments_are_not_in_slabs_that_ranks_map(slabs: ExitStack) -
 def test_version_lines_tell_news_once_and_whose_they_are(slabs: ExitStack) -> None:
     plan = plan_of(1)
     slab, shards = control(slabs, plan, "owner"), plan.shards_of(0)
-    ours, theirs = VersionLines(slab, shards), VersionLines(slab, shards)
-    ours.describe()
+    ours, theirs = ShardLines(slab, shards), ShardLines(slab, shards)
+    ours.describe(plan.first_tiles(0))
     theirs.check("here")
     assert theirs.news() == []
     ours.publish(3, 0, 0)
@@ -127,7 +131,7 @@ def test_version_lines_tell_news_once_and_whose_they_are(slabs: ExitStack) -> No
     assert theirs.news() == [(1, 2, 1), (3, 0, 0)]
     assert theirs.news() == []
     with pytest.raises(HandshakeError, match=r"here has shard \(0, 0, 512\)"):
-        VersionLines(slab, plan_of(1, shard_numel=1024).shards_of(0)).check("here")
+        ShardLines(slab, plan_of(1, shard_numel=1024).shards_of(0)).check("here")
 
 
 @needs_signals
@@ -148,15 +152,16 @@ def test_a_stamp_is_the_newest_of_its_unit(slabs: ExitStack) -> None:
 @needs_signals
 def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
     """The sizes that the plan reserves hold what the wire makes of the largest values."""
-    from rayzero.messages import Action, Decision, FinishReport, NormParts, StepInputs
+    from rayzero.messages import Action, Clamp, Decision, Edit, EditKind, FinishReport, NormParts, StepInputs
     from rayzero.store import translate
     from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 
     big = 1 << 40
     plan = plan_of(3, world_size=9)
     spec = plan.spec
-    report = FinishReport(step=big, attempt=1 << 30, rank=8, counts=(1 << 20,) * len(spec.layout.units))
-    inputs = StepInputs(max_norms=(1e-300 / 3,) * 8, hyper=spec.hyper)
+    clamp = Clamp(scale=1 / 3, limit=1 / 3)
+    report = FinishReport(step=big, attempt=1 << 30, rank=8, counts=(1 << 20,) * len(spec.layout.units), clamp=clamp)
+    inputs = StepInputs(edits=(Edit(EditKind.CLIP_NORM, 1e-300 / 3),) * 8, hyper=spec.hyper)
     finish = pb.FinishRequest(report=translate.report_to_pb(report), inputs=translate.inputs_to_pb(inputs))
     assert finish.ByteSize() + 20 <= plan.question_bytes
     collect = pb.CollectRequest(step=big, reports=[translate.report_to_pb(report)] * spec.world_size)
@@ -165,19 +170,36 @@ def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
         step=big, attempts=(1 << 30,) * 9, action=Action.APPLY, scale=1 / 3, norm=1 / 3, hyper=spec.hyper
     )
     assert pb.ApplyRequest(decision=translate.decision_to_pb(decision)).ByteSize() + 20 <= plan.order_bytes
+    assert translate.decision_to_pb(decision).ByteSize() <= Cell.capacity_in(stride_of(plan, "record"))
     assert pb.CommitResponse(decision=translate.decision_to_pb(decision)).ByteSize() + 20 <= plan.answer_bytes
     parts = [(s.index, p.slot, 1 / 3) for s in spec.layout.shards for p in spec.layout.slices(s)]
     reply = translate.parts_to_pb(NormParts(step=big, parts=tuple(parts)))
     assert reply.ByteSize() + 20 <= plan.reply_bytes
 
 
-def test_long_making_of_slabs_is_told_and_short_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    from rayzero.store.owner_slabs import _Clock, _say
+def stride_of(plan: SharedPlan, kind: str) -> int:
+    return next(stride for name, _, stride in plan.owner_control(plan.shard_map.owner(0)) if name == kind)
 
-    clock = _Clock()
-    with caplog.at_level("INFO", "rayzero.store.owner_slabs"):
-        _say(3, clock, 1 << 30, 4 << 30)
-        clock.said -= 6.0
-        _say(3, clock, 2 << 30, 4 << 30)
-        _say(3, clock, 3 << 30, 4 << 30)
-    assert [record.getMessage() for record in caplog.records] == ["optimizer 3: 2 GiB of 4 GiB of shared memory made"]
+
+# ---- page locks
+
+
+def test_more_to_lock_than_the_limit_is_told_with_the_sum() -> None:
+    assert beyond_limit(3 << 30, 1 << 30, 4 << 30) is None
+    assert beyond_limit(3 << 30, 1 << 30, -1) is None  # RLIM_INFINITY
+    told = beyond_limit(3 << 30, 1 << 30, 8 << 20)
+    assert told is not None
+    assert "4 GiB = parameters 3 GiB + gradients 1 GiB, RLIMIT_MEMLOCK is 8 MiB: should CUDA refuse" in told
+
+
+def test_what_a_rank_locks_is_its_gradients_and_the_parameters_of_its_hosts_owners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of(2)
+    params = [sum(plan.params(owner).slabs) for owner in range(2)]
+    gradients = sum(plan.gradients().slabs)
+    for owners, needed in (([0], params[0] + gradients), ([0, 1], sum(params) + gradients)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed: (limit, limit))
+        assert doubt_of_locks(plan, owners) is None
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed - 1: (limit, limit))
+        assert doubt_of_locks(plan, owners) is not None

@@ -26,8 +26,8 @@ from rayzero.memory.planner import plan_owner
 from rayzero.memory.slabs import SHARED_MEMORY, list_slabs
 from rayzero.messages import ModelSpec
 from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_client import GrpcStore
 from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.remote import RemoteStore
 from rayzero.store.select import connect_store
 from rayzero.store.shared_owner import SharedOwner
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -80,7 +80,7 @@ def served(
 
 
 def ranks_of(stack: ExitStack, addresses: list[str], world_size: int, **options: Any) -> list[Rank]:
-    stores = [GrpcStore(r, addresses, token=TOKEN, share=SHARED_MEMORY, **options) for r in range(world_size)]
+    stores = [RemoteStore(r, addresses, token=TOKEN, share=SHARED_MEMORY, **options) for r in range(world_size)]
     for store in stores:
         stack.callback(store.close)
     return start(stores, make_spec(world_size))
@@ -118,7 +118,7 @@ def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owne
 def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
     recorder = MemoryRecorder()
     addresses = served(stack, 2)
-    store = GrpcStore(0, addresses, token=TOKEN, share=SHARED_MEMORY, recorder=recorder)
+    store = RemoteStore(0, addresses, token=TOKEN, share=SHARED_MEMORY, recorder=recorder)
     stack.callback(store.close)
     (rank,) = start([store], make_spec(1))
     take_step([rank], [random_grads(rank.spec, 1)])
@@ -152,7 +152,7 @@ def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None
         hyper=base.hyper,
         group_of=((0,),),
     )
-    store = GrpcStore(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY)
+    store = RemoteStore(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY)
     stack.callback(store.close)
     with pytest.raises(MemoryPlanError, match=r"needs .* but "):
         store.attach(spec)
@@ -180,7 +180,7 @@ def test_the_memory_of_a_run_is_the_plans_within_5_percent(
         accumulation_steps=accumulation_steps,
     )
     addresses = served(stack, 2)
-    stores = [GrpcStore(rank, addresses, token=TOKEN, share=SHARED_MEMORY) for rank in range(2)]
+    stores = [RemoteStore(rank, addresses, token=TOKEN, share=SHARED_MEMORY) for rank in range(2)]
     for store in stores:
         stack.callback(store.close)
     start(stores, spec)

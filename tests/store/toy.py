@@ -16,6 +16,8 @@ from rayzero.messages import (
     MASTER,
     Contribution,
     Decision,
+    Edit,
+    EditKind,
     FinishReport,
     Hyper,
     ModelSpec,
@@ -28,6 +30,13 @@ from rayzero.store.protocol import ParameterStore
 WAIT = 20.0  # seconds after which a test is broken; nothing here takes one
 
 ADAMW = "torch.optim.adamw:AdamW"
+
+
+def clips(max_norms: Sequence[float]) -> tuple[Edit, ...]:
+    """Clipping by norm, once for each."""
+    return tuple(Edit(EditKind.CLIP_NORM, max_norm) for max_norm in max_norms)
+
+
 HYPER: Hyper = {
     "lr": 1e-2,
     "betas": [0.9, 0.95],
@@ -163,7 +172,7 @@ class Rank:
 
     def finish(self, *max_norms: float, hyper: Sequence[Hyper] | None = None) -> Future[Norm]:
         """Finish and commit in one message, and go on to the next step."""
-        inputs = StepInputs(max_norms=max_norms, hyper=tuple(hyper or self.spec.hyper))
+        inputs = StepInputs(edits=clips(max_norms), hyper=tuple(hyper or self.spec.hyper))
         future = self.store.finish(self.report(), inputs)
         self.next_step()
         return future
@@ -176,7 +185,7 @@ class Rank:
         """Commit after ``ask_norm``, and go on to the next step."""
         step = self.step
         self.next_step()
-        return self.store.commit(step, StepInputs(max_norms=max_norms, hyper=self.spec.hyper))
+        return self.store.commit(step, StepInputs(edits=clips(max_norms), hyper=self.spec.hyper))
 
     def discard(self) -> Future[None]:
         """zero_grad() after ``ask_norm``."""

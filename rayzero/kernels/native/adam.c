@@ -16,6 +16,7 @@
 
 #include "team.h"
 
+#include <float.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -38,10 +39,10 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 2
+#define RZ_ABI 4
 
 enum { F32 = 0, BF16 = 1, FP16 = 2, NONE = 3 }; /* dtypes */
-enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8 }; /* flags of a segment */
+enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 enum { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3, NUM_ISAS = 4 };
 
 typedef struct {
@@ -54,13 +55,14 @@ typedef struct {
     int64_t offset, length; /* elements from the shard's start */
     const rz_gradient *gradients;
     int64_t num_gradients; /* none present: the segment stays as it is */
-    float scale;           /* 1 / ranks x clip factors, negative to maximize */
+    float scale;           /* 1 / ranks x clip factors / loss scale, negative to maximize */
     float weight_decay;    /* with flag L2: of Adam's gradient; with flag DECAY: AdamW's factor 1 - lr x weight_decay */
     float lerp;            /* 1 - beta1; with flag FROM_GRADIENT, where that is 0.5 or more: -beta1 */
     float beta2, one_minus_beta2;
     float step_size;       /* lr / (1 - beta1^step) */
     float bias2_sqrt;      /* sqrt(1 - beta2^step) */
     float eps;
+    float limit;           /* with flag CLAMP: every element of the scaled gradient is clamped to within +- this */
     int32_t flags;
 } rz_segment; /* listed by ascending offset, without overlap */
 
@@ -69,6 +71,8 @@ typedef struct {
     float *max_exp_avg_sq; /* read and written by segments with flag AMSGRAD */
     void *params;          /* published parameters; NULL: the master is what is published */
     int32_t params_dtype;
+    int64_t *stamps; /* one for each tile of the shard; NULL: none. An update makes it `stamp`, by way of `stamp` - 1 */
+    int64_t stamp;
 } rz_memory;
 
 /* ---- The few things that do not depend on the instruction set ---------------------------------------------------- */
@@ -180,6 +184,10 @@ INLINE portable_f portable_max(portable_f a, portable_f b) { /* b where either i
     portable_u first = (portable_u)(a > b);
     return (portable_f)(((portable_u)a & first) | ((portable_u)b & ~first));
 }
+INLINE portable_f portable_min(portable_f a, portable_f b) { /* b where either is NaN */
+    portable_u first = (portable_u)(a < b);
+    return (portable_f)(((portable_u)a & first) | ((portable_u)b & ~first));
+}
 INLINE portable_f portable_load_bf16(const uint16_t *p) {
     portable_h x;
     memcpy(&x, p, 8);
@@ -238,6 +246,7 @@ INLINE TARGET avx2_f avx2_div(avx2_f a, avx2_f b) { return _mm256_div_ps(a, b); 
 INLINE TARGET avx2_f avx2_fma(avx2_f a, avx2_f b, avx2_f c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE TARGET avx2_f avx2_sqrt(avx2_f a) { return _mm256_sqrt_ps(a); }
 INLINE TARGET avx2_f avx2_max(avx2_f a, avx2_f b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
+INLINE TARGET avx2_f avx2_min(avx2_f a, avx2_f b) { return _mm256_min_ps(a, b); } /* likewise */
 INLINE TARGET avx2_f avx2_load_bf16(const uint16_t *p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -294,6 +303,7 @@ INLINE TARGET avx512_f avx512_div(avx512_f a, avx512_f b) { return _mm512_div_ps
 INLINE TARGET avx512_f avx512_fma(avx512_f a, avx512_f b, avx512_f c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE TARGET avx512_f avx512_sqrt(avx512_f a) { return _mm512_sqrt_ps(a); }
 INLINE TARGET avx512_f avx512_max(avx512_f a, avx512_f b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
+INLINE TARGET avx512_f avx512_min(avx512_f a, avx512_f b) { return _mm512_min_ps(a, b); } /* likewise */
 INLINE TARGET avx512_f avx512_load_bf16(const uint16_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -374,6 +384,7 @@ INLINE neon_f neon_div(neon_f a, neon_f b) { return vdivq_f32(a, b); }
 INLINE neon_f neon_fma(neon_f a, neon_f b, neon_f c) { return vfmaq_f32(c, a, b); }
 INLINE neon_f neon_sqrt(neon_f a) { return vsqrtq_f32(a); }
 INLINE neon_f neon_max(neon_f a, neon_f b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* b where either is NaN */
+INLINE neon_f neon_min(neon_f a, neon_f b) { return vbslq_f32(vcltq_f32(a, b), a, b); } /* likewise */
 INLINE neon_f neon_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 INLINE neon_f neon_load_fp16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE uint16x4_t neon_to_bf16(neon_f x) {
@@ -431,7 +442,7 @@ static void finish_stores(void) {}
 typedef struct {
     const char *name;
     void (*update)(const rz_memory *, const rz_segment *, int64_t, int64_t);
-    double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t);
+    double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t, float, float);
 } instructions;
 
 static const instructions TABLE[NUM_ISAS] = {
@@ -483,19 +494,30 @@ typedef struct {
     int64_t next; /* tile to claim */
 } adam_job;
 
-/* One thread's share: tiles until none is left. All its stores are done when it returns. */
+/* Stamp a tile. Who reads it waits for the death of this process: no fence but the compiler's (kernels/stamps.py). */
+INLINE void stamp_tile(const rz_memory *memory, int64_t tile, int64_t stamp) {
+    if (!memory->stamps) return;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    __atomic_store_n(&memory->stamps[tile], stamp, __ATOMIC_RELAXED);
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+
+/* One thread's share: tiles, counted from the shard's start, until none is left. All its stores are done when it
+ * returns. */
 static void share_adam(void *shared) {
     adam_job *job = shared;
     rounding before = plain_rounding();
     for (;;) {
-        int64_t from = job->start + job->tile * __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        int64_t to = least(from + job->tile, job->stop);
+        int64_t tile = job->start / job->tile + __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        int64_t from = most(tile * job->tile, job->start), to = least((tile + 1) * job->tile, job->stop);
         if (from >= job->stop) break;
+        stamp_tile(job->memory, tile, job->memory->stamp - 1);
         for (int64_t i = first_after(job->segments, job->count, from); i < job->count; i++) {
             const rz_segment *s = &job->segments[i];
             if (s->offset >= to) break;
             TABLE[job->isa].update(job->memory, s, most(from, s->offset), least(to, s->offset + s->length));
         }
+        stamp_tile(job->memory, tile, job->memory->stamp);
     }
     finish_stores();
     restore_rounding(before);
@@ -513,6 +535,7 @@ typedef struct {
     int32_t isa;
     const rz_gradient *gradients;
     int64_t count, start, stop;
+    float scale, limit;
     double *leaves;
     int64_t next; /* leaf to claim */
 } squares_job;
@@ -524,16 +547,17 @@ static void share_squares(void *shared) {
         int64_t leaf = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED), from = job->start + leaf * LEAF;
         if (from >= job->stop) break;
         int64_t to = least(from + LEAF, job->stop);
-        job->leaves[leaf] = TABLE[job->isa].leaf(job->gradients, job->count, from, to);
+        job->leaves[leaf] = TABLE[job->isa].leaf(job->gradients, job->count, from, to, job->scale, job->limit);
     }
     restore_rounding(before);
 }
 
 /* Sums of squares of the rank-summed gradients: leaves[k] over elements [start + k * LEAF, + LEAF) of [start, stop).
- * The team's threads share the leaves. A leaf is inf or nan exactly when an element of it is. */
+ * The team's threads share the leaves. With an infinite limit they are squares of the sums as they are, and a leaf is inf
+ * or nan exactly when an element of it is; else of the sums as rz_adam scales and clamps them. */
 EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients, int64_t count, int64_t start,
-                       int64_t stop, double *leaves) {
-    squares_job job = {isa, gradients, count, start, stop, leaves, 0};
+                       int64_t stop, float scale, float limit, double *leaves) {
+    squares_job job = {isa, gradients, count, start, stop, scale, limit, leaves, 0};
     rz_team_run(team, share_squares, &job);
 }
 

@@ -12,10 +12,15 @@ INLINE TARGET V(f) V(gradient)(const void *data, int dtype, int64_t at) {
     return dtype == F32 ? V(load)(p) : dtype == BF16 ? V(load_bf16)(p) : V(load_fp16)(p);
 }
 
+INLINE TARGET V(f) V(clamp)(V(f) x, float limit) { /* a NaN stays */
+    return V(min)(V(set)(limit), V(max)(V(set)(-limit), x));
+}
+
 /* One vector of the update; returns the new master. */
 INLINE TARGET V(f) V(adam)(const rz_segment *s, const span *q, V(f) grad, int64_t at) {
     V(f) master = V(load)(q->master + at), mean = V(load)(q->exp_avg + at), square = V(load)(q->exp_avg_sq + at);
     grad = V(mul)(grad, V(set)(s->scale));
+    if (s->flags & CLAMP) grad = V(clamp)(grad, s->limit);
     if (s->flags & L2) grad = V(fma)(master, V(set)(s->weight_decay), grad);
     if (s->flags & DECAY) master = V(mul)(master, V(set)(s->weight_decay));
     mean = V(fma)(V(set)(s->lerp), V(sub)(grad, mean), s->flags & FROM_GRADIENT ? grad : mean);
@@ -162,18 +167,22 @@ TARGET static void V(add_squares_of)(const void *data, int dtype, int64_t count,
     else V(add_squares)(data, F32, count, lanes);
 }
 
-/* The sum of squares over one leaf, lanes added by halves. */
-TARGET static double V(leaf)(const rz_gradient *grads, int64_t num, int64_t start, int64_t stop) {
+/* The sum of squares over one leaf, lanes added by halves. See rz_squares for scale and limit. */
+TARGET static double V(leaf)(const rz_gradient *grads, int64_t num, int64_t start, int64_t stop, float scale,
+                             float limit) {
     float sum[BLOCK], group[BLOCK];
     double lanes[LANES] = {0};
     int64_t present, direct = 0;
     const rz_gradient *only = V(only)(grads, num, &present);
-    if (only) direct = (stop - start) / LANES * LANES;
+    int clamped = limit <= FLT_MAX;
+    if (only && !clamped) direct = (stop - start) / LANES * LANES;
     if (direct) V(add_squares_of)(from(only->data, only->dtype, start), only->dtype, direct, lanes);
     for (int64_t at = start + direct; at < stop; at += BLOCK) {
         int64_t count = least(BLOCK, stop - at), padded = (count + LANES - 1) / LANES * LANES;
         V(sum)(grads, num, at, count, sum, group);
         memset(sum + count, 0, sizeof(float) * (padded - count));
+        for (int64_t i = 0; clamped && i < padded; i += WIDTH)
+            V(store)(sum + i, V(clamp)(V(mul)(V(load)(sum + i), V(set)(scale)), limit));
         V(add_squares_of)(sum, F32, padded, lanes);
     }
     for (int half = LANES / 2; half; half /= 2)

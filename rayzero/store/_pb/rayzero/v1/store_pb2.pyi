@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EditKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EDIT_KIND_UNSPECIFIED: _ClassVar[EditKind]
+    EDIT_KIND_UNSCALE: _ClassVar[EditKind]
+    EDIT_KIND_CLIP_NORM: _ClassVar[EditKind]
+    EDIT_KIND_CLIP_VALUE: _ClassVar[EditKind]
+
 class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ACTION_UNSPECIFIED: _ClassVar[Action]
@@ -17,6 +24,10 @@ class WireFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WIRE_FORMAT_UNSPECIFIED: _ClassVar[WireFormat]
     WIRE_FORMAT_BF16: _ClassVar[WireFormat]
+EDIT_KIND_UNSPECIFIED: EditKind
+EDIT_KIND_UNSCALE: EditKind
+EDIT_KIND_CLIP_NORM: EditKind
+EDIT_KIND_CLIP_VALUE: EditKind
 ACTION_UNSPECIFIED: Action
 ACTION_APPLY: Action
 ACTION_SKIP: Action
@@ -52,24 +63,42 @@ class Contribution(_message.Message):
     def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., presence: _Optional[bytes] = ...) -> None: ...
 
 class FinishReport(_message.Message):
-    __slots__ = ("step", "attempt", "rank", "counts")
+    __slots__ = ("step", "attempt", "rank", "counts", "clamp")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CLAMP_FIELD_NUMBER: _ClassVar[int]
     step: int
     attempt: int
     rank: int
     counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    clamp: Clamp
+    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., clamp: _Optional[_Union[Clamp, _Mapping]] = ...) -> None: ...
+
+class Clamp(_message.Message):
+    __slots__ = ("scale", "limit")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    limit: float
+    def __init__(self, scale: _Optional[float] = ..., limit: _Optional[float] = ...) -> None: ...
+
+class Edit(_message.Message):
+    __slots__ = ("kind", "value")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    kind: EditKind
+    value: float
+    def __init__(self, kind: _Optional[_Union[EditKind, str]] = ..., value: _Optional[float] = ...) -> None: ...
 
 class StepInputs(_message.Message):
-    __slots__ = ("max_norms", "hyper")
-    MAX_NORMS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("edits", "hyper")
+    EDITS_FIELD_NUMBER: _ClassVar[int]
     HYPER_FIELD_NUMBER: _ClassVar[int]
-    max_norms: _containers.RepeatedScalarFieldContainer[float]
+    edits: _containers.RepeatedCompositeFieldContainer[Edit]
     hyper: bytes
-    def __init__(self, max_norms: _Optional[_Iterable[float]] = ..., hyper: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, edits: _Optional[_Iterable[_Union[Edit, _Mapping]]] = ..., hyper: _Optional[bytes] = ...) -> None: ...
 
 class Norm(_message.Message):
     __slots__ = ("step", "total", "finite")
@@ -82,20 +111,22 @@ class Norm(_message.Message):
     def __init__(self, step: _Optional[int] = ..., total: _Optional[float] = ..., finite: bool = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("step", "attempts", "action", "scale", "norm", "hyper")
+    __slots__ = ("step", "attempts", "action", "scale", "norm", "hyper", "limit")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     HYPER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     step: int
     attempts: _containers.RepeatedScalarFieldContainer[int]
     action: Action
     scale: float
     norm: float
     hyper: bytes
-    def __init__(self, step: _Optional[int] = ..., attempts: _Optional[_Iterable[int]] = ..., action: _Optional[_Union[Action, str]] = ..., scale: _Optional[float] = ..., norm: _Optional[float] = ..., hyper: _Optional[bytes] = ...) -> None: ...
+    limit: float
+    def __init__(self, step: _Optional[int] = ..., attempts: _Optional[_Iterable[int]] = ..., action: _Optional[_Union[Action, str]] = ..., scale: _Optional[float] = ..., norm: _Optional[float] = ..., hyper: _Optional[bytes] = ..., limit: _Optional[float] = ...) -> None: ...
 
 class FileEntry(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256", "content")
@@ -264,6 +295,69 @@ class PushRequest(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[PushRequest.Header, _Mapping]] = ...) -> None: ...
 
 class PushResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Write(_message.Message):
+    __slots__ = ("version", "unit", "kind", "digest")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    unit: int
+    kind: str
+    digest: str
+    def __init__(self, version: _Optional[int] = ..., unit: _Optional[int] = ..., kind: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class StageRequest(_message.Message):
+    __slots__ = ("chunk", "header")
+    class Header(_message.Message):
+        __slots__ = ("unit", "shards", "version", "kind")
+        UNIT_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        unit: int
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        version: int
+        kind: str
+        def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    header: StageRequest.Header
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[StageRequest.Header, _Mapping]] = ...) -> None: ...
+
+class StageResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("rank", "write", "number")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    write: Write
+    number: int
+    def __init__(self, rank: _Optional[int] = ..., write: _Optional[_Union[Write, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+
+class WriteResponse(_message.Message):
+    __slots__ = ("waiting",)
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    waiting: Waiting
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class OverwriteRequest(_message.Message):
+    __slots__ = ("number", "write")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    write: Write
+    def __init__(self, number: _Optional[int] = ..., write: _Optional[_Union[Write, _Mapping]] = ...) -> None: ...
+
+class OverwriteResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -1,8 +1,9 @@
-"""The store over gRPC, as one rank sees it: sync stubs, threads for bulk bytes, long polls for waits on peers.
+"""The store whose owners are other processes, as one rank sees it: those of its host through shared memory, the others
+over gRPC.
 
-Bytes move per owner in ``store/transfers.py``. ``finish``, ``commit``, ``decision``, ``discard`` and ``save`` wait for
-other ranks: calls that the lead answers with "ask again" every few seconds. They hold no thread and end on leave,
-abort or ``stall_timeout``.
+Bytes move per owner: ``store/shared_transfers.py``, ``store/transfers.py``. ``finish``, ``commit``, ``decision``,
+``discard`` and ``save`` wait for other ranks: ``store/lead_line.py`` asks the lead. They hold no thread and end on
+leave, abort or ``stall_timeout``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,27 +44,31 @@ from rayzero.messages import (
     ModelSpec,
     Norm,
     StepInputs,
+    Write,
 )
-from rayzero.optimizer.futures import fail, failed, settle, when_all
+from rayzero.optimizer.futures import chain, fail, failed, settle, when_all
+from rayzero.optimizer.writes import digest_of
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.counting import count_bytes, tell_build, watch_gradients
+from rayzero.store.direct_memory import DirectMemory
 from rayzero.store.gather import Gather
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.gradient_writer import GradientWriter
+from rayzero.store.lead_line import LeadLine
 from rayzero.store.notices import PublishBoard
-from rayzero.store.owner_link import QUICK_S, LongPoll, OwnerLink
+from rayzero.store.owner_link import QUICK_S, OwnerLink
 from rayzero.store.push_order import PushOrder
-from rayzero.store.rpc import STORE_SERVICE, TlsFiles, from_failure, methods
+from rayzero.store.rpc import TlsFiles, from_failure
 from rayzero.store.same_host import host_identity
 from rayzero.store.shared_plan import SharedPlan
-from rayzero.store.shared_rank import SharedRank
+from rayzero.store.shared_rank import SharedRank, doubt_of_locks
 from rayzero.store.shared_transfers import SharedTransfers
 from rayzero.store.stall import StallWatch
-from rayzero.store.step_calls import then
 from rayzero.store.transfers import Transfers, WireOptions, transfer_threads
-from rayzero.store.unit_windows import UnitWindows
 from rayzero.store.wire import byte_view
-from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
+from rayzero.telemetry.metric import Metric
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
@@ -74,11 +79,11 @@ log = logging.getLogger(__name__)
 LEAVE_S = 5.0  # deadline of saying goodbye
 
 
-class GrpcStore:
-    """The optimizer actors of a run, over gRPC, as one rank sees them. A ``ParameterStore`` (store/protocol.py).
+class RemoteStore(DirectMemory):
+    """The optimizer actors of a run, as one rank sees them. A ``ParameterStore`` (store/protocol.py).
 
-    Knows the owners' addresses, who has which shard and which versions are published; not how owners work or what
-    the engine does with the bytes."""
+    Knows the owners' addresses, who has which shard, which versions are published and what way leads to whom; not how
+    owners work or what the engine does with the bytes."""
 
     def __init__(
         self,
@@ -102,7 +107,7 @@ class GrpcStore:
         owners of this host; None: gRPC with all. ``share_with_all``: an owner elsewhere is an error."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
-            raise ConfigError("a gRPC store needs the address of at least one owner")
+            raise ConfigError("a store needs the address of at least one owner")
         self._rank, self._stall_s = rank, stall_timeout
         self._recorder = recorder or NullRecorder()
         self._links = [OwnerLink(rank, i, address, token=token, tls=tls) for i, address in enumerate(addresses)]
@@ -113,7 +118,6 @@ class GrpcStore:
         self._close_once = threading.Lock()
         self._fetches = transfer_threads(len(addresses), rank, "fetch")
         self._pushes = transfer_threads(len(addresses), rank, "push")
-        self._answers = ThreadPoolExecutor(1, f"rayzero-rank{rank}-answers")
         self._wires = [
             Transfers(
                 link,
@@ -131,11 +135,11 @@ class GrpcStore:
         self._transfers: list[Transfers | SharedTransfers] = list(self._wires)  # by owner
         self._share, self._share_with_all = share, share_with_all
         self._shared: SharedRank | None = None  # after attach, where some owner is of this host
-        self._writer: GradientWriter | None = None  # of gradients that owners of this host read
-        self._windows: UnitWindows | None = None
+        self._lead: LeadLine | None = None  # after attach
         self._threads: list[threading.Thread] = []
         self._notices: list[Any] = []  # streams under way. freed by: close()
         self._attached: tuple[ModelSpec, ShardMap] | None = None
+        self._writes = 0  # asked for so far
         self._greeted = False  # some owner may know this rank
         atexit.register(self.close)
 
@@ -162,10 +166,15 @@ class GrpcStore:
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
         self._attached = spec, shard_map_for(spec.layout, len(self._links), spec.shard_map)
-        if self._shared is None:
+        if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
             self._join_host({owner: files for owner, files in offers.items() if files.control}, page_lock)
-        self._listen()
+            link = self._links[self._attached[1].owner(0)]
+            self._lead = LeadLine(link, self._shared, self._watch, self._stall_s)  # freed by: close()
+            self._listen()
+        here = [self._is_shared(link.owner) for link in self._links]
+        ways = {(True, True): "shm", (True, False): "shm+grpc", (False, False): "grpc"}
+        tell_build(self._recorder, answers[0].kernel, ways[any(here), all(here)])
         return Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers))
 
     def _join_host(self, offers: Mapping[int, pb.SharedFiles], page_lock: bool) -> None:
@@ -184,6 +193,8 @@ class GrpcStore:
         if not offers:
             return
         plan = SharedPlan(spec, owners)
+        if page_lock and (doubt := doubt_of_locks(plan, list(offers))) is not None:
+            log.warning("rank %d: %s", self._rank, doubt)
         shared = self._shared = SharedRank(self._rank, plan, self._share, page_lock=page_lock)  # freed by: close()
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
@@ -202,6 +213,7 @@ class GrpcStore:
             link.answer(call)
         self._windows = shared.windows()
         region = GradientRegion(spec, shared.allocate)
+        self._unwatch = watch_gradients(self._recorder, region.flats.values(), "shm")
         self._writer = GradientWriter(region, self.published, shared.announce, f"rayzero-rank{self._rank}")
         shared.listen(self._board.publish)
 
@@ -216,8 +228,6 @@ class GrpcStore:
     # ---- notices
 
     def _listen(self) -> None:
-        if self._threads:
-            return
         self._notices = [link.notices(quiet=self._is_shared(link.owner)) for link in self._links]
         names = [f"rayzero-rank{self._rank}-notices{link.owner}" for link in self._links]
         self._threads = [
@@ -271,15 +281,15 @@ class GrpcStore:
         gather = Gather(len(away) + (here > 0), self._timing(PUSH_SECONDS))
         if here and self._writer is not None:
             written = self._writer.push(contribution, grads)
-            written.add_done_callback(partial(self._written, gather, here * grads.itemsize))
+            written.add_done_callback(partial(self._written, gather, here, grads.dtype))
         for wire, mine in away:
             wire.push(gather, layout, mine, contribution, grads)
         return gather.future
 
-    def _written(self, gather: Gather, size: int, done: Future[None]) -> None:
+    def _written(self, gather: Gather, numel: int, dtype: torch.dtype, done: Future[None]) -> None:
         error = done.exception()
         if error is None:
-            self._recorder.add(TRANSFER_BYTES, size, direction="push", transport="shm")
+            count_bytes(self._recorder, "push", "shm", numel, dtype, dtype)
         gather.end(error)
 
     def _is_shared(self, owner: int) -> bool:
@@ -319,18 +329,29 @@ class GrpcStore:
         when_all(waits, look, partial(fail, done))
         return done
 
-    def mapped(self, unit: int) -> Tensor | None:
-        """The unit in the owners' memory; None where one is elsewhere. See ``ParameterStore.mapped``."""
-        return self._windows.tensor(unit) if self._windows is not None else None
+    # ---- writes
 
-    def revert(self, unit: int) -> None:
-        """See ``ParameterStore.revert``."""
-        if self._windows is not None:
-            self._windows.revert(unit)
+    def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
+        """Change a unit; see ``ParameterStore.write``. Rank 0 sends the bytes first."""
+        try:
+            layout, parts = self._parts(unit)
+            self._require_form("write", layout, values, layout.dtype if kind == COMPUTE else torch.float32)
+        except RayZeroError as error:
+            return failed(error)
+        self._writes += 1
+        sent = translate.write_to_pb(Write(version=version, unit=unit, kind=kind, digest=digest_of(values)))
+        request = pb.WriteRequest(rank=self._rank, write=sent, number=self._writes)
+        staged = Gather(len(parts) if self._rank == 0 else 0)
+        for transfers, shards in parts if self._rank == 0 else ():
+            transfers.stage(staged, unit, shards, version, kind, values)
+        done: Future[None] = Future()
+        awaited = f"the write to {layout.name} at step {version}"
 
-    def landing(self, contribution: Contribution) -> Tensor | None:
-        """Memory that owners of this host read; see ``ParameterStore.landing``."""
-        return self._writer.landing(contribution) if self._writer is not None else None
+        def ask(_: object) -> None:
+            chain(self._ask_lead("Write", request, lambda _: None, awaited), done)
+
+        when_all([staged.future], ask, partial(fail, done))
+        return done
 
     # ---- the step
 
@@ -366,32 +387,11 @@ class GrpcStore:
 
     def _ask_lead(self, method: str, request: Any, read: Callable[[Any], T], awaited: str) -> Future[T]:
         try:
-            _, owners = self._require_attached()
+            self._require_attached()
         except RayZeroError as error:
             return failed(error)
-        link = self._links[owners.owner(0)]
-        asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
-        if asked is not None:
-            response = methods(STORE_SERVICE)[method].response
-            answer = then(asked, lambda message: read(response.FromString(message)))
-            return self._watch.watch(answer, awaited, partial(self._describe_lead, link))
-        poll = LongPoll(
-            link,
-            method,
-            request,
-            read,
-            executor=self._answers,
-            patience_s=self._stall_s,
-            awaited=awaited,
-            clock=time.monotonic,
-        )
-        return poll.future
-
-    def _describe_lead(self, link: OwnerLink) -> str:
-        try:
-            return str(link.ask("Describe", pb.DescribeRequest(step=True), LEAVE_S).text)
-        except RayZeroError as error:
-            return str(error)
+        assert self._lead is not None
+        return self._lead.ask(method, request, read, awaited)
 
     # ---- close
 
@@ -411,13 +411,12 @@ class GrpcStore:
             stream.cancel()
         for link in self._links:
             link.close()
-        if self._writer is not None:
-            self._writer.close()
-        if self._windows is not None:
-            self._windows.close()
+        self._close_memory()
         if self._shared is not None:
             self._shared.close(self._closed_error())
-        for pool in (self._fetches, self._pushes, self._answers):
+        if self._lead is not None:
+            self._lead.close()
+        for pool in (self._fetches, self._pushes):
             pool.shutdown(wait=True)
         for thread in self._threads:
             thread.join()
@@ -465,9 +464,9 @@ class GrpcStore:
             raise StoreError(f"{verb} of {unit.name!r} takes {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}")
         byte_view(tensor)
 
-    def _timing(self, name: str) -> Callable[[], None]:
+    def _timing(self, metric: Metric) -> Callable[[], None]:
         began = time.perf_counter()
-        return lambda: self._recorder.observe(name, time.perf_counter() - began, transport="grpc")
+        return lambda: self._recorder.observe(metric, time.perf_counter() - began, transport="grpc")
 
 
 def _read_decision(answer: Any) -> Decision:

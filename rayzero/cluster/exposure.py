@@ -1,0 +1,134 @@
+"""What one process of a run shows to Prometheus: its recorder, its memory and its node's, behind one port."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayzero.cluster.heartbeats import Pulse
+from rayzero.config import TelemetryConfig
+from rayzero.memory.process_memory import ProcessMemory, node_memory, process_memory
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.http import Page
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.names import (
+    HOST_MEMORY_HEADROOM_BYTES,
+    HOST_MEMORY_LIMIT_BYTES,
+    MEMORY_BYTES,
+    PROCESS_MEMORY_BYTES,
+    SHM_LIMIT_BYTES,
+    SHM_USED_BYTES,
+)
+from rayzero.telemetry.recorder import MemoryRecorder, Reading
+
+if TYPE_CHECKING:
+    from rayzero.cluster.coordinator import Member
+
+__all__ = ["LOOPBACK", "ExposeSettings", "Exposure", "MemorySource", "plan_exposure"]
+
+LOOPBACK = "127.0.0.1"
+
+_MEASURE_S = 5.0  # a process's pages are counted at most as often: the kernel walks all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposeSettings:
+    """What one process's exporter is opened with."""
+
+    run: str
+    role: Role
+    who: str  # "rank 0", "optimizer 1", "coordinator"
+    index: int | None  # of a rank or an owner
+    node: str  # its host's address
+    host: str  # to listen on
+    port: int  # 0: any free one
+    slab_dir: Path  # where this run's slabs are made
+
+    def target(self, address: str) -> Target:
+        """What discovery says of it."""
+        return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index)
+
+
+def plan_exposure(
+    run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path
+) -> dict[str, ExposeSettings]:
+    """Who listens where. ``members``: the coordinator first, then the others in the order of their ports."""
+    everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
+    found: dict[str, ExposeSettings] = {}
+    for number, (who, member) in enumerate(members.items()):
+        kind, _, index = who.partition(" ")
+        port = config.port if not number else config.exporter_ports and config.exporter_ports + number - 1
+        found[who] = ExposeSettings(
+            run=run,
+            role=Role(kind),
+            who=who,
+            index=int(index) if index else None,
+            node=member.host,
+            host=member.host if everywhere else LOOPBACK,
+            port=port,
+            slab_dir=slab_dir,
+        )
+    return found
+
+
+class MemorySource:
+    """This process's and its node's memory, counted when somebody looks. See ``Recorder.watch``.
+
+    What the process was when this was made is in the ledger as kind "process"."""
+
+    def __init__(self, slab_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._slab_dir = slab_dir
+        self._clock = clock
+        self._now = process_memory()
+        self._measured = clock()
+        self._before = self._now
+
+    def __call__(self) -> Iterator[Reading]:
+        yield Reading(MEMORY_BYTES, self._before.pss, {"kind": "process", "tier": "ram"})
+        process = self._process()
+        for kind in ("rss", "pss", "uss", "shm"):
+            yield Reading(PROCESS_MEMORY_BYTES, getattr(process, kind), {"kind": kind})
+        node = node_memory(self._slab_dir)
+        yield Reading(SHM_USED_BYTES, node.shm_used, {})
+        yield Reading(SHM_LIMIT_BYTES, node.shm_limit, {})
+        yield Reading(HOST_MEMORY_HEADROOM_BYTES, node.headroom, {})
+        for source, limit in node.limits.items():
+            yield Reading(HOST_MEMORY_LIMIT_BYTES, limit, {"source": source})
+
+    def _process(self) -> ProcessMemory:
+        if self._clock() - self._measured >= _MEASURE_S:
+            self._now, self._measured = process_memory(), self._clock()
+        return self._now
+
+
+class Exposure:
+    """One process's exporter and, where there is a coordinator to tell, its heartbeat."""
+
+    def __init__(
+        self,
+        settings: ExposeSettings,
+        recorder: MemoryRecorder,
+        *,
+        coordinator: Any = None,
+        update_seconds: Callable[[], float] | None = None,
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
+        """Listen; ``target`` says where. ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError where
+        the port cannot be had."""
+        exporter = Exporter(
+            recorder, settings.role, host=settings.host, port=settings.port, who=settings.who, pages=pages
+        )
+        recorder.watch(MemorySource(settings.slab_dir))
+        self.target = settings.target(exporter.address)
+        self._exporter = exporter
+        self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)
+
+    def close(self) -> None:
+        """Free the port, end the heartbeat. Idempotent."""
+        self._exporter.close()
+        if self._pulse is not None:
+            self._pulse.close()

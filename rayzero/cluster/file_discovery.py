@@ -1,0 +1,49 @@
+"""One file a running run, in a directory that Prometheus watches (file_sd): configured once, it finds every run."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from rayzero.errors import ConfigError
+
+__all__ = ["announced", "sweep_announcements"]
+
+
+@contextmanager
+def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:
+    """Have a file with ``targets`` there; taken away at the end, and by the next run's start where this process is
+    killed. Raises ConfigError where it cannot be written."""
+    path = directory / f"{run}.{socket.gethostname()}.{os.getpid()}.json"
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep_announcements(directory)
+        temporary.write_bytes(targets)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(
+            f"run.telemetry.discovery_dir: cannot write {path}: {error.strerror}; choose another directory"
+        ) from error
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sweep_announcements(directory: Path) -> list[Path]:
+    """Remove the files of this host's drivers that are gone; which."""
+    gone = [path for path in sorted(directory.glob(f"*.{socket.gethostname()}.*.json")) if not _driver_lives(path)]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return gone
+
+
+def _driver_lives(path: Path) -> bool:
+    pid = path.stem.rpartition(".")[2]
+    return not pid.isdigit() or psutil.pid_exists(int(pid))

@@ -1,0 +1,91 @@
+"""Parameters and buffers without memory: made by ``empty_parameters()``, given memory when their values come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rayzero.engine.private_torch import swap_tensors
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules that this thread builds inside have their parameters on the meta device: shapes without memory.
+
+    Buffers stay real, so that tables computed in a constructor (rotary embeddings, masks) are right, and no random
+    number is drawn for a parameter by a constructor's ``reset_parameters``. ``rayzero.prepare`` takes such a model with
+    ``weights=`` or ``init=``, or where the run resumes from a checkpoint."""
+    before = _building.made
+    _building.made = WeakTensorKeyDictionary() if before is None else before
+    try:
+        yield
+    finally:
+        _building.made = before
+
+
+class _Building(threading.local):
+    """What this thread has emptied so far; None: it empties nothing."""
+
+    made: WeakTensorKeyDictionary | None = None  # a Parameter given to two modules stays one
+
+
+_building = _Building()
+
+
+def _empty(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+    made = _building.made
+    if made is None or param.is_meta or is_lazy(param):
+        return None
+    if param not in made:
+        made[param] = _emptied(param)
+    return made[param]  # type: ignore[no-any-return]
+
+
+# Once and for good: torch's table of these hooks must not change while another thread builds a module.
+_register: Any = register_module_parameter_registration_hook  # typed as if hooks could return nothing
+_register(_empty)
+
+
+def _emptied(param: nn.Parameter) -> nn.Parameter:
+    empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    empty.__class__ = type(param)
+    empty.__dict__.update(param.__dict__)
+    return empty
+
+
+def materialise(param: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """Make a meta Parameter ``tensor`` (its shape; its dtype or another), hooks kept; returns what it was, to swap
+    back."""
+    other = nn.Parameter(tensor, requires_grad=param.requires_grad)
+    swap_tensors(param, other)
+    param._backward_hooks = param._backward_hooks  # puts the user's own hooks on the new tensor
+    param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    return other
+
+
+def fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy values into the buffers of these names; one on meta becomes a CPU tensor, wherever it is registered."""
+    made: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name in values:
+                target = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+                target.copy_(values[name])
+                made[id(buffer)] = target
+    replace_buffers(model, made)
+
+
+def replace_buffers(model: nn.Module, made: Mapping[int, Tensor]) -> None:
+    """Register other tensors for buffers, by the identity of what is there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in made:
+                module._buffers[name] = made[id(buffer)]

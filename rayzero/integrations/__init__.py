@@ -1,0 +1,1 @@
+"""Other people's training loops on RayZero: Hugging Face Accelerate and transformers' Trainer."""

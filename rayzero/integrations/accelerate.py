@@ -1,0 +1,288 @@
+"""Hugging Face Accelerate's loops on RayZero: one line changes, the class of the accelerator.
+
+::
+
+    accelerator = ZeroAccelerator(gradient_accumulation_steps=2)          # was: Accelerator(...)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    ...                                                                   # backward, clip_grad_norm_, step as ever
+
+[Note: Accelerate's world] Accelerate must see the world that the rank context says. A rank is told its place and that
+there are no collectives: loaders give each rank its part, only rank 0 is the main process, and whatever needs the
+other ranks' values (gather, reduce, barriers) is refused by name. Where the user made a torch.distributed group of
+the same ranks, Accelerate uses it for those; gradients and weights never go through it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import RankContext, get_context
+from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.layout.units import UnitRule
+
+__all__ = ["ZeroAccelerator"]
+
+_ONE_MACHINE = (DistributedType.NO,)
+_WITH_COLLECTIVES = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class ZeroAccelerator(Accelerator):
+    """An ``Accelerator`` whose ``prepare(model, optimizer, ...)`` is ``rayzero.prepare``.
+
+    Takes Accelerate's own arguments, and:
+
+    zero_config: by default the run's, else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to
+        Accelerate's. units: as in ``rayzero.prepare``.
+
+    Raises UnsupportedError for what RayZero cannot do under it (fp16 loss scaling, DeepSpeed, FSDP), and ConfigError
+    where Accelerate sees another world than the rank context."""
+
+    def __init__(
+        self, *args: Any, zero_config: ZeroConfig | None = None, units: UnitRule | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.join_run(zero_config, units)
+
+    def join_run(self, zero_config: ZeroConfig | None, units: UnitRule | None) -> None:
+        """Take the place that the rank context says. For an ``Accelerator`` that somebody else has made: set its class
+        to this one, then call this."""
+        self._zero_config = zero_config
+        self._units = units
+        self._reads_all = False
+        self._whole_loaders: WeakSet[Any] = WeakSet()
+        context = get_context()
+        self._refuse_other_engines()
+        self.has_collectives = self.distributed_type in _WITH_COLLECTIVES
+        if self.has_collectives:
+            _check_same_world(context, self.state.num_processes, self.state.process_index)
+        elif context.world_size > 1:
+            _claim_process(context)
+            self._take_place(context)
+
+    def _refuse_other_engines(self) -> None:
+        if self.distributed_type not in _ONE_MACHINE + _WITH_COLLECTIVES:
+            raise UnsupportedError(
+                f"Accelerate is set up for {self.distributed_type.value}, which shards the model itself; run it "
+                "without, RayZero does that"
+            )
+        if self.mixed_precision not in ("no", "bf16"):
+            raise UnsupportedError(
+                f"mixed_precision={self.mixed_precision!r} is not supported yet; use 'bf16' (autocast over fp32 "
+                "weights), or 'no' with ZeroConfig(precision='bf16')"
+            )
+
+    def _take_place(self, context: RankContext) -> None:
+        """See [Note: Accelerate's world]. Every rank must shuffle alike: by a seed, not by its generator's state."""
+        for state in (PartialState(), self.state):
+            state.num_processes = context.world_size
+            state.process_index = state.local_process_index = context.rank
+        if self.dataloader_config.dispatch_batches:
+            raise UnsupportedError(
+                "dispatch_batches=True sends batches between processes, which have no collectives here; leave it out: "
+                "each rank reads its own part"
+            )
+        self.dataloader_config.dispatch_batches = False
+        self.dataloader_config.use_seedable_sampler = True
+        if self.dataloader_config.data_seed is None:
+            self.dataloader_config.data_seed = 0
+
+    # ---- model and optimizer
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """As Accelerate's. A model and its optimizer must be given in one call."""
+        models = [x for x in args if isinstance(x, nn.Module) and not is_prepared(x)]
+        optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer) and _zero_of(x) is None]
+        if not models and not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        if (len(models), len(optimizers)) != (1, 1):
+            raise UnsupportedError(
+                f"accelerator.prepare() was given {len(models)} models and {len(optimizers)} optimizers; RayZero "
+                "prepares one model with its one optimizer, in one call. A model that is not trained: "
+                "accelerator.prepare_model(model, evaluation_mode=True)"
+            )
+        (model,), (plain,) = models, optimizers
+        model, optimizer = prepare(model, plain, self._config(), units=self._units)
+        optimizer.register_step_post_hook(lambda *_: _tell_stepped(plain))
+        return super().prepare(*(optimizer if x is plain else x for x in args), device_placement=device_placement)
+
+    def _config(self) -> ZeroConfig:
+        config = self._zero_config or get_context().config or ZeroConfig()
+        planned = max(config.gradient_accumulation_steps, self.num_micro_batches)
+        return config.replace(gradient_accumulation_steps=planned)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Backwards between two steps."""
+        return int(self.gradient_accumulation_steps)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As Accelerate's: autocast and compile, but no replication; where its weights are is the engine's business."""
+        if is_prepared(model):
+            device_placement, evaluation_mode = False, True
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """As Accelerate's; moments are with the owners, so nothing is moved."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2
+    ) -> Tensor:
+        """Clip the global norm of the prepared model's gradients; returns the norm before.
+
+        ``parameters`` must be all that the optimizer trains: a part has no norm of its own with the owners."""
+        optimizer = self._optimizer_of(parameters)
+        if norm_type != 2:
+            raise UnsupportedError(f"clip_grad_norm_ with norm_type={norm_type!r} is not supported; use 2")
+        return optimizer.clip_grad_norm_(float(max_norm))
+
+    def _optimizer_of(self, parameters: Tensor | Iterable[Tensor]) -> ZeroOptimizer:
+        given = {id(p) for p in ((parameters,) if isinstance(parameters, Tensor) else parameters)}
+        optimizers = [zero for x in self._optimizers if (zero := _zero_of(x)) is not None]
+        for optimizer in optimizers:
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            missing = [p for p in trained if id(p) not in given]
+            if trained and not missing:
+                return optimizer
+        raise UnsupportedError(
+            f"clip_grad_norm_ was given {len(given)} parameters, which are not all that a prepared optimizer trains; "
+            "only the norm of all gradients together can be clipped: pass model.parameters()"
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A prepared model's fp32 masters (``rayzero.full_state_dict``); any other's as Accelerate gives them."""
+        if is_prepared(model):
+            return dict(full_state_dict(model))
+        return dict(super().get_state_dict(model, unwrap=unwrap))
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused by name."""
+        raise UnsupportedError(
+            "accelerator.save_state() would gather every moment in one file; use rayzero.save_checkpoint("
+            "optimizer.optimizer, directory, loop_state), on every rank"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused by name."""
+        raise UnsupportedError(
+            "accelerator.load_state() is not supported; resume from a checkpoint of rayzero.save_checkpoint: "
+            "RunConfig(resume=...), or get_context().resume = directory before accelerator.prepare()"
+        )
+
+    # ---- data
+
+    @contextmanager
+    def whole_data(self) -> Iterator[None]:
+        """Loaders prepared in here give every rank all data: an evaluation's results are then the same on all."""
+        before, self._reads_all = self._reads_all, not self.has_collectives
+        try:
+            yield
+        finally:
+            self._reads_all = before
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that share the data of the loaders being prepared."""
+        return 1 if self._reads_all else int(self.state.num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """This rank's place among them."""
+        return 0 if self._reads_all else int(self.state.process_index)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's: each rank's part of the batches, or inside ``whole_data()`` all of them."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self._reads_all:
+            self._whole_loaders.add(prepared)
+        return prepared
+
+    # ---- other ranks' values
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's, where every rank has all (see ``whole_data``) or there are collectives; else refused."""
+        self._refuse_exchange("gather")
+        return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As ``gather``."""
+        self._refuse_exchange("gather_for_metrics")
+        return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As ``gather``."""
+        self._refuse_exchange("reduce")
+        return super().reduce(tensor, reduction=reduction, scale=scale)
+
+    def wait_for_everyone(self) -> None:
+        """As Accelerate's, where there are collectives or no others; else refused."""
+        self._refuse_exchange("wait_for_everyone")
+        super().wait_for_everyone()
+
+    def _refuse_exchange(self, call: str) -> None:
+        if self.has_collectives or get_context().world_size == 1:
+            return
+        if self.gradient_state.active_dataloader in self._whole_loaders:
+            return
+        raise UnsupportedError(
+            f"accelerator.{call}() needs the other ranks, and RayZero's ranks have no collectives. To evaluate, have "
+            "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); to log, "
+            "rayzero.report(); or make a torch.distributed group of the ranks before the accelerator"
+        )
+
+
+def _zero_of(optimizer: Any) -> ZeroOptimizer | None:
+    """RayZero's optimizer inside Accelerate's wrapper, if there is one."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, ZeroOptimizer) else None
+
+
+def _tell_stepped(optimizer: Any) -> None:
+    """A scheduler that was made over the optimizer before prepare() looks there whether it has stepped."""
+    optimizer._opt_called = True
+
+
+# ---- one rank a process -----------------------------------------------------------------------------------------
+
+_claimed: list[RankContext] = []  # the rank of several whose place this process's Accelerate state has
+_claiming = threading.Lock()
+
+
+def _claim_process(context: RankContext) -> None:
+    """Accelerate keeps its state once a process: two ranks in one would silently share it."""
+    with _claiming:
+        if any(other is not context for other in _claimed):
+            raise UnsupportedError(
+                f"rank {_claimed[0].rank} uses Accelerate in this process already, which keeps one state a process; "
+                "run ranks as processes: run_ranks(..., processes=True), or ZeroTrainer"
+            )
+        if not _claimed:
+            _claimed.append(context)
+            context.on_close(lambda _: _claimed.remove(context))
+
+
+def _check_same_world(context: RankContext, num_processes: int, process_index: int) -> None:
+    if (num_processes, process_index) != (context.world_size, context.rank):
+        raise ConfigError(
+            f"Accelerate is process {process_index} of {num_processes} (torch.distributed), but RayZero's context is "
+            f"rank {context.rank} of {context.world_size}: start the loop under rayzero.ZeroTrainer, or with a "
+            "torch.distributed group of its ranks in their order"
+        )

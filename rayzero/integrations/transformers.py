@@ -1,0 +1,200 @@
+"""transformers' Trainer on RayZero: one line changes, where the class is imported from.
+
+::
+
+    from rayzero.integrations.transformers import Trainer     # was: from transformers import Trainer
+
+    trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=...)
+    trainer.train()                                            # alone, or in a ZeroTrainer's loop on every rank
+
+A Trainer of your own takes :class:`ZeroTraining` as its first base: ``class Mine(ZeroTraining, SFTTrainer)``.
+
+[Note: data of several ranks] Every rank runs the same script over the same dataset. The Trainer's sampler is split
+by rank: rank r of R reads batches r, r + R, ... of one order that all ranks shuffle by the same seed, as under
+torchrun. Evaluation has no collectives to add up parts with, so every rank evaluates all of the data, and all get
+the same metrics. The logged training loss is the rank's own.
+
+[Note: Trainer's checkpoints] A ``checkpoint-N`` has the fp32 model as ``from_pretrained`` reads it, the Trainer's
+own files, and ``rayzero/``: masters and moments as the owners wrote them, which ``train(resume_from_checkpoint=...)``
+goes on from, with any number of owners.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import TrainingArguments
+
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import get_context
+from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
+from rayzero.engine.prepare import full_state_dict, is_prepared
+from rayzero.engine.snapshot import save_checkpoint
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.integrations.accelerate import ZeroAccelerator
+from rayzero.layout.units import UnitRule
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
+
+_OURS = "rayzero"  # folder of a Trainer's checkpoint that the owners write
+_SCHEDULER = "scheduler.pt"  # as the Trainer calls it
+_GROUPS = "groups"  # in the loop state: each parameter group's options
+
+
+def save_pretrained(model: Any, directory: Path | str, **settings: Any) -> None:
+    """``model.save_pretrained(directory)`` with a prepared model's fp32 masters, under a config that says fp32.
+
+    Frozen parameters keep their own dtype. ``settings``: as transformers' (``max_shard_size``, ...)."""
+    model.save_pretrained(directory, state_dict=full_state_dict(model), **settings)
+    _say_masters_dtype(model, directory)
+
+
+def _say_masters_dtype(model: Any, directory: Path | str) -> None:
+    """Have the saved config name the dtype of the masters beside it; transformers wrote that of the computation."""
+    trained = any(param.requires_grad for param in model.parameters())
+    before, model.config.dtype = model.config.dtype, torch.float32 if trained else model.dtype
+    model.config.save_pretrained(directory)
+    model.config.dtype = before
+
+
+def _owners_files(checkpoint: str) -> Path:
+    return Path(checkpoint).absolute() / _OURS  # owners may work in other directories
+
+
+class ZeroTraining:
+    """What makes a ``transformers.Trainer`` train with RayZero; to be named before it among a class's bases.
+
+    Takes the Trainer's own arguments, and ``zero_config`` and ``units`` as in ``rayzero.prepare``. Knows where the
+    Trainer meets the model, the optimizer and their files; the loop is the Trainer's."""
+
+    accelerator: ZeroAccelerator
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self, *args: Any, zero_config: ZeroConfig | None = None, units: UnitRule | None = None, **kwargs: Any
+    ) -> None:
+        self._zero_config = zero_config
+        self._units = units
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer makes an ``Accelerator``; it becomes ours."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = _TrainersAccelerator
+        self.accelerator.join_run(self._zero_config, self._units)
+        self.accelerator.planned = self.args.gradient_accumulation_steps
+        if self.args.data_seed is None and get_context().world_size > 1:
+            self.accelerator.dataloader_config.data_seed = self.args.seed
+        self._refuse_settings()
+
+    def _refuse_settings(self) -> None:
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # a rank has one device; DataParallel would copy the model
+        if self.args.load_best_model_at_end:
+            raise UnsupportedError(
+                "load_best_model_at_end=True loads weights into a prepared model, which is not supported yet; load "
+                "them afterwards: from_pretrained(trainer.state.best_model_checkpoint)"
+            )
+        alone = get_context().world_size == 1 or self.accelerator.has_collectives
+        if self.args.average_tokens_across_devices and not alone:
+            raise UnsupportedError(
+                "average_tokens_across_devices=True needs every rank's number of tokens in every step, and RayZero's "
+                "ranks have no collectives; set it to False: a rank's loss is the mean over its own tokens, and ranks "
+                "are averaged (the same where their batches have equally many)"
+            )
+
+    # ---- data and steps
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """On a trainer's rank the engine brings units to the device; the whole model may not fit there."""
+        if get_context().connect is None:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        with nullcontext() if is_training else self.accelerator.whole_data():
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the Trainer would read every .grad to see: they are with the owners
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        resume = get_context().resume
+        if resume is not None and resume_from_checkpoint is None and not is_prepared(self.model):
+            raise ConfigError(
+                f"the run resumes from {resume}, but trainer.train() would count its steps from 0; pass "
+                "trainer.train(resume_from_checkpoint=...) and leave RunConfig's resume out"
+            )
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+
+    # ---- checkpoints. [Note: Trainer's checkpoints]
+
+    @property
+    def zero_optimizer(self) -> ZeroOptimizer:
+        """The optimizer that ``rayzero.prepare`` made; raises UnsupportedError before ``train()``."""
+        optimizer = getattr(self.optimizer, "optimizer", None)
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise UnsupportedError("the Trainer has no prepared optimizer before train()")
+        return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None or not is_prepared(self.model) or not self.args.should_save:
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+            return
+        super()._save(output_dir, state_dict=full_state_dict(self.model))  # type: ignore[misc]
+        if isinstance(self.model, transformers.PreTrainedModel):
+            _say_masters_dtype(self.model, output_dir or self.args.output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = self.zero_optimizer
+        os.makedirs(output_dir, exist_ok=True)
+        save_checkpoint(optimizer, _owners_files(output_dir), {_GROUPS: list(hyper_of(optimizer))})
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Owners read their own files when the model is prepared; a checkpoint of a plain Trainer is loaded before."""
+        ours = _owners_files(resume_from_checkpoint)
+        if not ours.is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        if is_prepared(self.model):
+            raise UnsupportedError(
+                f"this Trainer has trained already and cannot go back to {resume_from_checkpoint}; make a new one, "
+                "in a new run"
+            )
+        get_context().resume = ours
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _owners_files(checkpoint).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+        saved = (get_context().loop_state or {})[_GROUPS]
+        for group, options in zip(self.zero_optimizer.param_groups, saved, strict=True):
+            group.update(options)
+
+
+class _TrainersAccelerator(ZeroAccelerator):
+    """The accelerator of a Trainer, which counts micro-batches itself and tells Accelerate of one."""
+
+    planned = 1  # backwards between two steps
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.planned
+
+
+class Trainer(ZeroTraining, transformers.Trainer):
+    """``transformers.Trainer`` on RayZero."""
+
+
+class Seq2SeqTrainer(ZeroTraining, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` on RayZero: also evaluates by generating."""

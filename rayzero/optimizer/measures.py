@@ -1,0 +1,79 @@
+"""What an owner tells of itself: decisions, updates, and what it holds when somebody looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from rayzero.messages import Action, Decision
+from rayzero.optimizer.model import OwnedModel
+from rayzero.optimizer.rules import ShardWork
+from rayzero.optimizer.state import OwnedShard
+from rayzero.telemetry.names import (
+    CLIP_FACTOR,
+    CLIPPED_STEPS,
+    GRAD_NORM,
+    MEMORY_BYTES,
+    OPTIMIZER_BYTES,
+    OPTIMIZER_PARAMS,
+    OPTIMIZER_QUEUE_BYTES,
+    OPTIMIZER_QUEUE_DEPTH,
+    PARAM_VERSION,
+    SHARDS,
+    SKIPPED_STEPS,
+)
+from rayzero.telemetry.recorder import Reading, Recorder
+
+_ROUNDING = 1e-9  # scale is the clip factor over the ranks: their product is 1 but for that
+
+
+def tell_decision(recorder: Recorder, decision: Decision, world_size: int) -> None:
+    """What a step was decided to be; the owner of shard 0 alone tells it, so that it counts once a run."""
+    recorder.set(GRAD_NORM, decision.norm)
+    recorder.add(SKIPPED_STEPS, decision.action is Action.SKIP, reason="nonfinite")
+    if decision.action is Action.SKIP:
+        return
+    factor = decision.scale * world_size
+    recorder.set(CLIP_FACTOR, factor)
+    recorder.add(CLIPPED_STEPS, factor < 1 - _ROUNDING)
+
+
+def tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None:
+    """A shard was updated."""
+    states = 4 * 2 * (1 + len(owned.states))  # master and states: fp32, read and written
+    written = 0 if owned.params is owned.master else owned.params.itemsize
+    elements = size = 0
+    for part, ranks in zip(owned.slices, work.contributors, strict=True):
+        if ranks:
+            elements += part.numel
+            size += part.numel * (states + written + sum(work.gradients[rank].itemsize for rank in ranks))
+    recorder.add(OPTIMIZER_PARAMS, elements)
+    recorder.add(OPTIMIZER_BYTES, size)
+
+
+def owner_readings(model: OwnedModel, queued: Callable[[], int], scratch: int) -> Iterator[Reading]:
+    """What an owner holds and has to do now; from any thread."""
+    shards = list(model.shards.values())
+    yield Reading(SHARDS, len(shards), {})
+    yield Reading(PARAM_VERSION, min((owned.published for owned in shards), default=0), {})
+    yield Reading(OPTIMIZER_QUEUE_DEPTH, queued(), {})
+    yield Reading(OPTIMIZER_QUEUE_BYTES, sum(owned.params.nbytes for owned in shards if owned.pending), {})
+    held = Counter[tuple[str, str]]()
+    for owned in shards:
+        for kind, tensor in _tensors(owned).items():
+            held[kind, model.memory.tier] += tensor.nbytes
+    for rank in list(model.contributions.ranks.values()):
+        held["grad", "ram"] += rank.landing_bytes
+        held["staging", "ram"] += rank.staging_bytes
+    held["staging", "ram"] += scratch
+    for (kind, tier), size in held.items():
+        yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
+
+
+def _tensors(owned: OwnedShard) -> dict[str, Tensor]:
+    """What a shard keeps; published parameters that are the master are told as that."""
+    apart = {} if owned.params is owned.master else {"param": owned.params}
+    master = {} if owned.master is None else {"master": owned.master}
+    return {**apart, **master, **owned.states}

@@ -1,0 +1,119 @@
+"""The least time a step can take, and what binds it: each stage's work over the most its hardware can do.
+
+Stages overlap at best completely, so the bound is the longest of them (with ``overlap="none"`` the update stands
+alone). What it leaves out (latencies, launches, caches that miss) only makes real steps longer: a bound, not a guess.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.memory.pool import buffer_bytes
+from rayzero.plan.hardware import Hardware
+from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks
+from rayzero.plan.work import Work
+
+__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTraffic:
+    """What one step moves and computes; bytes."""
+
+    flops: int  # of one rank
+    fetch: int  # of one rank: parameters that must come anew
+    push: int  # of one rank: gradients
+    update: int  # of all owners: read and written by the norm and the update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBound:
+    """Seconds that each stage takes at least, in the busiest place."""
+
+    compute: float
+    fetch: float  # host to device
+    push: float  # device to host
+    network: float  # between hosts
+    update: float  # host memory: norm, Adam
+    exposed: float  # of the update, when it must wait for the step's end
+
+    @property
+    def seconds(self) -> float:
+        """The step, at least."""
+        stages = self.stages
+        return max(stages.values()) if not self.exposed else max(stages["compute"] + self.exposed, *stages.values())
+
+    @property
+    def binds(self) -> str:
+        """The stage that takes longest."""
+        stages = self.stages
+        return max(stages, key=lambda name: stages[name])
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage."""
+        return {
+            "compute": self.compute,
+            "fetch": self.fetch,
+            "push": self.push,
+            "network": self.network,
+            "update": self.update,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self) | {"seconds": self.seconds, "binds": self.binds}
+
+
+def step_traffic(
+    layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, num_states: int
+) -> StepTraffic:
+    """Count one step. Parameters beyond the budget come anew in each forward and each backward; what fits stays."""
+    backwards = zero.gradient_accumulation_steps
+    sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
+    trained = [unit for unit in layout.units if unit.trainable]
+    beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
+    gradients = sum(unit.size_bytes for unit in trained)
+    published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
+    states = sum(unit.numel for unit in trained) * FP32 * 2 * (1 + num_states)  # read and written
+    return StepTraffic(
+        flops=(work.forward_flops + work.backward_flops) * backwards,
+        fetch=gradients + (2 * backwards - 1) * beyond,
+        push=gradients * (backwards if zero.offload_grads else 1),
+        update=2 * scaling.num_workers * gradients + states + published,
+    )
+
+
+def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware) -> StepBound:
+    """The bound on these hosts."""
+    hosts = hardware.hosts
+    ranks, owners = Counter(hosts_of_ranks(scaling, hosts)), Counter(hosts_of_owners(zero, scaling, hosts))
+    crowded = max(ranks.values())
+    update = traffic.update * max(owners.values()) / scaling.num_optimizers / hardware.memory
+    return StepBound(
+        compute=traffic.flops / hardware.flops * (1 if hosts.on_gpu else crowded),
+        fetch=traffic.fetch / hardware.link,
+        push=traffic.push / hardware.link,
+        network=_between_hosts(traffic, ranks, owners, scaling) / hardware.network,
+        update=update,
+        exposed=update if zero.overlap == "none" or not zero.overlap_computation else 0.0,
+    )
+
+
+def _between_hosts(traffic: StepTraffic, ranks: Counter[int], owners: Counter[int], scaling: ScalingConfig) -> float:
+    """The most bytes that one host receives or sends in one direction."""
+    total = sum(ranks.values())
+
+    def host(at: int) -> float:
+        local = owners[at] / scaling.num_optimizers  # share of every rank's bytes that stays here
+        received = ranks[at] * traffic.fetch * (1 - local) + (total - ranks[at]) * traffic.push * local
+        sent = ranks[at] * traffic.push * (1 - local) + (total - ranks[at]) * traffic.fetch * local
+        return max(received, sent)
+
+    return max(host(at) for at in {*ranks, *owners})

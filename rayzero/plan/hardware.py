@@ -1,0 +1,100 @@
+"""The machines a run is planned for: given, or measured on the one at hand."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+import torch
+
+from rayzero.memory.planner import host_limits
+
+__all__ = ["Hardware", "Hosts", "measure_here", "process_bytes"]
+
+_LARGEST = 256 << 20  # bytes of the arrays that memory speed is measured with
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """How many hosts, all alike, and what ranks compute on."""
+
+    count: int = 1
+    gpus_each: int = 0  # 0: ranks compute on the hosts' CPUs
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks compute on GPUs."""
+        return self.gpus_each > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the hosts can do. Speeds are the most there can be, per second: a bound made of them is never too high."""
+
+    hosts: Hosts
+    device_bytes: int | None  # memory of one GPU; None: not known, or no GPU
+    host_bytes: int  # memory of one host that a run may take
+    shm_bytes: int  # of that, what slab_dir holds
+    flops: float  # of one GPU, or of all CPUs of a host, in the compute dtype
+    link: float  # bytes, host to device and at the same time back; of one GPU
+    network: float  # bytes each way, of one host
+    memory: float  # bytes read and written, of one host
+
+
+def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path) -> Hardware:
+    """This host, alone: matrix products and memory at the best of a few short rounds (a second or two).
+
+    working_set: bytes an update walks through; memory is measured on as many, because caches are faster, and on many,
+    because threads take time to start."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return Hardware(
+        hosts=Hosts(gpus_each=torch.cuda.device_count() if on_gpu else 0),
+        device_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+        host_bytes=host_limits().available,
+        shm_bytes=shutil.disk_usage(slab_dir).free,
+        flops=_product_speed(device, dtype),
+        link=_link_speed(device) if on_gpu else float("inf"),
+        network=float("inf"),
+        memory=max(_memory_speed(size) for size in (min(max(working_set, 1 << 20), _LARGEST), _LARGEST // 4)),
+    )
+
+
+def process_bytes() -> int:
+    """Resident bytes of this process, which has imported what a rank imports: what a process takes by itself."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best(lambda: torch.mm(a, b), device)
+
+
+def _memory_speed(size: int) -> float:
+    """Bytes read and written per second by torch's threads, in place."""
+    array = torch.ones(size // 4)
+    return 2 * size / _best(lambda: array.mul_(1.0), torch.device("cpu"))
+
+
+def _link_speed(device: torch.device) -> float:
+    host = torch.empty(_LARGEST, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    return _LARGEST / _best(lambda: there.copy_(host, non_blocking=True), device)
+
+
+def _best(act: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few calls."""
+    seconds = []
+    for _ in range(_ROUNDS + 1):  # the first warms up
+        start = perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(perf_counter() - start)
+    return min(seconds[1:])

@@ -1,0 +1,251 @@
+"""Bytes of a run, per process, per host and per phase of a step. Pure arithmetic over a layout.
+
+::
+
+    device of a rank   gathered parameters (within gpu_param_memory_budget) + buffers + what one micro-batch keeps live
+    host of a rank     staging between device and owners in other processes (none where memory is shared)
+    owner              published parameters, masters, moments, every rank's gradients (memory/planner.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.errors import MemoryPlanError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.shard_map import shard_map_for
+from rayzero.memory.planner import OwnerPlan, format_bytes, plan_owner
+from rayzero.memory.pool import buffer_bytes
+from rayzero.plan.hardware import Hardware, Hosts
+from rayzero.plan.work import Work
+
+__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_fits", "plan_bytes"]
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBytes:
+    """What one rank has on its device."""
+
+    parameters: int  # gathered at most, at any time
+    buffers: int
+    sums: int  # offload_grads=False: gradients summed in fp32
+    forward: int  # beyond those, at the forward's peak
+    backward: int
+
+    @property
+    def resting(self) -> int:
+        """Between steps."""
+        return self.parameters + self.buffers
+
+    @property
+    def peak(self) -> int:
+        """At the highest point of a step."""
+        return self.resting + self.sums + max(self.forward, self.backward)
+
+    def describe(self) -> str:
+        """The sum, term by term, for people."""
+        terms = {
+            "gathered parameters": self.parameters,
+            "buffers": self.buffers,
+            "gradient sums": self.sums,
+            "activations and gradients": max(self.forward, self.backward),
+        }
+        return f"{format_bytes(self.peak)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBytes:
+    """What the processes of one host keep in its memory."""
+
+    host: int
+    ranks: int
+    owners: int
+    shared: int  # of the sum: in slab_dir, where owners and ranks of this host share memory
+    owner_bytes: int
+    staging: int  # of its ranks
+    compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
+    processes: int  # the programs themselves
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.owner_bytes + self.staging + self.compute + self.processes
+
+    def describe(self) -> str:
+        """The sum, term by term, for people."""
+        terms = {
+            f"{self.owners} optimizer actors": self.owner_bytes,
+            "staging": self.staging,
+            f"{self.ranks} ranks computing": self.compute,
+            f"{self.ranks + self.owners} processes": self.processes,
+        }
+        return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBytes:
+    """All of a run's bytes."""
+
+    device: DeviceBytes  # of every rank
+    owners: tuple[OwnerPlan, ...]
+    hosts: tuple[HostBytes, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, sums included."""
+        return {
+            "device": asdict(self.device) | {"resting": self.device.resting, "peak": self.device.peak},
+            "owners": [asdict(owner) | {"total": owner.total} for owner in self.owners],
+            "hosts": [asdict(host) | {"total": host.total} for host in self.hosts],
+        }
+
+
+def plan_bytes(
+    layout: ModelLayout,
+    work: Work,
+    zero: ZeroConfig,
+    scaling: ScalingConfig,
+    hosts: Hosts,
+    *,
+    num_states: int,
+    per_process: int,
+) -> RunBytes:
+    """Sum up a run on these hosts. num_states: fp32 states per element of the optimizer. per_process: bytes of a
+    process by itself."""
+    ranks, owners = hosts_of_ranks(scaling, hosts), hosts_of_owners(zero, scaling, hosts)
+    shards = shard_map_for(layout, scaling.num_optimizers, zero.shard_map)
+    accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
+    plans = tuple(
+        plan_owner(
+            layout,
+            shards,
+            owner,
+            scaling.num_workers,
+            accumulation,
+            num_states=num_states,
+            own_gradients=shares_memory(zero) and set(ranks) <= {owners[owner]},
+        )
+        for owner in range(scaling.num_optimizers)
+    )
+    device = _device_bytes(layout, work, zero)
+    each = tuple(
+        _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, per_process) for host in range(hosts.count)
+    )
+    return RunBytes(device=device, owners=plans, hosts=each)
+
+
+def shares_memory(zero: ZeroConfig) -> bool:
+    """Whether processes of one host share memory."""
+    return zero.transport in ("auto", "shm")
+
+
+def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
+    """Per rank, its host: ranks fill one host's GPUs after the other's; on CPUs they go round."""
+    if not hosts.on_gpu:
+        return [rank % hosts.count for rank in range(scaling.num_workers)]
+    return [min(rank // hosts.gpus_each, hosts.count - 1) for rank in range(scaling.num_workers)]
+
+
+def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> list[int]:
+    """Per owner, its host: beside its rank, or (packed, cpu_nodes) on the last hosts, where ranks come last."""
+    ranks = hosts_of_ranks(scaling, hosts)
+    if zero.placement == "beside_rank":
+        return [ranks[owner % len(ranks)] for owner in range(scaling.num_optimizers)]
+    spread = hosts.count if zero.placement == "cpu_nodes" else 1
+    return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
+
+
+def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig) -> DeviceBytes:
+    sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
+    trained = sum(unit.numel for unit in layout.units if unit.trainable)
+    return DeviceBytes(
+        parameters=_gathered(sizes, zero.gpu_param_memory_budget),
+        buffers=work.buffer_bytes,
+        sums=0 if zero.offload_grads else trained * FP32,
+        forward=work.forward_peak_bytes,
+        backward=work.backward_peak_bytes,
+    )
+
+
+def _gathered(sizes: Sequence[int], budget: int) -> int:
+    """The most bytes of units that are up at once when they are used in order, then in reverse: each goes up where
+    there is room, and for want of it the one used again last goes down (engine/unit_cache.py)."""
+    if sum(sizes) <= budget:
+        return sum(sizes)
+    last = 2 * len(sizes) - 1
+    up: set[int] = set()
+    used = peak = 0
+    for at in range(last + 1):
+        unit = min(at, last - at)
+        used += 0 if unit in up else sizes[unit]
+        up.add(unit)
+        while used > budget and len(up) > 1:
+            gone = max(up - {unit}, key=lambda other: _next_use(other, at, last))
+            up.remove(gone)
+            used -= sizes[gone]
+        peak = max(peak, used)
+    return peak
+
+
+def _next_use(unit: int, at: int, last: int) -> int:
+    """Uses are numbered: forward ``unit``, backward ``last - unit``, the next forward ``last + 1 + unit``."""
+    return next(use for use in (unit, last - unit, last + 1 + unit) if use > at)
+
+
+def _host_bytes(
+    host: int,
+    plans: Sequence[OwnerPlan],
+    ranks: Sequence[int],
+    owners: Sequence[int],
+    layout: ModelLayout,
+    device: DeviceBytes,
+    zero: ZeroConfig,
+    hosts: Hosts,
+    per_process: int,
+) -> HostBytes:
+    own = [plan for plan, at in zip(plans, owners, strict=True) if at == host]
+    num_ranks = ranks.count(host)
+    shared = shares_memory(zero) and bool(own)
+    apart = not shares_memory(zero) or any(at != host for at in owners)  # some bytes come through this process
+    parameters = 0 if hosts.on_gpu or not apart else device.parameters
+    compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
+    return HostBytes(
+        host=host,
+        ranks=num_ranks,
+        owners=len(own),
+        shared=sum(plan.total - plan.staging for plan in own) if shared else 0,
+        owner_bytes=sum(plan.total for plan in own),
+        staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
+        compute=num_ranks * compute,
+        processes=(num_ranks + len(own)) * per_process,
+    )
+
+
+def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
+    """Of one rank: pushes on their way out (engine/lane.py), and on a GPU what arrives for it."""
+    leaving = 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
+    return leaving + (device.parameters if hosts.on_gpu else 0)
+
+
+def check_fits(run: RunBytes, hardware: Hardware) -> None:
+    """Raise MemoryPlanError, with the sum and the setting to change, where a device or a host is too small."""
+    if hardware.device_bytes is not None and run.device.peak > hardware.device_bytes:
+        raise MemoryPlanError(
+            f"a rank needs {run.device.describe()} on its GPU, which has {format_bytes(hardware.device_bytes)}; lower "
+            "zero.gpu_param_memory_budget, batch_size or seq_len, or use activation checkpointing"
+        )
+    for host in run.hosts:
+        if host.total > hardware.host_bytes:
+            raise MemoryPlanError(
+                f"host {host.host} needs {host.describe()}, and {format_bytes(hardware.host_bytes)} are to be had; "
+                "use more hosts, fewer ranks on each, or precision='bf16'"
+            )
+        if host.shared > hardware.shm_bytes:
+            raise MemoryPlanError(
+                f"host {host.host} needs {format_bytes(host.shared)} of shared memory, and zero.slab_dir holds "
+                f"{format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with room, or transport='grpc'"
+            )

@@ -1,0 +1,162 @@
+"""What one micro-batch costs: operations and live bytes, found by running the model without data or memory.
+
+The model runs under torch's FakeTensorMode: every operation is seen with its shapes and dtypes and none is computed.
+What is live is counted by storage, as an allocator would (the method of torch's own MemTracker).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from rayzero.errors import UnsupportedError
+from rayzero.layout.model_layout import ModelLayout, UnitLayout
+from rayzero.memory.pool import buffer_bytes
+
+__all__ = ["Work", "measure_work"]
+
+Build = Callable[[], nn.Module]
+Loss = Callable[[nn.Module], Tensor]  # one micro-batch on this model: its scalar loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One micro-batch of one rank. Bytes are those on its device, parameters left out."""
+
+    forward_flops: int
+    backward_flops: int
+    buffer_bytes: int  # the model's buffers
+    saved_bytes: int  # live when the forward ends: what backward needs
+    forward_peak_bytes: int
+    backward_peak_bytes: int  # gradients included, each until its unit's have all come
+
+
+def measure_work(build: Build, loss: Loss, layout: ModelLayout, *, gathers: bool = False) -> Work:
+    """Run ``loss(build())`` forward and backward on nothing.
+
+    layout: of that model as it is trained: dtypes, and which gradients leave together. gathers: a unit's gradients are
+    made one vector on the device before they leave it (GPU ranks). Raises UnsupportedError where
+    the model asks for data while it runs (a branch on values): nothing can be said of such a model."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with FakeTensorMode(), torch.device(device):
+            return _run(build(), loss, layout, gathers)
+    except (torch._subclasses.fake_tensor.DataDependentOutputException, RuntimeError) as exc:
+        said = " ".join(str(exc).split())[:200]
+        raise UnsupportedError(
+            f"the model cannot be planned: it fails without data ({type(exc).__name__}: {said}); it can still be run"
+        ) from exc
+
+
+def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool) -> Work:
+    _convert(model, layout)
+    live = _LiveBytes([*model.parameters(), *model.buffers()])
+    leaving = _Leaving(model, layout, gathers)
+    with live:
+        with FlopCounterMode(display=False) as forward:
+            result = loss(model)
+        saved, forward_peak = live.now, live.take_peak()
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.backward(result)
+    leaving.close()
+    return Work(
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward.get_total_flops(),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        saved_bytes=saved,
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=live.take_peak(),
+    )
+
+
+def _convert(model: nn.Module, layout: ModelLayout) -> None:
+    """Give every parameter the dtype it is trained in; tied ones stay tied."""
+    dtypes = {slot.name: unit.dtype for unit in layout.units for slot in unit.slots}
+    made: dict[int, nn.Parameter] = {}
+    names = {id(param): name for name, param in model.named_parameters()}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in made:
+                data = torch.empty(param.shape, dtype=dtypes[names[id(param)]], device=param.device)
+                made[id(param)] = nn.Parameter(data, requires_grad=param.requires_grad)
+            module._parameters[key] = made[id(param)]
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that operations make, until nobody holds them."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """``known``: tensors that do not count."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+        self.now = 0
+        self._peak = 0
+
+    def take_peak(self) -> int:
+        """The most there was since the last call."""
+        peak, self._peak = self._peak, self.now
+        return peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = buffer_bytes(storage.nbytes()) if storage.nbytes() else 0
+        self.now += size
+        self._peak = max(self._peak, self.now)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+class _Leaving:
+    """Takes gradients off the parameters as the engine does: a unit's together."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, gathers: bool) -> None:
+        params = dict(model.named_parameters())
+        self._handles = []
+        for unit in layout.units:
+            ours = [params[slot.name] for slot in unit.slots if params[slot.name].requires_grad]
+            coming: set[int] = set()
+            for i, param in enumerate(ours):
+                hook = _taker(unit, ours, coming, i, gathers)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _taker(
+    unit: UnitLayout, params: list[nn.Parameter], come: set[int], index: int, gathers: bool
+) -> Callable[[Tensor], None]:
+    def take(param: Tensor) -> None:
+        come.add(index)
+        if len(come) == len(params):
+            come.clear()
+            if gathers:
+                torch.empty(unit.numel, dtype=unit.dtype, device=param.device)
+            for one in params:
+                one.grad = None
+
+    return take

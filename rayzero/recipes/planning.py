@@ -1,0 +1,118 @@
+"""A recipe's plan: what its run needs and what binds its steps, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.config import ScalingConfig
+from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
+from rayzero.plan.hardware import Hardware, Hosts, measure_here, process_bytes
+from rayzero.plan.tiers import RunBytes, plan_bytes
+from rayzero.plan.work import Work, measure_work
+from rayzero.recipes.lm import next_token_loss
+from rayzero.recipes.model import build_model
+from rayzero.recipes.recipe import RecipeConfig
+
+__all__ = ["RecipePlan", "RecipeWork", "plan_recipe", "recipe_hardware", "recipe_work", "reserve"]
+
+_ADAM_STATES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeWork:
+    """A recipe's model, and what one micro-batch of it costs."""
+
+    recipe: RecipeConfig
+    layout: ModelLayout
+    work: Work
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return sum(slot.numel for unit in self.layout.units for slot in unit.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipePlan:
+    """What a recipe's run needs on given machines."""
+
+    of: RecipeWork
+    hardware: Hardware
+    bytes: RunBytes
+    traffic: StepTraffic
+    bound: StepBound
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "parameters": self.of.num_params,
+            "units": len(self.of.layout.units),
+            "bytes": self.bytes.to_json(),
+            "bound": self.bound.to_json(),
+            "tokens_per_second_at_most": self.of.recipe.tokens_per_step / self.bound.seconds,
+        }
+
+
+def recipe_work(recipe: RecipeConfig, vocab_size: int, *, on_gpu: bool) -> RecipeWork:
+    """Lay the recipe's model out and run one micro-batch of it on nothing. on_gpu: ranks will compute on GPUs."""
+
+    def build() -> nn.Module:
+        return build_model(recipe, vocab_size)
+
+    def loss(model: nn.Module) -> Tensor:
+        tokens = torch.zeros(recipe.batch_size, recipe.seq_len, dtype=torch.long)
+        return next_token_loss(model, tokens, tokens)
+
+    with torch.device("meta"):
+        layout = plan_units(build(), recipe.zero_config).layout
+    return RecipeWork(recipe=recipe, layout=layout, work=measure_work(build, loss, layout, gathers=on_gpu))
+
+
+def recipe_hardware(work: RecipeWork) -> Hardware:
+    """This host, measured with what the recipe's run would do to it."""
+    traffic = _traffic(work)
+    recipe = work.recipe
+    return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir))
+
+
+def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
+    """Sum up and bound the recipe's run on these machines."""
+    recipe, traffic = work.recipe, _traffic(work)
+    return RecipePlan(
+        of=work,
+        hardware=hardware,
+        bytes=_bytes(work, hardware.hosts),
+        traffic=traffic,
+        bound=bound_step(traffic, recipe.zero_config, recipe.scaling, hardware),
+    )
+
+
+def reserve(work: RecipeWork) -> ScalingConfig:
+    """The recipe's scaling, with the memory that each process needs at least (all of them on one host) asked of Ray
+    where it does not say itself."""
+    scaling, run = work.recipe.scaling, _bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
+    (host,) = run.hosts
+    per_process = process_bytes()
+    return scaling.replace(
+        memory_per_worker=scaling.memory_per_worker or per_process + (host.staging + host.compute) // host.ranks,
+        memory_per_optimizer=scaling.memory_per_optimizer or per_process + max(owner.total for owner in run.owners),
+    )
+
+
+def _bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
+    zero, scaling = work.recipe.zero_config, work.recipe.scaling
+    return plan_bytes(
+        work.layout, work.work, zero, scaling, hosts, num_states=_ADAM_STATES, per_process=process_bytes()
+    )
+
+
+def _traffic(work: RecipeWork) -> StepTraffic:
+    recipe = work.recipe
+    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, num_states=_ADAM_STATES)

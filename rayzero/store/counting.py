@@ -1,0 +1,37 @@
+"""What a store tells: bytes that travelled, what runs, and what a rank's gradients take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+from rayzero.layout.model_layout import dtype_name
+from rayzero.telemetry.names import BUILD_INFO, MEMORY_BYTES, TRANSFER_BYTES, TRANSFER_RAW_BYTES
+from rayzero.telemetry.recorder import Reading, Recorder
+
+
+def count_bytes(
+    recorder: Recorder, direction: str, transport: str, numel: int, dtype: torch.dtype, sent_as: torch.dtype
+) -> None:
+    """Note ``numel`` elements of ``dtype`` that have travelled as ``sent_as``."""
+    size = numel * sent_as.itemsize
+    recorder.add(TRANSFER_BYTES, size, direction=direction, transport=transport, dtype=dtype_name(sent_as))
+    recorder.add(TRANSFER_RAW_BYTES, numel * dtype.itemsize, direction=direction)
+
+
+def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:
+    """Note what runs, once a rank has attached."""
+    try:
+        version = metadata.version("rayzero")
+    except metadata.PackageNotFoundError:  # run from its sources
+        version = "source"
+    recorder.set(BUILD_INFO, 1, version=version, torch=torch.__version__, kernel=kernel, transport=transport)
+
+
+def watch_gradients(recorder: Recorder, flats: Iterable[Tensor], tier: str) -> Callable[[], None]:
+    """Have a rank's gradients in the ledger until the function that this returns is called."""
+    size = sum(flat.nbytes for flat in flats)
+    return recorder.watch(lambda: [Reading(MEMORY_BYTES, size, {"kind": "grad", "tier": tier})])

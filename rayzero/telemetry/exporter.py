@@ -1,0 +1,102 @@
+"""A recorder's measurements as Prometheus reads them: one exporter a process and run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from rayzero.errors import ConfigError
+from rayzero.telemetry.http import Page, PageServer
+from rayzero.telemetry.metric import Kind, Metric, Role
+from rayzero.telemetry.names import METRICS
+from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
+
+METRICS_PATH = "/metrics"
+
+
+class RecorderCollector(Collector):
+    """What a recorder holds, as prometheus_client's families, read anew at every collection.
+
+    Knows metrics and series; not ports. Counters without labels that this role has are 0 before they are counted."""
+
+    def __init__(self, recorder: MemoryRecorder, role: Role) -> None:
+        self._recorder = recorder
+        self._zeros = [m for m in METRICS if m.kind is Kind.COUNTER and role in m.roles and not (m.labels or m.only)]
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing: what there will be is not known yet."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        """A family for each metric that has series."""
+        sums: dict[Metric, Mapping[Labels, float]] = {metric: {(): 0.0} for metric in self._zeros}
+        sums |= self._recorder.counters()
+        sums |= self._recorder.gauges()
+        for metric, series in sums.items():
+            yield _plain_family(metric, series)
+        for metric, timings in self._recorder.timings().items():
+            yield _histogram_family(metric, timings)
+
+
+def _plain_family(metric: Metric, series: Mapping[Labels, float]) -> Family:
+    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = make(metric.name, metric.help, labels=metric.labels)
+    for labels, value in series.items():
+        family.add_metric(_values(metric, labels), value)
+    return family
+
+
+def _histogram_family(metric: Metric, timings: Mapping[Labels, Timing]) -> Family:
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    bounds = [*map(str, metric.buckets), "+Inf"]
+    for labels, timing in timings.items():
+        counts = map(float, accumulate(timing.buckets))
+        family.add_metric(_values(metric, labels), list(zip(bounds, counts, strict=True)), timing.total)
+    return family
+
+
+def _values(metric: Metric, labels: Labels) -> list[str]:
+    found = dict(labels)
+    return [found[name] for name in metric.labels]
+
+
+class Exporter:
+    """Serves one recorder on ``/metrics``, and further pages, until ``close``; with a registry of its own, so that two
+    runs in one process do not mix."""
+
+    def __init__(
+        self,
+        recorder: MemoryRecorder,
+        role: Role,
+        *,
+        host: str,
+        port: int = 0,
+        who: str = "an exporter",
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
+        """Listen on ``port`` (0: any free one); ``address`` says where. ``who``: what messages call this process.
+
+        Raises ConfigError where the port cannot be had."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(RecorderCollector(recorder, role))
+        page = Page(CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry))
+        try:
+            self._server = PageServer(host, port, {METRICS_PATH: page} | dict(pages or {}))
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise ConfigError(
+                f"telemetry of {who} cannot listen on {host}:{port}: {why}; choose other ports "
+                "with run.telemetry.port and run.telemetry.exporter_ports (0: any free one)"
+            ) from error
+        self.address = self._server.address
+
+    def close(self) -> None:
+        """Free the port. Idempotent."""
+        self._server.close()

@@ -1,0 +1,115 @@
+"""What a tensor says about itself without its bytes, for Parameter subclasses that see every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_C: Any = torch._C
+_T = TypeVar("_T", bound=Tensor)
+
+plain: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
+"""Context in which tensor subclasses are plain tensors: no ``__torch_function__`` runs."""
+
+_GETTERS = (
+    "grad",
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "_version",
+    "ndim",
+    "nbytes",
+    "itemsize",
+    "is_sparse",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_quantized",
+    "is_nested",
+    "_base",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "output_nr",
+    "names",
+    "retains_grad",
+    "_grad",
+    "is_mkldnn",
+    "is_sparse_csr",
+)
+_SETTERS = (
+    "requires_grad",
+    "grad",
+    "_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
+_METHODS = (
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "get_device",
+    "has_names",
+    "__len__",
+    "__hash__",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "is_same_size",
+    "dim_order",
+)
+_FUNCTIONS = (
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_same_size",
+    "is_conj",
+    "is_neg",
+)
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions that read or set what a tensor says about itself, never its bytes."""
+    tensor: Any = Tensor
+    found = [getattr(tensor, name).__get__ for name in _GETTERS if hasattr(tensor, name)]
+    found += [getattr(tensor, name).__set__ for name in _SETTERS]
+    found += [getattr(tensor, name) for name in _METHODS if hasattr(tensor, name)]
+    found += [getattr(torch, name) for name in _FUNCTIONS]
+    return frozenset([*found, tensor.grad.__delete__])
+
+
+METADATA = _metadata()
+
+
+def of_class(kind: type[_T], tree: Any) -> Iterator[_T]:
+    """Every object of a class in nested arguments, in their order."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from of_class(kind, item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from of_class(kind, item)

@@ -1,0 +1,45 @@
+"""``rayzero plan``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
+
+
+def rayzero(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rayzero", "plan", *SMALL, *arguments], capture_output=True, text=True, timeout=100
+    )
+
+
+def test_a_plan_for_this_host_as_json() -> None:
+    done = rayzero("--json")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout)
+    assert planned["units"] == 3
+    assert [host["ranks"] for host in planned["bytes"]["hosts"]] == [2]
+    assert planned["bytes"]["device"]["peak"] > planned["bytes"]["device"]["parameters"] > 4 * 64 * 64
+    assert planned["bound"]["seconds"] == max(planned["bound"][name] for name in ("compute", "update"))
+
+
+def test_gpus_that_are_not_here_must_be_described() -> None:
+    done = rayzero("--gpus", "8", "--link", "50")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "rayzero: --gpus is 8 and this host has none to measure: give --flops, --memory, --gpu-memory as makers state "
+        "them\n"
+    )
+
+
+def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
+    done = rayzero(
+        "--hosts", "2", "--network", "1", "--gpus", "1", "--gpu-memory", "1MiB", "--flops", "1", "--link", "1",
+        "--memory", "1", "scaling.use_gpu=true",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "bytes of each GPU" in done.stdout
+    assert "a rank needs" in done.stderr
+    assert "on its GPU, which has 1 MiB" in done.stderr

@@ -1,0 +1,162 @@
+"""Who listens where, what discovery is told, and when a process is late: without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rayzero.cluster.coordinator import Member
+from rayzero.cluster.exposure import MemorySource, plan_exposure
+from rayzero.cluster.file_discovery import announced, sweep_announcements
+from rayzero.cluster.heartbeats import LATE_S, Heartbeats
+from rayzero.config import RunConfig, TelemetryConfig
+from rayzero.errors import ConfigError
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, MEMORY_BYTES, PROCESS_MEMORY_BYTES, SHARD_IMBALANCE
+from rayzero.telemetry.recorder import MemoryRecorder
+
+SHM = Path("/dev/shm")
+
+
+def members(hosts: list[str]) -> dict[str, Member]:
+    names = ["coordinator", "optimizer 0", "rank 0", "rank 1"]
+    return {who: Member(who=who, pid=1, node=host, host=host) for who, host in zip(names, hosts, strict=True)}
+
+
+def listeners(config: TelemetryConfig, hosts: list[str]) -> list[str]:
+    return [f"{own.host}:{own.port}" for own in plan_exposure("demo", members(hosts), config, SHM).values()]
+
+
+def test_a_run_on_one_node_listens_on_loopback_and_one_on_several_on_their_addresses() -> None:
+    assert listeners(TelemetryConfig(), ["10.0.0.1"] * 4) == ["127.0.0.1:0"] * 4
+    assert listeners(TelemetryConfig(bind="node"), ["10.0.0.1"] * 4) == ["10.0.0.1:0"] * 4
+    two = ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert listeners(TelemetryConfig(), two) == [f"{host}:0" for host in two]
+    assert listeners(TelemetryConfig(bind="loopback"), two) == ["127.0.0.1:0"] * 4
+
+
+def test_ports_follow_each_other_from_the_first_on() -> None:
+    config = TelemetryConfig(port=9400, exporter_ports=9500)
+    assert [port.rpartition(":")[2] for port in listeners(config, ["a"] * 4)] == ["9400", "9500", "9501", "9502"]
+
+
+def test_every_process_is_named_by_role_and_index() -> None:
+    targets = [s.target("x:1") for s in plan_exposure("demo", members(["h"] * 4), TelemetryConfig(), SHM).values()]
+    assert targets == [
+        Target(address="x:1", run="demo", role=Role.COORDINATOR, node="h"),
+        Target(address="x:1", run="demo", role=Role.OPTIMIZER, node="h", index=0),
+        Target(address="x:1", run="demo", role=Role.RANK, node="h", index=0),
+        Target(address="x:1", run="demo", role=Role.RANK, node="h", index=1),
+    ]
+
+
+def test_settings_that_cannot_be_are_one_line() -> None:
+    with pytest.raises(ConfigError, match="port is 70000 but must be less than or equal to 65535"):
+        TelemetryConfig(port=70000)
+    with pytest.raises(ConfigError, match="discovery_dir is '' but must not be empty"):
+        TelemetryConfig(discovery_dir="")
+    with pytest.raises(ConfigError, match="norms_every is 0"):
+        RunConfig.from_mapping({"telemetry": {"norms_every": 0}})
+
+
+# ---- heartbeats -------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def heard(clock: Clock) -> tuple[Heartbeats, MemoryRecorder]:
+    heartbeats, recorder = Heartbeats(clock), MemoryRecorder()
+    heartbeats.enlist(["optimizer 0", "optimizer 1", "rank 0"])
+    recorder.watch(heartbeats.readings)
+    return heartbeats, recorder
+
+
+def test_a_process_that_is_not_heard_of_is_late_and_one_that_left_is_not_counted(clock, heard) -> None:
+    heartbeats, recorder = heard
+    clock.now += LATE_S + 1
+    heartbeats.beat("rank 0", None)
+    clock.now += 1
+    assert recorder.gauge(HEARTBEAT_AGE_SECONDS, process="rank 0") == 1
+    assert recorder.gauge(HEARTBEAT_AGE_SECONDS, process="optimizer 1") == LATE_S + 2
+    assert recorder.gauge(ACTORS, kind="rank", state="ready") == 1
+    assert recorder.gauge(ACTORS, kind="optimizer", state="late") == 2
+    assert recorder.gauge(ACTORS, kind="optimizer", state="desired") == 2
+    heartbeats.enlist(["optimizer 0", "rank 0"])
+    heartbeats.beat("optimizer 1", 9.0)
+    assert recorder.gauge(ACTORS, kind="optimizer", state="desired") == 1
+    assert recorder.gauge(HEARTBEAT_AGE_SECONDS, process="optimizer 1") == 0
+
+
+def test_imbalance_is_of_the_work_since_it_was_taken_last(heard) -> None:
+    heartbeats, recorder = heard
+    heartbeats.beat("optimizer 0", 1.0)
+    assert recorder.gauge(SHARD_IMBALANCE) == 0, "the other owner has not told yet"
+    heartbeats.beat("optimizer 1", 3.0)
+    assert recorder.gauge(SHARD_IMBALANCE) == 1.5
+    heartbeats.beat("optimizer 1", 3.0)
+    assert recorder.gauge(SHARD_IMBALANCE) == 1.5, "no work, no news"
+    heartbeats.beat("optimizer 0", 2.0)
+    heartbeats.beat("optimizer 1", 4.0)
+    assert recorder.gauge(SHARD_IMBALANCE) == 1.0
+
+
+# ---- files for Prometheus ---------------------------------------------------------------------------------------
+
+
+def test_a_run_is_announced_as_long_as_it_lasts(tmp_path) -> None:
+    directory = RunConfig(storage_path=str(tmp_path)).discovery_dir
+    with announced(directory, "demo", b"[]\n") as path:
+        assert json.loads(path.read_text()) == []
+        assert [path] == list(directory.glob("*.json"))
+    assert list(directory.iterdir()) == []
+    assert RunConfig(telemetry=TelemetryConfig(discovery_dir="/etc/targets")).discovery_dir == Path("/etc/targets")
+
+
+def test_announcements_of_drivers_that_are_gone_are_swept(tmp_path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    host = socket.gethostname()
+    stale, alive, elsewhere = (
+        tmp_path / name
+        for name in (f"a.{host}.{gone.pid}.json", f"b.{host}.{os.getpid()}.json", f"c.other-host.{gone.pid}.json")
+    )
+    for path in (stale, alive, elsewhere):
+        path.write_text("[]")
+    assert sweep_announcements(tmp_path) == [stale]
+    assert sorted(tmp_path.iterdir()) == [alive, elsewhere]
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"run.telemetry.discovery_dir: cannot write .*; choose another directory"),
+        announced(tmp_path / "file", "demo", b"[]"),
+    ):
+        pass
+
+
+def test_the_memory_of_the_process_is_as_the_kernel_counts(tmp_path) -> None:
+    recorder = MemoryRecorder()
+    recorder.watch(MemorySource(SHM))
+    found = recorder.gauges()
+    rss, pss, uss = (recorder.gauge(PROCESS_MEMORY_BYTES, kind=kind) for kind in ("rss", "pss", "uss"))
+    assert 0 < uss <= pss <= rss
+    assert recorder.gauge(MEMORY_BYTES, kind="process", tier="ram") == pss, "nothing was made since"
+    assert len(found[PROCESS_MEMORY_BYTES]) == 4

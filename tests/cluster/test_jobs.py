@@ -1,0 +1,111 @@
+"""``rayzero train`` as a Ray job: to its end, stopped and resumed, two at once, and where there is no room for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayzero.checkpoint import list_checkpoints
+from rayzero.cluster.run_dir import read_record
+
+from .processes import still_there
+from .ray_cluster import Cluster, run_ray, submit
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+TRAIN = (sys.executable, "-m", "rayzero", "train", "recipe.yaml")
+RECIPE = """\
+num_layers: 1
+num_heads: 2
+dim: 32
+seq_len: 16
+batch_size: 1
+eval_every: 1000
+eval_batches: 1
+data: text.txt
+split: tail
+scaling: {num_workers: 1, num_optimizers: 1, threads_per_worker: 1, threads_per_optimizer: 1}
+"""
+
+
+@pytest.fixture
+def working_dir(tmp_path: Path) -> Path:
+    """What a user has: a recipe and a text."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "text.txt").write_text("It is a truth universally acknowledged. " * 200)
+    return folder
+
+
+def settings(tmp_path: Path, name: str, **others: object) -> list[str]:
+    return [f"run.storage_path={tmp_path}", f"run.name={name}", *(f"{key}={value}" for key, value in others.items())]
+
+
+def test_a_recipe_runs_as_a_job_and_its_exit_code_and_log_are_the_jobs(cluster: Cluster, working_dir, tmp_path):
+    done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "whole", steps=3))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "validation loss" in done.stdout
+    assert "succeeded" in done.stdout
+    assert read_record(tmp_path / "whole")["state"] == "finished"
+    wrong = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "wrong", dim=33))
+    assert wrong.returncode == 1
+    assert "dim 33 must split into 2 heads" in wrong.stdout + wrong.stderr
+
+
+def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_path):
+    forever = settings(tmp_path, "long", steps=100000, **{"run.checkpoint_every": 2})
+    submit(cluster, working_dir, *TRAIN, *forever, options=("--no-wait", "--submission-id", "long"))
+    deadline = time.monotonic() + 120
+    while not list_checkpoints(tmp_path / "long" / "checkpoints"):
+        assert time.monotonic() < deadline, run_ray("job", "logs", "--address", cluster.dashboard, "long").stdout
+        time.sleep(0.2)
+    members = [psutil.Process(member["pid"]) for member in read_record(tmp_path / "long")["members"]]
+    stopped = run_ray("job", "stop", "--address", cluster.dashboard, "long")
+    assert stopped.returncode == 0, stopped.stdout
+    assert still_there(members, timeout_s=30) == []
+    left_at = int(list_checkpoints(tmp_path / "long" / "checkpoints")[-1].name.removeprefix("step-"))
+    last = settings(tmp_path, "long", steps=left_at + 2)
+    done = submit(cluster, working_dir, *TRAIN, *last, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, left_at + 3)), "each step once"
+
+
+def test_two_runs_share_a_cluster(cluster: Cluster, working_dir, tmp_path):
+    ends = {}
+
+    def one(name: str) -> None:
+        ends[name] = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, name, steps=20))
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, done in ends.items():
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert read_record(tmp_path / name)["state"] == "finished"
+    first, second = (read_record(tmp_path / name) for name in ("first", "second"))
+    assert first["started_at"] < second["ended_at"]
+    assert second["started_at"] < first["ended_at"], "at the same time"
+
+
+def test_a_run_that_has_no_place_says_what_is_missing_and_ends(cluster: Cluster, working_dir, tmp_path):
+    wanted = settings(tmp_path, "large", **{"scaling.num_workers": 9, "scaling.cpus_per_worker": 4})
+    started = time.monotonic()
+    done = submit(cluster, working_dir, *TRAIN, *wanted, "scaling.placement_timeout=5.0")
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert re.search(r"the run needs 3\d.* CPUs \(9 ranks x 4 \+ 1 optimizers x .*\), the cluster has 4 CPUs", said), (
+        said
+    )
+    assert not (tmp_path / "large").exists()
+    assert time.monotonic() - started < 120

@@ -1,0 +1,220 @@
+"""A real run of two ranks and two owners as Prometheus sees it: found by discovery, scraped while it trains."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayzero.cluster.reports import Report
+from rayzero.cluster.status import run_status
+from rayzero.cluster.trainer import Result, ZeroTrainer
+from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
+from rayzero.engine.context import get_context, report
+from rayzero.errors import ConfigError
+from rayzero.telemetry import names
+from rayzero.telemetry.metric import Kind, Metric, Role
+
+from .tiny import tiny_steps
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+STEPS = 30
+ONE_EACH = {"threads_per_worker": 1, "threads_per_optimizer": 1, "cpus_per_worker": 1, "cpus_per_optimizer": 1}
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def series_of(text: str) -> Series:
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """Tell what only the loop knows; wait for a look at the last step, so that what is looked at is known."""
+    recorder = get_context().recorder
+    for step, (loss, _, _) in enumerate(tiny_steps(), start=1):
+        recorder.set(names.TRAIN_LOSS, loss)
+        recorder.set(names.ETA_SECONDS, 0.0)
+        recorder.add(names.TOKENS, 8)
+        recorder.add(names.SAMPLES, 8)
+        report({"step": step, "loss": loss})
+        if step == config["steps"]:
+            for _ in iter(lambda: Path(config["looked"]).exists(), True):
+                pass
+            return
+
+
+@dataclass
+class Seen:
+    """What was seen of a run from outside."""
+
+    discovered: list[dict[str, Any]]
+    announced: list[Path]
+    series: dict[str, Series]  # by process
+    status: dict[str, Any]
+    storage: Path
+    result: Result = field(init=False)
+
+
+def look(storage: Path) -> Seen:
+    record = run_status(storage / "demo")
+    discovered = json.loads(get(record["telemetry"]["http_sd"]))
+    coordinator = f"http://{discovered[0]['targets'][0]}/metrics"
+    deadline = time.monotonic() + 60
+    while names.SHARD_IMBALANCE.name not in get(coordinator) and time.monotonic() < deadline:
+        time.sleep(0.1)  # owners tell of their work every two seconds
+    series = {}
+    for group in discovered:
+        labels = group["labels"]
+        who = " ".join(labels[name] for name in ("role", "rank", "actor") if name in labels)
+        series[who] = series_of(get(f"http://{group['targets'][0]}/metrics"))
+    return Seen(discovered, list((storage / ".targets").glob("*.json")), series, record, storage)
+
+
+@pytest.fixture(scope="module")
+def seen(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Looked at when every rank has done its last step."""
+    storage = tmp_path_factory.mktemp("runs")
+    looks: list[Seen] = []
+    done: set[int] = set()
+
+    def watch(one: Report) -> None:
+        done.update({one.rank} if one.metrics["step"] == STEPS else ())
+        if len(done) == 2 and not looks:
+            looks.append(look(storage))
+            (storage / "looked").touch()
+
+    trainer = ZeroTrainer(
+        train,
+        train_loop_config={"steps": STEPS, "looked": str(storage / "looked")},
+        zero_config=ZeroConfig(stall_timeout=60.0, max_grad_norm=0.05),
+        scaling_config=ScalingConfig(**ONE_EACH),
+        run_config=RunConfig(name="demo", storage_path=str(storage), telemetry=TelemetryConfig(norms_every=10)),
+        on_report=watch,
+    )
+    result = trainer.fit()
+    looks[0].result = result
+    return looks[0]
+
+
+def test_discovery_tells_of_every_process_with_its_labels(seen) -> None:
+    labels = [group["labels"] for group in seen.discovered]
+    node = labels[0]["node"]
+    assert labels == [
+        {"run": "demo", "role": "coordinator", "node": node},
+        {"run": "demo", "role": "optimizer", "node": node, "actor": "0"},
+        {"run": "demo", "role": "optimizer", "node": node, "actor": "1"},
+        {"run": "demo", "role": "rank", "node": node, "rank": "0"},
+        {"run": "demo", "role": "rank", "node": node, "rank": "1"},
+    ]
+    assert all(group["targets"][0].startswith("127.0.0.1:") for group in seen.discovered)
+
+
+def test_the_record_and_status_have_the_same_targets(seen) -> None:
+    telemetry = json.loads((seen.storage / "demo" / "run.json").read_text())["telemetry"]
+    assert telemetry == seen.status["telemetry"]
+    assert [(t["address"], t["labels"]) for t in telemetry["targets"]] == [
+        (group["targets"][0], group["labels"]) for group in seen.discovered
+    ]
+
+
+def test_a_prometheus_that_was_configured_once_finds_the_run_while_it_lasts(seen) -> None:
+    assert [path.name.startswith("demo.") for path in seen.announced] == [True]
+    assert list((seen.storage / ".targets").iterdir()) == []
+
+
+def test_every_exporter_is_gone_after_the_run(seen) -> None:
+    for group in seen.discovered:
+        with pytest.raises(OSError, match="refused"):
+            get(f"http://{group['targets'][0]}/metrics")
+
+
+def test_the_coordinator_has_heard_of_everyone(seen) -> None:
+    series = seen.series["coordinator"]
+    for kind in ("rank", "optimizer"):
+        assert series["rayzero_actors", (("kind", kind), ("state", "ready"))] == 2
+        assert series["rayzero_actors", (("kind", kind), ("state", "late"))] == 0
+    ages = {labels for name, labels in series if name == "rayzero_heartbeat_age_seconds"}
+    assert len(ages) == 4
+
+
+@pytest.mark.parametrize("metric", [m for m in names.METRICS if not m.only], ids=lambda metric: metric.name)
+def test_every_metric_is_fed_by_the_processes_it_names_and_by_no_other(seen, metric) -> None:
+    suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
+    found: dict[str, list[set[str]]] = {}
+    for who, series in seen.series.items():
+        role = who.partition(" ")[0]
+        found.setdefault(role, []).extend({k for k, _ in key[1]} for key in series if key[0] == metric.name + suffix)
+    assert {Role(role) for role, labels in found.items() if labels} == set(metric.roles)
+    assert all(labels == set(metric.labels) for of_role in found.values() for labels in of_role)
+
+
+def value(seen: Seen, who: str, metric: Metric, **labels: str) -> float:
+    return seen.series[who][metric.name, tuple(sorted(labels.items()))]
+
+
+def test_every_rank_has_counted_its_steps_and_phases_add_up_to_them(seen) -> None:
+    for who in ("rank 0", "rank 1"):
+        series = seen.series[who]
+        assert value(seen, who, names.STEP) == STEPS
+        assert series["rayzero_step_seconds_count", ()] == STEPS
+        phases = [v for (name, _), v in series.items() if name == "rayzero_step_phase_seconds_sum"]
+        assert len(phases) == 8
+        assert sum(phases) == pytest.approx(series["rayzero_step_seconds_sum", ()], rel=1e-3)
+        assert value(seen, who, names.LEARNING_RATE, param_group="0") == 1e-2
+
+
+def test_the_lead_alone_tells_of_decisions_and_each_owner_of_its_part(seen) -> None:
+    assert 0 < value(seen, "optimizer 0", names.CLIPPED_STEPS) <= STEPS
+    assert value(seen, "optimizer 0", names.SKIPPED_STEPS, reason="nonfinite") == 0
+    assert (names.GRAD_NORM.name, ()) not in seen.series["optimizer 1"]
+    assert 0 < value(seen, "optimizer 0", names.CLIP_FACTOR) <= 1
+    owners = ("optimizer 0", "optimizer 1")
+    trained = sum(numel for numel in (3 * (1600 + 40), 120 + 3))
+    assert sum(value(seen, who, names.OPTIMIZER_PARAMS) for who in owners) == STEPS * trained
+    assert {value(seen, who, names.PARAM_VERSION) for who in owners} == {STEPS}
+
+
+def test_group_norms_of_the_owners_add_up_to_the_models(seen) -> None:
+    """Measured in the last decided step that is a multiple of norms_every."""
+    squares: dict[str, float] = {}
+    for who in ("optimizer 0", "optimizer 1"):
+        for (name, labels), norm in seen.series[who].items():
+            if name.startswith("rayzero_group_"):
+                squares[f"{name} {dict(labels)['group']}"] = (
+                    squares.get(f"{name} {dict(labels)['group']}", 0.0) + norm**2
+                )
+    groups = {key.split()[1] for key in squares}
+    assert len(groups) == 4
+    assert len(squares) == 12
+    assert all(square > 0 for square in squares.values())
+
+
+def test_a_port_that_is_taken_ends_the_start_with_one_line(trainer, nothing_left, tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"telemetry of coordinator cannot listen on 127.0.0.1:{port}: Address al"
+        ):
+            trainer(train, {}, run={"telemetry": TelemetryConfig(port=port)}).fit()
+
+
+def test_without_telemetry_no_port_is_opened_and_nothing_written(trainer, nothing_left, tmp_path) -> None:
+    (tmp_path / "looked").touch()
+    off = {"telemetry": TelemetryConfig(enabled=False)}
+    result = trainer(train, {"steps": 2, "looked": str(tmp_path / "looked")}, run=off).fit()
+    assert json.loads((result.path / "run.json").read_text())["telemetry"] is None
+    assert not (tmp_path / ".targets").exists()

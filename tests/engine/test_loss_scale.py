@@ -1,0 +1,289 @@
+"""fp16 with torch's own GradScaler, and clipping by value, against fp32 masters trained by plain torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.errors import ConfigError, GradientAccessError, NonFiniteGradientError, StepMismatchError
+from rayzero.messages import Action
+from rayzero.testing import run_ranks
+
+from .models import Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens
+
+STEPS = 9
+adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def make_scaler() -> torch.amp.GradScaler:
+    """Starts so high that the first steps overflow in fp16, and grows again within the test."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+
+
+Clip = Callable[[Any, list[nn.Parameter]], list[float]]  # (optimizer, its parameters) -> norms
+
+
+def by_norm(optimizer: Any, params: list[nn.Parameter]) -> list[float]:
+    ours = isinstance(optimizer, rayzero.ZeroOptimizer)
+    return [float(optimizer.clip_grad_norm_(0.5) if ours else nn.utils.clip_grad_norm_(params, 0.5))]
+
+
+def by_value(optimizer: Any, params: list[nn.Parameter]) -> list[float]:
+    ours = isinstance(optimizer, rayzero.ZeroOptimizer)
+    optimizer.clip_grad_value_(0.02) if ours else nn.utils.clip_grad_value_(params, 0.02)
+    return []
+
+
+def both(optimizer: Any, params: list[nn.Parameter]) -> list[float]:
+    return [norm for clip in (by_norm, by_value, by_norm) for norm in clip(optimizer, params)]
+
+
+CLIPS: dict[str, Clip | None] = {"no clip": None, "norm": by_norm, "value": by_value, "norm, value, norm": both}
+
+
+def train(context: RankContext, base: nn.Module, precision: str, clip: Clip | None, *, scaled: bool = True) -> Any:
+    """The loop of torch's documentation on one rank: state, scales, norms."""
+    model = copy.deepcopy(base)
+    config = tight(model, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
+    model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
+    scaler = make_scaler() if scaled else torch.amp.GradScaler("cpu", enabled=False)
+    scales, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(token_loss(model, tokens(step, context.rank))).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            norms += clip(optimizer, list(model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return rayzero.full_state_dict(model), scales, norms
+
+
+def masters_oracle(base: nn.Module, dtype: torch.dtype, clip: Clip | None, world_size: int) -> Any:
+    """The same with replicas in ``dtype`` and a GradScaler over fp32 masters, gradients added up in rank order."""
+    model = copy.deepcopy(base)
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    model.to(dtype)
+    optimizer, scaler = adamw(masters), make_scaler()
+    scales, norms = [], []
+    for step in range(STEPS):
+        replicas = []
+        for rank in range(world_size):
+            model.zero_grad()
+            scaler.scale(token_loss(model, tokens(step, rank))).backward()
+            replicas.append([p.grad for p in model.parameters()])
+        for master, grad in zip(masters, averaged(replicas), strict=True):
+            master.grad = grad
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            norms += clip(optimizer, masters)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters, strict=True):
+                param.copy_(master)
+    names = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
+    names["head.weight"] = names["embed.weight"]
+    return {name: names[name].detach() for name in model.state_dict()}, scales, norms
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[nn.Module]:
+    return seeded(partial(Net, num_layers=2))
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_fp16_with_torchs_scaler_is_fp16_with_fp32_masters(base: nn.Module, clip: str, world_size: int) -> None:
+    expected, scales, norms = masters_oracle(base, torch.float16, CLIPS[clip], world_size)
+    skipped = sum(later < earlier for earlier, later in zip([2.0**16, *scales], scales, strict=False))
+    assert 0 < skipped < STEPS - 3, "some steps must overflow, and the scale grow again"
+    assert scales[-1] > min(scales)
+    results = run_ranks(lambda ctx: train(ctx, base, "fp16", CLIPS[clip]), world_size, 2)
+    for state, its_scales, its_norms in results:
+        assert its_scales == scales
+        taken = [(mine, its) for mine, its in zip(its_norms, norms, strict=True) if math.isfinite(its)]
+        assert [mine for mine, _ in taken] == pytest.approx([its for _, its in taken], rel=1e-5)
+        # a factor that differs in its last bit can round a master to the next fp16 parameter
+        assert relative_difference(state, expected) <= (1e-3 if norms else 1e-6)
+        assert same_bits(state, results[0][0])
+
+
+@pytest.mark.parametrize("clip", ["no clip", "norm"])
+def test_a_scaler_changes_no_bit_of_fp32_training(base: nn.Module, clip: str) -> None:
+    """The scale is a power of two."""
+    ((scaled, scales, norms),) = run_ranks(lambda ctx: train(ctx, base, "fp32", CLIPS[clip]), 1, 2)
+    ((plain, _, its_norms),) = run_ranks(lambda ctx: train(ctx, base, "fp32", CLIPS[clip], scaled=False), 1, 2)
+    assert min(scales) == 2.0**16
+    assert same_bits(scaled, plain)
+    assert norms == its_norms
+
+
+def prepared(base: nn.Module, **settings: Any) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    model = copy.deepcopy(base)
+    return rayzero.prepare(model, adamw(model.parameters()), ZeroConfig(**settings))
+
+
+def test_a_skipped_step_is_a_step_and_its_decision_says_so(base: nn.Module, alone: RankContext) -> None:
+    model, optimizer = prepared(base, precision="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    before = rayzero.full_state_dict(model)
+    scaler.scale(token_loss(model, tokens(0))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad()
+    assert scaler.get_scale() == 2.0**23
+    assert optimizer.last_decision().result().action is Action.SKIP
+    assert same_bits(rayzero.full_state_dict(model), before)
+    assert optimizer.engine.version == 1
+
+
+def test_a_rank_without_gradients_scales_like_the_others(base: nn.Module) -> None:
+    def loop(context: RankContext) -> tuple[dict[str, Tensor], float]:
+        model, optimizer = prepared(base, precision="fp16")
+        scaler = make_scaler()
+        for step in range(3):
+            loss = scaler.scale(token_loss(model, tokens(step)))
+            if context.rank == 0:
+                loss.backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return rayzero.full_state_dict(model), scaler.get_scale()
+
+    (first, scale), (second, its) = run_ranks(loop, 2, 2)
+    assert scale == its
+    assert same_bits(first, second)
+
+
+def test_different_scales_on_ranks_fail_the_step_by_name(base: nn.Module) -> None:
+    def loop(context: RankContext) -> None:
+        model, optimizer = prepared(base, overlap="none")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (1 + context.rank))
+        scaler.scale(token_loss(model, tokens(0))).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(StepMismatchError, match=r"'unscale 0\.5'\] against \['unscale 0\.25'\].*unscale .* alike"):
+        run_ranks(loop, 2, 2)
+
+
+def test_an_overflow_raises_under_nonfinite_raise(base: nn.Module, alone: RankContext) -> None:
+    model, optimizer = prepared(base, precision="fp16", nonfinite="raise")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler.scale(token_loss(model, tokens(0))).backward()
+    with pytest.raises(NonFiniteGradientError):
+        scaler.unscale_(optimizer)
+
+
+def test_other_optimizers_are_unscaled_as_ever(base: nn.Module, alone: RankContext) -> None:
+    prepared(base)
+    param = nn.Parameter(torch.ones(2))
+    plain, scaler = torch.optim.SGD([param], lr=0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(plain)
+    assert param.grad is not None
+    assert param.grad.tolist() == [1.0, 1.0]
+
+
+# ---- clipping by value ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [adamw, partial(torch.optim.SGD, lr=0.1)], ids=["AdamW", "SGD"])
+def test_clipping_by_value_has_the_bits_of_torchs(base: nn.Module, make: Any, alone: RankContext) -> None:
+    plain, model = copy.deepcopy(base), copy.deepcopy(base)
+    optimizers = [make(plain.parameters())]
+    model, optimizer = rayzero.prepare(model, make(model.parameters()), tight(model))
+    for step in range(3):
+        for each in (plain, model):
+            token_loss(each, tokens(step)).backward()
+        before = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        assert 0.05 < float((before.abs() > 0.05).float().mean()) < 0.95
+        nn.utils.clip_grad_value_(plain.parameters(), 0.05)
+        optimizer.clip_grad_value_(0.05)
+        for each in (*optimizers, optimizer):
+            each.step()
+            each.zero_grad()
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+
+
+def test_zero_grad_takes_back_a_clip_by_value(base: nn.Module, alone: RankContext) -> None:
+    model, optimizer = prepared(base)
+    plain = copy.deepcopy(base)
+    theirs = adamw(plain.parameters())
+    for act in (lambda: None, lambda: token_loss(model, tokens(9)).backward()):
+        act()
+        optimizer.clip_grad_value_(1e-9)
+        optimizer.zero_grad()
+    for each, its in ((model, optimizer), (plain, theirs)):
+        token_loss(each, tokens(0)).backward()
+        its.step()
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+
+
+def test_max_grad_norm_clips_what_clipping_by_value_left(base: nn.Module, alone: RankContext) -> None:
+    model, optimizer = prepared(base, max_grad_norm=1e-3)
+    plain = copy.deepcopy(base)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    for each in (model, plain):
+        token_loss(each, tokens(0)).backward()
+    optimizer.clip_grad_value_(1e-3)
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    assert float(nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)) > 1e-3
+    optimizer.step()
+    theirs.step()
+    assert relative_difference(rayzero.full_state_dict(model), plain.state_dict()) <= 1e-6
+    assert optimizer.last_decision().result().limit < 1e-3
+
+
+def test_an_inf_is_not_clipped_away(base: nn.Module, alone: RankContext) -> None:
+    model, optimizer = prepared(base)
+    (token_loss(model, tokens(0)) * float("inf")).backward()
+    optimizer.clip_grad_value_(1.0)
+    assert not math.isfinite(optimizer.clip_grad_norm_(1.0))
+    optimizer.step()
+    assert optimizer.last_decision().result().action is Action.SKIP
+
+
+@pytest.mark.parametrize(
+    ("act", "call"),
+    [
+        (lambda optimizer, scaler: optimizer.clip_grad_value_(1.0), r"optimizer\.clip_grad_value_\(\)"),
+        (lambda optimizer, scaler: scaler.unscale_(optimizer), r"scaler\.unscale_\(optimizer\)"),
+    ],
+    ids=["value", "unscale"],
+)
+def test_a_backward_before_the_step_is_refused(base: nn.Module, act: Any, call: str, alone: RankContext) -> None:
+    model, optimizer = prepared(base)
+    scaler = make_scaler()
+    scaler.scale(token_loss(model, tokens(0))).backward()
+    act(optimizer, scaler)
+    with pytest.raises(GradientAccessError, match=rf"between {call} and optimizer\.step"):
+        token_loss(model, tokens(1)).backward()
+    optimizer.step()
+
+
+def test_torchs_own_clip_by_value_is_an_error_that_names_ours(base: nn.Module, alone: RankContext) -> None:
+    model, _ = prepared(base)
+    token_loss(model, tokens(0)).backward()
+    with pytest.raises(GradientAccessError, match=r"clip_grad_value_ at .*optimizer\.clip_grad_value_\(clip_value\)"):
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, "1", None, True])
+def test_a_clip_value_that_is_none_is_refused(base: nn.Module, value: Any, alone: RankContext) -> None:
+    _, optimizer = prepared(base)
+    with pytest.raises(ConfigError, match="clip_value must be a number >= 0"):
+        optimizer.clip_grad_value_(value)

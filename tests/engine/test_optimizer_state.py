@@ -1,0 +1,323 @@
+"""The optimizer's state in torch's own format: from and to plain torch; groups added and parameters unfrozen later."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.testing import Transport, run_ranks
+
+from .models import Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True)
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": adamw,
+    "Adam, amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, centered=True),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-3),
+    "ASGD": partial(torch.optim.ASGD, lr=0.1),
+}
+
+
+def part_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss that the second block has no part in."""
+    x = model.layers[0](model.embed(batch[0]))
+    return nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1).float(), batch[1].flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int = 0) -> None:
+    """The odd steps leave parameters without gradients: their step counts stand still."""
+    for step in steps:
+        (part_loss if step % 2 else token_loss)(model, tokens(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, world_size: int) -> None:
+    for step in steps:
+        replicas = []
+        for rank in range(world_size):
+            optimizer.zero_grad()
+            (part_loss if step % 2 else token_loss)(model, tokens(step, rank)).backward()
+            replicas.append([p.grad for p in model.parameters()])
+        for param, grad in zip(model.parameters(), averaged(replicas), strict=True):
+            param.grad = grad
+        optimizer.step()
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def assert_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        assert list(ours["state"][index]) == list(state), index
+        for name, value in state.items():
+            found = ours["state"][index][name]
+            assert (type(found), found.shape, found.dtype) == (type(value), value.shape, value.dtype)
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("AdamW", 1), ("AdamW", 3), *((name, 2) for name in OPTIMIZERS)])
+def test_the_state_is_torchs_and_loads_into_plain_torch(name: str, world_size: int) -> None:
+    base, make = seeded(Net), OPTIMIZERS[name]
+    plain = copy.deepcopy(base)
+    reference = make(plain.parameters())
+    plain_train(plain, reference, range(3), world_size)
+
+    def loop(context: RankContext) -> dict[str, Any]:
+        model = copy.deepcopy(base)
+        config = tight(model, prefetch_buffer_size=1, shard_bytes=16 << 10)
+        model, optimizer = rayzero.prepare(model, make(model.parameters()), config)
+        train(model, optimizer, range(3), context.rank)
+        assert not optimizer.state
+        return optimizer.state_dict()
+
+    for state in run_ranks(loop, world_size, 2):
+        assert_alike(state, reference.state_dict())
+        loaded = make(plain.parameters())
+        loaded.load_state_dict(saved_and_loaded(state))
+        assert_alike(loaded.state_dict(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "precision"),
+    [("AdamW", 1, "fp32"), ("AdamW", 3, "bf16"), *((name, 2, "fp32") for name in OPTIMIZERS)],
+)
+def test_training_goes_on_bit_by_bit_from_both_state_dicts(name: str, world_size: int, precision: str) -> None:
+    base, make = seeded(Net), OPTIMIZERS[name]
+    config = tight(base, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
+
+    def loop(context: RankContext, saved: Any = None) -> tuple[Any, dict[str, Tensor]]:
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, make(model.parameters()), config)
+        if saved is None:
+            train(model, optimizer, range(3), context.rank)
+            saved = copy.deepcopy((rayzero.full_state_dict(model), optimizer.state_dict()))
+        else:
+            train(model, optimizer, range(7, 9), context.rank)  # something to be replaced
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        train(model, optimizer, range(3, 6), context.rank)
+        return saved, rayzero.full_state_dict(model)
+
+    (saved, expected), *_ = run_ranks(loop, world_size, 2)
+    for _, state in run_ranks(lambda ctx: loop(ctx, saved), world_size, 3):
+        assert same_bits(state, expected)
+
+
+def test_a_plain_run_goes_on_under_rayzero_bit_by_bit_and_back() -> None:
+    plain = seeded(Net)
+    reference = adamw(plain.parameters())
+    plain_train(plain, reference, range(3), 1)
+    model = seeded(Net, 5)
+
+    def loop(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        ours, optimizer = rayzero.prepare(model, adamw(model.parameters()), ZeroConfig(kernel="torch"))
+        ours.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(reference.state_dict())
+        train(ours, optimizer, range(3, 6))
+        return rayzero.full_state_dict(ours), optimizer.state_dict()
+
+    ((weights, state),) = run_ranks(loop, 1, 1)
+    back = seeded(Net, 5)
+    back.load_state_dict(weights)
+    continued = adamw(back.parameters())
+    continued.load_state_dict(state)
+    plain_train(plain, reference, range(3, 6), 1)
+    assert same_bits(weights, plain.state_dict())
+    for m, optimizer in ((plain, reference), (back, continued)):
+        plain_train(m, optimizer, range(6, 8), 1)
+    assert same_bits(back.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_states_reach_owners_in_other_places(transport: Transport) -> None:
+    base = seeded(Net)
+
+    def loop(context: RankContext) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), ZeroConfig())
+        train(model, optimizer, range(2), context.rank)
+        before = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, range(2, 4), context.rank)
+        optimizer.load_state_dict(before)
+        return before, optimizer.state_dict()
+
+    for before, after in run_ranks(loop, 2, 2, transport):
+        assert_alike(after, before)
+        assert before["state"][0]["step"] == 2
+
+
+def test_groups_schedulers_and_hooks_are_torchs(alone: RankContext) -> None:
+    model = seeded(Net)
+    groups = [
+        {"params": model.embed.parameters(), "lr": 0.5, "betas": (0.5, 0.6)},
+        {"params": [p for n, p in model.named_parameters() if not n.startswith("embed")]},
+    ]
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(groups, lr=0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    state = saved_and_loaded(optimizer.state_dict())
+    assert [group["lr"] for group in state["param_groups"]] == pytest.approx([0.05, 0.01])
+    optimizer.param_groups[0]["lr"] = 7.0
+    seen: list[int] = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.append(len(given["state"])))
+    optimizer.register_state_dict_post_hook(lambda _, given: seen.append(len(given["state"])))
+    optimizer.load_state_dict(state)
+    optimizer.state_dict()
+    assert seen == [len(list(model.parameters()))] * 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert tuple(optimizer.param_groups[0]["betas"]) == (0.5, 0.6)
+    train(model, optimizer, range(1))
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankContext) -> None:
+    model = seeded(Net)
+    model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+    train(model, optimizer, range(1))
+    before = saved_and_loaded(optimizer.state_dict())
+    other = torch.optim.SGD(seeded(Net).parameters(), lr=0.1, momentum=0.9)
+    other.param_groups[0].update({k: v for k, v in before["param_groups"][0].items() if k != "params"})
+    short, named, shaped = (copy.deepcopy(before) for _ in range(3))
+    short["param_groups"][0]["params"].pop()
+    named["state"][0]["momentum_buffer"] = named["state"][0].pop("exp_avg")
+    shaped["state"][0]["exp_avg"] = torch.zeros(3)
+    for state, error, message in (
+        (short, ValueError, "doesn't match the size"),
+        (
+            named,
+            ConfigError,
+            r"'embed.weight' has \['exp_avg_sq', 'momentum_buffer', 'step'\], AdamW .* keeps",
+        ),
+        (
+            shaped,
+            ConfigError,
+            r"exp_avg of 'embed.weight' has shape \(3,\) in .*, the parameter \(32, 64",
+        ),
+    ):
+        state["param_groups"][0]["lr"] = 9.0
+        with pytest.raises(error, match=message):
+            optimizer.load_state_dict(state)
+    assert_alike(optimizer.state_dict(), before)
+
+
+# ---- adding groups, freezing and unfreezing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "make"),
+    [(1, adamw), (2, partial(torch.optim.SGD, lr=0.1, momentum=0.9)), (3, adamw)],
+    ids=["1, AdamW", "2, SGD", "3, AdamW"],
+)
+def test_a_group_can_be_added_later_for_parameters_that_were_in_none(world_size: int, make: Make) -> None:
+    base = seeded(Net)
+
+    def some(model: nn.Module) -> list[nn.Parameter]:
+        return [*model.layers[1].parameters(), model.layers[2].up.weight]
+
+    def others(model: nn.Module) -> list[nn.Parameter]:
+        late = {id(p) for p in some(model)}
+        return [p for p in model.parameters() if id(p) not in late]
+
+    plain = copy.deepcopy(base)
+    reference = make(others(plain))
+    plain_train(plain, reference, range(3), world_size)
+    reference.add_param_group({"params": some(plain), "lr": 0.02})
+    plain_train(plain, reference, range(3, 6), world_size)
+
+    def loop(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model = copy.deepcopy(base)
+        config = tight(model, prefetch_buffer_size=1, shard_bytes=16 << 10)
+        model, optimizer = rayzero.prepare(model, make(others(model)), config)
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": some(model), "lr": 0.02})
+            train(model, optimizer, range(step, step + 1), context.rank)
+            for param in some(model) if step < 3 else ():
+                param.grad = None  # torch keeps what no optimizer takes
+        return rayzero.full_state_dict(model), optimizer.state_dict()
+
+    for state, of_optimizer in run_ranks(loop, world_size, 2):
+        assert relative_difference(state, plain.state_dict()) <= 1e-5
+        assert_alike(of_optimizer, reference.state_dict())
+
+
+def test_groups_that_cannot_be_added_are_refused_by_name_and_leave_no_trace(alone: RankContext) -> None:
+    model = seeded(Net)
+    model.layers[0].requires_grad_(False)
+    trained = [*model.layers[1].parameters()]
+    model, optimizer = rayzero.prepare(model, adamw(trained))
+    for group, error, message in (
+        (
+            {"params": [nn.Parameter(torch.ones(2))]},
+            UnsupportedError,
+            r"parameter 0 of the added group .* is not",
+        ),
+        (
+            {"params": model.layers[0].parameters()},
+            UnsupportedError,
+            r"'layers.0.norm.weight' of .* is frozen",
+        ),
+        ({"params": model.layers[2].parameters(), "amsgrad": True}, UnsupportedError, "keeps max_exp_avg_sq, which no"),
+        ({"params": trained}, ValueError, "more than one parameter group"),
+    ):
+        with pytest.raises(error, match=message):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, range(2))
+
+
+def test_what_prepare_saw_unfrozen_can_be_frozen_and_unfrozen() -> None:
+    base = seeded(Net)
+
+    def freeze(model: nn.Module, step: int) -> None:
+        model.layers[1].requires_grad_(step >= 2)
+
+    def loop(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), tight(model, prefetch_buffer_size=1))
+        for step in range(5):
+            freeze(model, step)
+            train(model, optimizer, range(step, step + 1), context.rank)
+        return rayzero.full_state_dict(model), optimizer.state_dict()
+
+    plain = copy.deepcopy(base)
+    reference = adamw(plain.parameters())
+    for step in range(5):
+        freeze(plain, step)
+        plain_train(plain, reference, range(step, step + 1), 2)
+    for state, of_optimizer in run_ranks(loop, 2, 2):
+        assert relative_difference(state, plain.state_dict()) <= 1e-5
+        assert_alike(of_optimizer, reference.state_dict())
+
+
+def test_unfreezing_what_was_frozen_at_prepare_says_what_to_do(alone: RankContext) -> None:
+    model = seeded(Net)
+    model.layers[0].requires_grad_(False)
+    model, _ = rayzero.prepare(model, adamw([p for p in model.parameters() if p.requires_grad]))
+    with pytest.raises(UnsupportedError, match=r"'layers.0.norm.weight' was .* leave requires_grad=True until prepare"):
+        model.layers[0].requires_grad_(True)

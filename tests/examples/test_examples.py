@@ -1,0 +1,59 @@
+"""Every example runs as a user runs it, and shows what it says it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, *args: str) -> str:
+    """What an example prints."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *args],
+        capture_output=True,
+        text=True,
+        timeout=500,  # seconds are CPU seconds times the load
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[float]:
+    return [float(value) for value in re.findall(r"'?loss'?:? '?([\d.]+)", text)]
+
+
+def test_plain_loop_learns_with_a_part_of_the_model_gathered() -> None:
+    said = run("plain_loop.py", "--steps", "20")
+    assert losses(said)[-1] < losses(said)[0]
+    whole, peak = re.search(r"parameters: ([\d,]+) bytes; at most ([\d,]+) were", said).groups()
+    assert int(peak.replace(",", "")) < int(whole.replace(",", "")) / 1.5
+    assert "load into the plain model" in said
+
+
+def test_hf_finetune_trains_generates_and_saves() -> None:
+    said = run("hf_finetune.py", "--steps", "20", "--layers", "2")
+    assert losses(said)[0] < 5.6
+    assert "the model writes: RayZero " in said
+    assert "from_pretrained(checkpoint-20) gives the same weights: True" in said
+
+
+def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
+    said = run("lora.py", "--steps", "30")
+    assert losses(said)[-1] < losses(said)[0]
+    assert "no masters, no moments" in said
+    assert "the base is as it was: True" in said
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_help_says_what_is_shown_and_readme_links_to_it(name: str) -> None:
+    assert "usage:" in run(name, "--help")
+    assert f"examples/{name}" in (ROOT / "README.md").read_text()

@@ -1,0 +1,286 @@
+"""A plain Accelerate loop with another accelerator class learns what it learns with Accelerate's own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from engine.models import VOCAB, Net, relative_difference, same_bits, seeded, tight
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.integrations.accelerate import ZeroAccelerator
+from rayzero.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Accelerate keeps its state once a process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def alone() -> Iterator[RankContext]:
+    with running_in(RankContext()) as context:
+        yield context
+
+
+def loader(size: int = 24, batch_size: int = 4, **settings: Any) -> DataLoader[Any]:
+    """Examples of 8 tokens and 8 targets."""
+    both = torch.randint(0, VOCAB, (2, size, 8), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(both[0], both[1]), batch_size=batch_size, **settings)
+
+
+def loop(
+    accelerator: Accelerator, base: nn.Module, *, max_norm: float | None, batch_size: int = 4, warmup: float = 0.1
+) -> Any:
+    """Two epochs as Accelerate's documentation writes them; the model, and the lr and norm of each step."""
+    model = copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, warmup, total_iters=4)
+    model, optimizer, batches, scheduler = accelerator.prepare(
+        model, optimizer, loader(batch_size=batch_size, shuffle=True, generator=torch.Generator()), scheduler
+    )
+    logged = []
+    for _ in range(2):
+        for inputs, targets in batches:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and max_norm is not None:
+                    logged.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            logged.append(scheduler.get_last_lr()[0])
+    return model, logged
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_loop_gives_the_same_bits(precision: str, accumulated: int, alone: RankContext) -> None:
+    """Six batches an epoch: with four accumulated, the last two are a step of their own."""
+    base = seeded(Net)
+    settings: dict[str, Any] = {
+        "cpu": True,
+        "gradient_accumulation_steps": accumulated,
+        "mixed_precision": precision,
+    }
+    plain, expected = loop(Accelerator(**settings), base, max_norm=None)
+    config = tight(base, prefetch_buffer_size=1, spare=0)
+    model, logged = loop(ZeroAccelerator(**settings, zero_config=config), base, max_norm=None)
+    assert same_bits(rayzero.full_state_dict(model), dict(plain.state_dict()))
+    assert logged == expected
+
+
+def test_clipping_gives_the_same_norms_and_weights(alone: RankContext) -> None:
+    base = seeded(Net)
+    plain, expected = loop(Accelerator(cpu=True), base, max_norm=0.5)
+    model, logged = loop(ZeroAccelerator(cpu=True), base, max_norm=0.5)
+    assert relative_difference(rayzero.full_state_dict(model), dict(plain.state_dict())) <= 1e-6
+    assert logged == pytest.approx(expected, rel=1e-6)
+
+
+def test_get_state_dict_gives_masters(alone: RankContext, tmp_path: Path) -> None:
+    accelerator = ZeroAccelerator(cpu=True, zero_config=ZeroConfig(precision="bf16"))
+    model, _ = loop(accelerator, seeded(Net), max_norm=None)
+    assert same_bits(accelerator.get_state_dict(model), rayzero.full_state_dict(model))
+    other = nn.Linear(2, 2)
+    assert same_bits(accelerator.get_state_dict(other), dict(other.state_dict()))
+
+
+# ---- several ranks ----------------------------------------------------------------------------------------------
+
+
+def inputs_of(batches: Any) -> list[Tensor]:
+    return [inputs for inputs, _ in batches]
+
+
+def same_batches(got: list[Tensor], want: list[Tensor]) -> bool:
+    return len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_rank_reads_its_part_and_exchanges_nothing() -> None:
+    everything = inputs_of(loader())
+
+    def rank(context: RankContext) -> None:
+        if context.rank == 0:
+            return
+        accelerator = ZeroAccelerator(cpu=True)
+        assert (accelerator.process_index, accelerator.num_processes) == (1, 2)
+        assert not accelerator.is_main_process
+        assert same_batches(inputs_of(accelerator.prepare(loader())), everything[1::2])
+        with accelerator.whole_data():
+            whole = accelerator.prepare(loader())
+        assert same_batches([accelerator.gather_for_metrics(batch)[0] for batch in whole], everything)
+        for call in (accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce):
+            with pytest.raises(UnsupportedError, match=rf"accelerator\.{call.__name__}\(\) needs the other ranks"):
+                call(torch.zeros(1))
+        with pytest.raises(UnsupportedError, match=r"wait_for_everyone\(\) needs the other ranks"):
+            accelerator.wait_for_everyone()
+        for batch in accelerator.prepare(loader()):
+            with pytest.raises(UnsupportedError, match="needs the other ranks"):
+                accelerator.gather_for_metrics(batch)
+
+    run_ranks(rank, 2, 1)
+
+
+def test_ranks_shuffle_alike_whatever_their_generators_say() -> None:
+    def rank(context: RankContext) -> list[list[Tensor]]:
+        if context.rank == 1:
+            return []
+        epochs = []
+        for seed in (1, 2):  # what two ranks may have
+            torch.manual_seed(seed)
+            prepared = ZeroAccelerator(cpu=True).prepare(loader(shuffle=True))
+            epochs.append([*inputs_of(prepared), *inputs_of(prepared)])
+        return epochs
+
+    (one, other), _ = run_ranks(rank, 2, 1)
+    assert same_batches(one, other)
+    assert not same_batches(one[:3], one[3:]), "epochs are shuffled differently"
+
+
+def test_an_iterable_dataset_is_split_by_rank() -> None:
+    class Count(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(12))
+
+    def rank(context: RankContext) -> list[Tensor]:
+        if context.rank == 0:
+            return []
+        return list(ZeroAccelerator(cpu=True).prepare(DataLoader(Count(), batch_size=3)))
+
+    _, batches = run_ranks(rank, 2, 1)
+    assert [batch.tolist() for batch in batches] == [[3, 4, 5], [9, 10, 11]]
+
+
+def test_two_ranks_in_one_process_are_refused() -> None:
+    made, refused = threading.Event(), threading.Event()
+
+    def rank(context: RankContext) -> None:
+        if context.rank == 0:
+            ZeroAccelerator(cpu=True)
+            made.set()
+            assert refused.wait(60)
+            return
+        assert made.wait(60)
+        try:
+            ZeroAccelerator(cpu=True)
+        finally:
+            refused.set()
+
+    with pytest.raises(UnsupportedError, match=r"rank 0 uses Accelerate in this process already.*processes=True"):
+        run_ranks(rank, 2, 1)
+
+
+def with_collectives(context: RankContext) -> tuple[dict[str, Tensor], Tensor]:
+    """Train where the user made a torch.distributed group; the state, and every rank's index gathered."""
+    os.environ |= {
+        "RANK": str(context.rank),
+        "LOCAL_RANK": str(context.rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    assert context.run_dir is not None
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{context.run_dir}/group", rank=context.rank, world_size=2
+    )
+    accelerator = ZeroAccelerator(cpu=True, zero_config=tight(Net(), spare=0))
+    model, _ = loop(accelerator, seeded(Net), max_norm=0.5, batch_size=2, warmup=1.0)
+    ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
+    state = rayzero.full_state_dict(model)
+    context.rank = 1 - context.rank
+    with pytest.raises(ConfigError, match=r"Accelerate is process \d of 2 .* context is rank \d of 2"):
+        ZeroAccelerator(cpu=True)
+    torch.distributed.destroy_process_group()
+    return state, ranks
+
+
+def test_a_torch_distributed_group_of_the_ranks_serves_for_gathering(tmp_path: Path) -> None:
+    """At a constant lr: Accelerate's schedulers step once a process."""
+    plain, _ = loop(Accelerator(cpu=True), seeded(Net), max_norm=0.5, warmup=1.0)
+    (one, ranks), (other, _) = run_ranks(with_collectives, 2, 2, "grpc", processes=True, run_dir=tmp_path)
+    assert ranks.tolist() == [0, 1]
+    assert same_bits(one, other)
+    assert relative_difference(one, dict(plain.state_dict())) <= 1e-5
+
+
+# ---- refused ----------------------------------------------------------------------------------------------------
+
+
+def make() -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_model_and_optimizer_must_come_together(alone: RankContext) -> None:
+    accelerator = ZeroAccelerator(cpu=True)
+    model, optimizer = make()
+    for objects, counts in (
+        ((model,), "1 models and 0 optimizers"),
+        ((optimizer,), "0 models and 1 optimizers"),
+        ((model, Net(), optimizer), "2 models and 1 optimizers"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"was given {counts}.*in one call"):
+            accelerator.prepare(*objects)
+
+
+def test_prepared_objects_may_be_prepared_again(alone: RankContext) -> None:
+    accelerator = ZeroAccelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*make())
+    accelerator.free_memory()
+    assert accelerator.prepare(model, optimizer) == (model, optimizer)
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+def test_only_the_norm_of_all_gradients_is_clipped(alone: RankContext) -> None:
+    accelerator = ZeroAccelerator(cpu=True)
+    model, _ = accelerator.prepare(*make())
+    with pytest.raises(UnsupportedError, match=r"given 1 parameters, which are not all.*model\.parameters"):
+        accelerator.clip_grad_norm_(model.embed.weight, 1.0)
+    with pytest.raises(UnsupportedError, match="norm_type=inf is not supported; use 2"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+
+
+def test_accelerates_own_checkpoints_are_refused(alone: RankContext, tmp_path: Path) -> None:
+    accelerator = ZeroAccelerator(cpu=True)
+    with pytest.raises(UnsupportedError, match=r"save_state.*rayzero\.save_checkpoint"):
+        accelerator.save_state(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"load_state.*RunConfig\(resume"):
+        accelerator.load_state(tmp_path)
+
+
+def test_loss_scaling_is_refused(alone: RankContext) -> None:
+    accelerator = ZeroAccelerator(cpu=True)
+    accelerator.state._mixed_precision = "fp16"  # Accelerate itself takes it on CUDA only
+    with pytest.raises(UnsupportedError, match="mixed_precision='fp16' is not supported yet; use 'bf16'"):
+        accelerator.join_run(None, None)
+
+
+def test_dispatching_batches_is_refused() -> None:
+    from accelerate.utils import DataLoaderConfiguration
+
+    def rank(context: RankContext) -> None:
+        if context.rank == 1:
+            ZeroAccelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+
+    with pytest.raises(UnsupportedError, match="dispatch_batches=True sends batches between processes"):
+        run_ranks(rank, 2, 1)

@@ -1,0 +1,80 @@
+"""The Trainer on two ranks that are processes: data split by rank, evaluation whole, one checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from engine.models import relative_difference, same_bits, tight
+from torch import Tensor
+
+import rayzero
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import UnsupportedError
+from rayzero.integrations.transformers import Trainer
+from rayzero.testing import run_ranks
+
+from .test_trainer import arguments, dataset, history
+from .training import build
+from .zoo import llama
+
+STEPS = 4
+
+
+def trainer_of(kind: type, directory: Path, batch_size: int, **settings: Any) -> Any:
+    """More than an epoch; evaluated in the middle and at the end."""
+    extra = {} if kind is transformers.Trainer else {"zero_config": tight(build(llama), spare=0)}
+    args = arguments(
+        directory,
+        per_device_train_batch_size=batch_size,
+        max_steps=STEPS,
+        eval_strategy="steps",
+        eval_steps=2,
+        average_tokens_across_devices=False,
+        **settings,
+    )
+    return kind(model=build(llama), args=args, train_dataset=dataset(12), eval_dataset=dataset(6, seed=1), **extra)
+
+
+def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    assert context.run_dir is not None
+    transformers.utils.logging.set_verbosity_error()
+    trainer = trainer_of(Trainer, context.run_dir, 2, save_strategy="steps", save_steps=STEPS)
+    trainer.train()
+    return rayzero.full_state_dict(trainer.model), history(trainer)
+
+
+def metrics(entries: list[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in entries if key in entry]
+
+
+def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path: Path) -> None:
+    plain = trainer_of(transformers.Trainer, tmp_path / "plain", 4)
+    plain.train()
+    expected, logged = plain.model.state_dict(), history(plain)
+    ranks = run_ranks(train, 2, 2, "grpc", processes=True, run_dir=tmp_path)
+    for state, entries in ranks:
+        assert relative_difference(state, expected) <= 1e-5
+        for key in ("learning_rate", "grad_norm", "eval_loss", "epoch"):
+            assert metrics(entries, key) == pytest.approx(metrics(logged, key), rel=1e-5)
+    losses = [metrics(entries, "loss") for _, entries in ranks]
+    assert [sum(pair) / 2 for pair in zip(*losses, strict=True)] == pytest.approx(metrics(logged, "loss"), rel=1e-5)
+
+    saved = tmp_path / f"checkpoint-{STEPS}"
+    assert same_bits(type(plain.model).from_pretrained(saved).state_dict(), ranks[0][0])
+    with running_in(RankContext()):  # one rank goes on with what two have saved, and finds nothing left to do
+        again = trainer_of(Trainer, tmp_path, 4)
+        again.train(resume_from_checkpoint=str(saved))
+        assert same_bits(rayzero.full_state_dict(again.model), ranks[0][0])
+
+
+def test_counting_tokens_of_all_ranks_is_refused(tmp_path: Path) -> None:
+    def loop(context: RankContext) -> None:
+        args = arguments(tmp_path, average_tokens_across_devices=True)
+        if context.rank == 0:
+            Trainer(model=build(llama), args=args, train_dataset=dataset())
+
+    with pytest.raises(UnsupportedError, match="average_tokens_across_devices=True needs every rank's number"):
+        run_ranks(loop, 2, 1)

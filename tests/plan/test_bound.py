@@ -1,0 +1,86 @@
+"""The least time of a step: the arithmetic, and that no real step is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+
+import rayzero
+from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.layout.units import build_layout
+from rayzero.plan.bound import bound_step, step_traffic
+from rayzero.plan.hardware import measure_here
+from rayzero.plan.work import measure_work
+
+from .machines import CPU_HOST, GPU_HOSTS
+from .test_tiers import BF16, UNIT, WORK, four_layers
+from .test_work import DTYPES, MODELS
+
+FOUR = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
+ELEMENTS = 4 * 64 * 64
+
+
+def test_traffic_of_a_step() -> None:
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, num_states=2)
+    assert (traffic.flops, traffic.fetch, traffic.push) == (3 * 10**12, 4 * UNIT, 4 * UNIT)
+    assert traffic.update == ELEMENTS * (2 * 4 * 2 + 24 + 2), "gradients of 4 ranks twice, states, published"
+
+
+def test_what_does_not_fit_comes_anew_in_each_pass() -> None:
+    tight = BF16.replace(gpu_param_memory_budget=3 * UNIT, gradient_accumulation_steps=2)
+    traffic = step_traffic(four_layers(), WORK, tight, FOUR, num_states=2)
+    assert traffic.fetch == 4 * UNIT + 3 * UNIT, "one unit of four, in three of four passes"
+    assert traffic.push == 2 * 4 * UNIT
+    summed = tight.replace(offload_grads=False)
+    assert step_traffic(four_layers(), WORK, summed, FOUR, num_states=2).push == 4 * UNIT
+
+
+def test_the_longest_stage_binds_and_without_overlap_the_update_comes_on_top() -> None:
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, num_states=2)
+    bound = bound_step(traffic, BF16, FOUR, GPU_HOSTS)
+    assert bound.compute == 3e12 / 1e15
+    assert bound.fetch == 4 * UNIT / 5e10
+    assert bound.network == (2 * 4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10, "half of two ranks' each way, and for others"
+    assert bound.update == traffic.update / 2 / 3e11, "two hosts share it"
+    assert (bound.seconds, bound.binds) == (bound.compute, "compute")
+    alone = bound_step(traffic, BF16.replace(overlap="none"), FOUR, GPU_HOSTS)
+    assert alone.seconds == pytest.approx(alone.compute + alone.update)
+    slow = bound_step(traffic, BF16, FOUR, replace(GPU_HOSTS, memory=1e3))
+    assert slow.binds == "update"
+
+
+def test_ranks_on_one_cpu_host_share_its_speed() -> None:
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, num_states=2)
+    assert bound_step(traffic, BF16, FOUR.replace(use_gpu=False), CPU_HOST).compute == 4 * 3e12 / 1e12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_real_step_is_faster_than_its_bound(name: str) -> None:
+    build, loss, config = MODELS[name]
+    dtype = DTYPES[config.precision]
+    with torch.device("meta"):
+        layout = build_layout(build(), min_unit_bytes=config.min_unit_bytes, compute_dtype=dtype).layout
+    alone = ScalingConfig(num_workers=1, num_optimizers=1)
+    traffic = step_traffic(layout, measure_work(build, loss, layout), config, alone, num_states=2)
+    here = partial(measure_here, dtype, traffic.update // 2, Path("/dev/shm"))
+    machines, seconds = [here()], []
+    with running_in(RankContext()):
+        model = build()
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()), config)
+        for _ in range(3):
+            start = perf_counter()
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(perf_counter() - start)
+    machines.append(here())
+    fastest = replace(
+        machines[0], flops=max(m.flops for m in machines), memory=max(m.memory for m in machines)
+    )  # others slow the machine down, sometimes just while it is measured
+    assert bound_step(traffic, ZeroConfig(), alone, fastest).seconds <= min(seconds[1:])

@@ -1,0 +1,101 @@
+"""The sums of a plan, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.errors import MemoryPlanError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.units import build_layout
+from rayzero.plan.hardware import Hardware
+from rayzero.plan.tiers import RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
+from rayzero.plan.work import Work
+
+from .machines import CPU_HOST, GPU_HOSTS
+
+WORK = Work(
+    forward_flops=10**12,
+    backward_flops=2 * 10**12,
+    buffer_bytes=100,
+    saved_bytes=5000,
+    forward_peak_bytes=6000,
+    backward_peak_bytes=7000,
+)
+UNIT = 64 * 64 * 2  # bytes in bf16
+
+
+def four_layers() -> ModelLayout:
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        return build_layout(model, min_unit_bytes=1, compute_dtype=torch.bfloat16).layout
+
+
+def planned(zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware, per_process: int = 0) -> RunBytes:
+    return plan_bytes(four_layers(), WORK, zero, scaling, hardware.hosts, num_states=2, per_process=per_process)
+
+
+BF16 = ZeroConfig(precision="bf16")
+
+
+def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
+    run = planned(BF16, ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True), GPU_HOSTS, per_process=1000)
+    assert (run.device.parameters, run.device.resting, run.device.peak) == (4 * UNIT, 4 * UNIT + 100, 4 * UNIT + 7100)
+    elements = 4 * 64 * 64
+    assert sum(owner.params for owner in run.owners) == 2 * elements
+    assert sum(owner.master for owner in run.owners) == 4 * elements
+    assert sum(owner.moments for owner in run.owners) == 8 * elements
+    assert sum(owner.gradients for owner in run.owners) == 4 * 2 * elements
+    first, second = run.hosts
+    assert (first.ranks, first.owners, second.ranks, second.owners) == (2, 2, 2, 0), "owners stand beside ranks 0 and 1"
+    assert (first.staging, second.staging) == (0, 2 * (2 * UNIT + 4 * UNIT)), "owners of another host: by gRPC"
+    assert (first.compute, first.processes, second.processes) == (0, 4000, 2000)
+
+
+def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_compute_in_host_memory() -> None:
+    run = planned(BF16, ScalingConfig(num_workers=2, num_optimizers=2), CPU_HOST)
+    (host,) = run.hosts
+    assert host.staging == 0
+    assert host.compute == 2 * 7100, "parameters are the owners' own pages"
+    assert host.shared == host.owner_bytes == sum(owner.total for owner in run.owners)
+    apart = planned(BF16.replace(transport="grpc"), ScalingConfig(num_workers=2, num_optimizers=2), CPU_HOST).hosts[0]
+    assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + 4 * UNIT))
+
+
+def test_sums_kept_on_the_device_are_fp32() -> None:
+    run = planned(BF16.replace(offload_grads=False), ScalingConfig(num_workers=1, num_optimizers=1), CPU_HOST)
+    assert run.device.peak == 4 * UNIT + 100 + 4 * 64 * 64 * 4 + 7000
+
+
+@pytest.mark.parametrize(
+    ("placement", "owners"), [("beside_rank", [0, 0, 1, 1]), ("packed", [1, 1, 1, 1]), ("cpu_nodes", [1, 0, 1, 0])]
+)
+def test_owners_are_where_placement_puts_them(placement: str, owners: list[int]) -> None:
+    scaling = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
+    assert hosts_of_ranks(scaling, GPU_HOSTS.hosts) == [0, 0, 1, 1]
+    assert hosts_of_owners(ZeroConfig(placement=placement), scaling, GPU_HOSTS.hosts) == owners
+
+
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=12), budget=st.integers(1, 600))
+def test_gathered_bytes_stay_within_the_budget_unless_one_unit_alone_is_larger(sizes: list[int], budget: int) -> None:
+    peak = _gathered(sizes, budget)
+    assert max(sizes) <= peak <= max(budget, max(sizes))
+    assert peak == sum(sizes) or sum(sizes) > budget
+
+
+def test_what_does_not_fit_is_refused_with_the_sum_and_the_setting() -> None:
+    scaling = ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True)
+    run = planned(BF16, scaling, GPU_HOSTS)
+    check_fits(run, GPU_HOSTS)
+    with pytest.raises(MemoryPlanError, match=r"a rank needs 38.93 KiB = gathered parameters 32 KiB \+ .* has 1 KiB"):
+        check_fits(run, replace(GPU_HOSTS, device_bytes=1024))
+    with pytest.raises(MemoryPlanError, match=r"host 0 needs .* = 2 optimizer actors .* and 100 KiB are to be had"):
+        check_fits(run, replace(GPU_HOSTS, host_bytes=100 << 10))
+    with pytest.raises(MemoryPlanError, match=r"of shared memory, and zero.slab_dir holds 64 KiB; set slab_dir"):
+        check_fits(run, replace(GPU_HOSTS, shm_bytes=64 << 10))

@@ -1,0 +1,117 @@
+"""What a micro-batch is said to cost is what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.prepare import engine_of
+from rayzero.errors import UnsupportedError
+from rayzero.layout.units import build_layout
+from rayzero.plan.tiers import plan_bytes
+from rayzero.plan.work import measure_work
+from rayzero.recipes.gpt import GPT, GPTConfig
+
+from .machines import CPU_HOST
+
+SHAPE = GPTConfig(vocab_size=256, seq_len=64, num_layers=3, num_heads=4, dim=128)
+
+
+def gpt_loss(model: nn.Module) -> Tensor:
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Flatten(), nn.Dropout(0.1), nn.Linear(8192, 512))
+
+
+def convolutions_loss(model: nn.Module) -> Tensor:
+    return model(torch.zeros(4, 3, 32, 32)).square().mean()
+
+
+MODELS = {
+    "gpt fp32": (lambda: GPT(SHAPE), gpt_loss, ZeroConfig(min_unit_bytes=4096)),
+    "gpt bf16, a third fits": (
+        lambda: GPT(SHAPE),
+        gpt_loss,
+        ZeroConfig(precision="bf16", min_unit_bytes=4096, gpu_param_memory_budget=512 << 10),
+    ),
+    "convolutions": (convolutions, convolutions_loss, ZeroConfig(min_unit_bytes=4096)),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def peak_allocated(act: Callable[[], object]) -> int:
+    """Bytes of the CPU allocator at its highest, beyond those at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        act()
+    events = (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planned_device_bytes_are_those_of_a_real_step(name: str) -> None:
+    build, loss, config = MODELS[name]
+    with torch.device("meta"):
+        layout = build_layout(
+            build(), min_unit_bytes=config.min_unit_bytes, compute_dtype=DTYPES[config.precision]
+        ).layout
+    work = measure_work(build, loss, layout)
+    planned = plan_bytes(
+        layout,
+        work,
+        config,
+        rayzero.ScalingConfig(num_workers=1, num_optimizers=1),
+        CPU_HOST.hosts,
+        num_states=2,
+        per_process=0,
+    ).device
+    with running_in(RankContext()):
+        model = build()
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()), config)
+
+        def step() -> None:
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        activations = peak_allocated(step)
+        gathered = engine_of(model).residency.peak
+    assert planned.parameters == pytest.approx(gathered, rel=0.1)
+    assert max(planned.forward, planned.backward) == pytest.approx(activations, rel=0.1)
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    with torch.device("meta"):
+        layout = build_layout(nn.Linear(64, 32)).layout
+    work = measure_work(lambda: nn.Linear(64, 32), lambda model: model(torch.zeros(8, 64)).sum(), layout)
+    assert work.forward_flops == 2 * 8 * 64 * 32
+    assert work.backward_flops == 2 * 8 * 64 * 32, "the input wants no gradient"
+    assert work.buffer_bytes == 0
+
+
+def test_a_model_that_asks_for_data_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        layout = build_layout(nn.Linear(4, 4)).layout
+
+    def loss(model: nn.Module) -> Tensor:
+        out = model(torch.ones(2, 4)).sum()
+        return out if float(out) > 0 else -out
+
+    with pytest.raises(UnsupportedError, match="cannot be planned: it fails without data"):
+        measure_work(lambda: nn.Linear(4, 4), loss, layout)

@@ -1,0 +1,119 @@
+"""``--engine fsdp2``: the cases under FSDP2. ``--all-stores``: the whole product. ``--record``: write the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from store.stores import STORES
+
+from .case import Case
+from .engines import RESIDENCIES, Result, Setting, cases_of, debug, run_rayzero
+from .fsdp2 import Fsdp2Ranks
+from .table import Table
+
+OTHER_STORES = [store for store in ("grpc", "shm", "mixed") if store in STORES]
+
+OTHER_RESIDENCIES = [how for how in RESIDENCIES if how != "one ahead"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("training programs")
+    group.addoption("--engine", choices=("rayzero", "fsdp2"), default="rayzero")
+    group.addoption("--all-stores", action="store_true", help="every case on every store, with every setting")
+    group.addoption("--record", action="store_true", help="write what came of the cases to the table")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every case with each of its settings; under FSDP2 each case once."""
+    if "setting" not in metafunc.fixturenames:
+        return
+    category = metafunc.module.__name__.rpartition(".test_")[2]
+    cases: list[Case] = metafunc.module.CASES
+    found = []
+    for number, case in enumerate(cases):
+        for setting in settings(category, number, case, metafunc.config):
+            found.append(pytest.param(case, setting, id=f"{case.name}-{setting}"))
+    metafunc.parametrize(("case", "setting"), found)
+
+
+def settings(category: str, number: int, case: Case, config: pytest.Config) -> list[Setting]:
+    """In process every number of ranks, in one precision or the other; one other store and one other way of keeping
+    units up, in turn. ``--all-stores``: every store with every number of ranks and both precisions."""
+    if config.getoption("--engine", "rayzero") == "fsdp2":
+        return [Setting(category, 2, "fp32", "fsdp2")]
+    if case.once:
+        return [Setting(category, 1, "fp32", "inprocess")]
+    if case.draws and min(case.ranks) > 1:  # processes take seconds to start
+        return [Setting(category, case.ranks[0], "fp32", "shm"), Setting(category, case.ranks[-1], "bf16", "grpc")]
+    places = list(product(case.ranks, case.precisions))
+    if config.getoption("--all-stores", False):
+        return [Setting(category, *place, store) for place in places for store in ("inprocess", *OTHER_STORES)]
+    chosen: list[tuple[Any, ...]] = [
+        (ranks, case.precisions[(number + i) % len(case.precisions)], "inprocess") for i, ranks in enumerate(case.ranks)
+    ]
+    chosen.append((*places[number % len(places)], OTHER_STORES[number % len(OTHER_STORES)]))
+    how = OTHER_RESIDENCIES[number % len(OTHER_RESIDENCIES)]
+    # Sums on the device are rounded to bf16 once, when they leave: not what the oracle's fp32 sums of bf16 are.
+    kept = [place for place in places if how != "sums on device" or place[1] == "fp32"] or places
+    chosen.append((*kept[(number + 1) % len(kept)], "inprocess", how))
+    return [Setting(category, *one) for one in chosen]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def fsdp2_ranks() -> Iterator[Fsdp2Ranks]:
+    """Two processes that train cases under FSDP2, one after the other."""
+    ranks = Fsdp2Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def table() -> Table:
+    """What is known of all cases."""
+    return Table.read()
+
+
+@pytest.fixture
+def check(request: pytest.FixtureRequest, table: Table) -> Callable[[Case, Setting], None]:
+    """Run a case in a setting: RayZero must be right, or refuse as the case says; FSDP2 as it was recorded."""
+    record = request.config.getoption("--record", False)
+
+    def note(case: Case, setting: Setting, engine: str, result: Result) -> None:
+        table.note(setting.category, case, engine, result)
+        table.write(setting.category, [case.name for case in cases_of(setting.category)])
+
+    def under_rayzero(case: Case, setting: Setting) -> None:
+        with debug(setting):
+            result = run_rayzero(case, setting)
+        if case.refused is None:
+            assert result.kind == "same", f"{result.kind}: {result.reason}"
+        else:
+            assert result.kind == "refused", f"{result.kind}: {result.reason}"
+            assert re.search(case.refused, result.reason)
+        if record:
+            note(case, setting, "rayzero", result)
+
+    def under_fsdp2(case: Case, setting: Setting) -> None:
+        ranks: Fsdp2Ranks = request.getfixturevalue("fsdp2_ranks")
+        result = ranks.train(case, setting)
+        if record:
+            note(case, setting, "fsdp2", result)
+        else:
+            recorded = table.row(setting.category, case).fsdp2
+            same = (result.kind == "same", recorded == "same")  # how collectives that do not match end is chance
+            assert same[0] is same[1], f"{result.kind}, not {recorded}: {result.reason}"
+
+    return lambda case, setting: (under_fsdp2 if setting.store == "fsdp2" else under_rayzero)(case, setting)

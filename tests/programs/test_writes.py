@@ -1,0 +1,145 @@
+"""Writes: what programs do to weights and optimizer states themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from engine.models import token_loss
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import Optimizer
+
+from .case import Case, Program, Run
+from .engines import Setting
+
+
+def every_step(write: Callable[[Run], Any], *, before: str) -> Program:
+    """The plain loop, with a write before each "forward" or "step"."""
+
+    def program(run: Run) -> None:
+        for step in range(3):
+            if before == "forward":
+                write(run)
+            token_loss(run.model, run.batch(step)).backward()
+            if before == "step":
+                write(run)
+            run.update()
+
+    return program
+
+
+def clamp(run: Run) -> None:
+    for param in run.model.parameters():
+        param.data.clamp_(-0.05, 0.05)
+
+
+def decay(run: Run) -> None:
+    with torch.no_grad():
+        for group in run.optimizer.param_groups:
+            for param in run.model.parameters():
+                param.mul_(1 - group["lr"])
+
+
+def initialise(run: Run) -> None:
+    torch.manual_seed(5)
+    nn.init.constant_(run.model.layers[1].up.weight, 0.02)
+    nn.init.zeros_(run.model.layers[2].down.bias)
+
+
+def flat(run: Run) -> None:
+    some = list(run.model.layers[1].parameters())
+    vector_to_parameters(parameters_to_vector(some).detach() * 0.5, some)
+
+
+def clamp_after_clip(run: Run) -> None:
+    run.clip(0.5)
+    clamp(run)
+
+
+def average(run: Run) -> None:
+    """An exponential moving average, copied back in the middle."""
+    mean = [param.detach().clone() for param in run.model.parameters()]
+    for step in range(4):
+        token_loss(run.model, run.batch(step)).backward()
+        run.update()
+        for smooth, param in zip(mean, run.model.parameters(), strict=True):
+            smooth.mul_(0.5).add_(param.detach(), alpha=0.5)
+        if step == 1:
+            for smooth, param in zip(mean, run.model.parameters(), strict=True):
+                param.data.copy_(smooth)
+
+
+def swap(run: Run) -> list[float]:
+    """The first rank evaluates with other weights, and puts its own back."""
+    losses = []
+    for step in range(2):
+        token_loss(run.model, run.batch(step)).backward()
+        if run.rank == 0:
+            with torch.no_grad():
+                backup = [param.clone() for param in run.model.parameters()]
+                for param in run.model.parameters():
+                    param.fill_(0.1)
+                losses.append(float(token_loss(run.model, run.batch(9))))
+                for param, value in zip(run.model.parameters(), backup, strict=True):
+                    param.copy_(value)
+        run.update()
+    return losses
+
+
+def go_back(run: Run) -> None:
+    """Weights and optimizer state of step 2 are loaded after step 4."""
+    saved: Any = None
+    for step in range(6):
+        if step == 2:
+            saved = copy.deepcopy((run.full_state(), run.optimizer.state_dict()))
+        if step == 4:
+            run.model.load_state_dict(saved[0])
+            run.optimizer.load_state_dict(saved[1])
+        token_loss(run.model, run.batch(step)).backward()
+        run.update()
+
+
+def add_group(run: Run) -> None:
+    """The second block is trained from the second step on."""
+    for step in range(4):
+        if step == 1:
+            run.optimizer.add_param_group({"params": list(run.model.layers[1].parameters()), "lr": 0.02})
+        token_loss(run.model, run.batch(step)).backward()
+        run.update()
+        for param in run.model.layers[1].parameters() if step == 0 else ():
+            param.grad = None
+
+
+def freeze_and_unfreeze(run: Run) -> None:
+    for step in range(4):
+        run.model.layers[1].requires_grad_(step >= 2)
+        token_loss(run.model, run.batch(step)).backward()
+        run.update()
+
+
+def without_second_block(model: nn.Module) -> Optimizer:
+    late = {id(param) for param in model.layers[1].parameters()}
+    return torch.optim.SGD([p for p in model.parameters() if id(p) not in late], lr=0.1, momentum=0.9)
+
+
+FP32 = ("fp32",)  # where the oracle has no masters to load or to add
+
+CASES = [
+    Case("weights clamped before each forward", every_step(clamp, before="forward")),
+    Case("weights clamped between clip and step", every_step(clamp_after_clip, before="step"), tolerance=1e-6),
+    Case("weight decay by hand", every_step(decay, before="step")),
+    Case("nn.init on parts", every_step(initialise, before="forward"), ranks=(2,)),
+    Case("vector_to_parameters", every_step(flat, before="forward"), ranks=(2,)),
+    Case("an average of weights copied back", average, ranks=(1, 2)),
+    Case("one rank swaps weights for an evaluation", swap, ranks=(1, 2)),
+    Case("weights and optimizer state loaded", go_back, precisions=FP32),
+    Case("a parameter group added later", add_group, optimizer=without_second_block, precisions=FP32),
+    Case("a block frozen and unfrozen", freeze_and_unfreeze, precisions=FP32),
+]
+
+
+def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
+    check(case, setting)
