@@ -170,7 +170,7 @@ def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bo
         kernel_path(ONE_BLOCK, NativeKernel(threads=threads), block, gradient),
         shards_path(gradient),
         *(kernel_path(f"native {isa}", NativeKernel(threads=threads, isa=isa), block, gradient) for isa in isas),
-        kernel_path(TORCH, TorchKernel(), make_memory(count), gradient),
+        kernel_path(TORCH, TorchKernel(threads=threads), make_memory(count), gradient),
         *(optimizer_path(name, make, make_memory(count), gradient) for name, make in peers if make is not None),
     ]
 

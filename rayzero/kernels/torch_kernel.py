@@ -1,16 +1,20 @@
 """Adam by ``torch._fused_adamw_`` over tiles that stay in cache, where there is no native kernel.
 
-28 bytes per parameter, bf16 gradients in, bf16 parameters out, against the memory limit of the same run
-(benchmarks/adam.py): 0.85 on a Zen 5, untiled 0.62; 0.53-0.61 on a Xeon with AVX-512, untiled 0.50. There one core does
-not saturate memory, and torch has no prefetch ahead of use: its fused kernel alone takes what the limit allows for all,
-and the casts before and after it, each 2 bytes from memory, come on top.
+[Note: a tile a thread] Threads take whole tiles and torch computes each with that thread alone. Torch's own threads
+would share each of a tile's three or four operations and meet after it; where they sleep between two
+(``OMP_WAIT_POLICY=PASSIVE``), waking them costs as much as the work. 28 bytes per parameter, bf16 gradients in, bf16
+parameters out, against the memory limit of the same run on a Zen 5 (benchmarks/adam.py): 0.82-0.84, by torch's threads
+0.81 where they spin and 0.55-0.58 where they sleep.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,25 +22,48 @@ from torch import Tensor
 from rayzero.kernels.base import AdamMemory, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.stamps import STAMP
+from rayzero.kernels.threads import use_torch_threads
 
 Tile = tuple[Segment, int, int]  # and the elements it takes of the segment
 
-TILE = 1 << 19  # elements: with 512k-1M fp32 elements the scratch stays in L2/L3 between the passes
+TILE = 1 << 18  # elements: its scratch, 1-4 MiB a thread, stays in cache between the passes; smaller ones pay for calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What one thread takes at once: the tiles of all segments between two cuts of the stamps."""
+
+    begin: int
+    end: int
+    tiles: list[Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One call: what every thread needs to know, and the windows that nobody has taken yet: a list's iterator, which
+    gives each to one thread only."""
+
+    memory: AdamMemory
+    gradients: Sequence[Tensor]
+    scale: float
+    limit: float
+    windows: Iterator[_Window]
+    on_tile: Callable[[], None]
 
 
 class TorchKernel:
-    """The tiled kernel. Bits do not depend on the tile size or torch's thread count, because segments, and so
-    tiles, are multiples of 64 elements: no vector tail anywhere."""
+    """The tiled kernel. Bits do not depend on the tile size or on threads, because segments, and so tiles, are
+    multiples of 64 elements: no vector tail anywhere."""
 
     name = "torch"
 
-    def __init__(self, tile: int = TILE) -> None:
+    def __init__(self, tile: int = TILE, *, threads: int | None = None) -> None:
+        """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call."""
         self._tile = tile
-        self._sum = RankSum(tile)
-        self._scaled = torch.zeros(tile)
-        self._step = torch.zeros(())  # torch's kernels read the step count from a tensor
+        self._threads = threads
+        self._hands = [_Hand(tile)]
+        self._pool: ThreadPoolExecutor | None = None
 
-    @torch.no_grad()
     def update(
         self,
         memory: AdamMemory,
@@ -47,40 +74,73 @@ class TorchKernel:
         *,
         limit: float = math.inf,
     ) -> None:
-        """See ``Kernel.update``."""
+        """See ``Kernel.update``; ``on_tile`` is called by whichever thread finished the tile, one at a time."""
         windows = list(self._windows(segments, memory.master.numel()))
-        done, total = 0, sum(len(tiles) for _, _, tiles in windows)
-        for begin, end, tiles in windows:
-            with memory.stamps.writing(begin, end) if memory.stamps is not None else nullcontext():
-                for segment, start, stop in tiles:
-                    self._update_tile(memory, gradients, segment, start, stop, scale, limit)
-                    on_tile(done := done + 1, total)
+        progress = _Progress(sum(len(window.tiles) for window in windows), on_tile)
+        threads = min(self._threads or torch.get_num_threads(), len(windows))
+        update = _Update(memory, gradients, scale, limit, iter(windows), progress.count)
+        if threads <= 1:
+            self._hands[0].work(update)
+        else:
+            self._share(update, threads)
 
-    def _windows(self, segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int, list[Tile]]]:
-        """Where stamps are cut, and the tiles of all segments between two cuts."""
+    def _share(self, update: _Update, threads: int) -> None:
+        if self._pool is None or threads > len(self._hands):
+            self._hands += [_Hand(self._tile) for _ in range(threads - len(self._hands))]
+            self._pool = ThreadPoolExecutor(threads, "rayzero-adam", initializer=use_torch_threads, initargs=(1,))
+        working = [self._pool.submit(hand.work, update) for hand in self._hands[:threads]]
+        wait(working)  # all of them, also after an error: nobody writes to the shard once this has returned
+        for work in working:
+            work.result()
+
+    def _windows(self, segments: Sequence[Segment], numel: int) -> Iterator[_Window]:
         size = -(-self._tile // STAMP) * STAMP
         for begin in range(0, numel, size):
             end = min(begin + size, numel)
             tiles = [tile for segment in segments for tile in self._tiles(segment, begin, end)]
             if tiles:
-                yield begin, end, tiles
+                yield _Window(begin, end, tiles)
 
     def _tiles(self, segment: Segment, begin: int, end: int) -> Iterator[Tile]:
         first, last = max(begin, segment.offset), min(end, segment.offset + segment.length)
         for start in range(first, last, self._tile):
             yield segment, start, min(start + self._tile, last)
 
-    def _update_tile(
-        self,
-        memory: AdamMemory,
-        gradients: Sequence[Tensor],
-        segment: Segment,
-        start: int,
-        stop: int,
-        scale: float,
-        limit: float,
-    ) -> None:
-        grad = self._sum.sum(gradients, segment.ranks, start, stop)
+
+class _Progress:
+    """Counts the tiles of one call, in whichever thread they end."""
+
+    def __init__(self, total: int, tell: Callable[[int, int], None]) -> None:
+        self._done, self._total, self._tell = 0, total, tell
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        with self._lock:
+            self._done += 1
+            self._tell(self._done, self._total)
+
+
+class _Hand:
+    """One thread's scratch memory, and the work it does in it."""
+
+    def __init__(self, tile: int) -> None:
+        self._sum = RankSum(tile)
+        self._scaled = torch.zeros(tile)
+        self._step = torch.zeros(())  # torch's kernels read the step count from a tensor
+
+    @torch.no_grad()
+    def work(self, update: _Update) -> None:
+        """Take windows until there are none left."""
+        for window in update.windows:
+            stamps = update.memory.stamps
+            with stamps.writing(window.begin, window.end) if stamps is not None else nullcontext():
+                for tile in window.tiles:
+                    self._update_tile(update, *tile)
+                    update.on_tile()
+
+    def _update_tile(self, update: _Update, segment: Segment, start: int, stop: int) -> None:
+        memory, scale, limit = update.memory, update.scale, update.limit
+        grad = self._sum.sum(update.gradients, segment.ranks, start, stop)
         if scale != 1.0 or limit < math.inf:
             out = grad if self._sum.owns(grad) else self._scaled[: stop - start]  # where it was: one tile less in cache
             grad = torch.mul(grad, scale, out=out)

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from rayzero.optimizer.threads import use_torch_threads
+from rayzero.kernels.threads import use_torch_threads
 
 Task = Callable[[], None]
 

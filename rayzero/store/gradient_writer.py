@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.errors import StoreClosedError, StoreError
+from rayzero.kernels.threads import use_torch_threads
 from rayzero.messages import Contribution, Pushed
 from rayzero.optimizer.futures import fail, failed, settle, settled, when_all
-from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.push_order import PushOrder
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from rayzero.errors import StoreClosedError, StoreError
+from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.memory.planner import OwnerPlan
@@ -35,7 +36,6 @@ from rayzero.optimizer.futures import fail, failed, settle, when_all
 from rayzero.optimizer.host_memory import carve
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
-from rayzero.optimizer.threads import use_torch_threads
 from rayzero.optimizer.writes import digest_of
 from rayzero.store.counting import count_bytes, tell_build, watch_gradients
 from rayzero.store.direct_memory import DirectMemory

@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from rayzero.errors import StoreError
+from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.messages import COMPUTE, ModelSpec
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
-from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store.local_peer import LocalPeer
 from rayzero.store.notices import NoticeBoard
 from rayzero.store.shared_owner import SharedOwner

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, TransferError
+from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.messages import Contribution
 from rayzero.optimizer.futures import settle
-from rayzero.optimizer.threads import use_torch_threads
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.batches import Batches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -134,6 +136,37 @@ def test_bits_do_not_depend_on_the_tile_size() -> None:
         results.append(memory)
     assert same(results[0], results[2])
     assert same(results[1], results[2])
+
+
+def test_threads_of_the_torch_kernel_share_an_update() -> None:
+    numel, grads, results = 64 * 150, make_grads(64 * 150, 2, 1), []
+    for threads in (1, 3):
+        memory, working = make_memory(numel, bf16=True), set[int]()
+        kernel = TorchKernel(64 * 7, threads=threads)
+        for _ in range(20):
+            segments = [whole(numel, OPTIONS, 1, 2)]
+            kernel.update(memory, grads, segments, 0.5, lambda *_, ids=working: ids.add(threading.get_ident()))
+        results.append(memory)
+        assert (threading.get_ident() in working) == (threads == 1)
+        assert 1 <= len(working) <= threads
+    assert same(*results)
+
+
+def test_when_a_thread_of_the_torch_kernel_fails_the_call_does_after_all_have_ended() -> None:
+    ended: list[int] = []
+
+    def on_tile(done: int, total: int) -> None:
+        ended.append(done)
+        if done == 2:
+            raise OSError("a tile went wrong")
+
+    memory, grads = make_memory(64 * 8), make_grads(64 * 8, 1, 1)
+    with pytest.raises(OSError, match="a tile went wrong"):
+        TorchKernel(64, threads=2).update(memory, grads, [whole(64 * 8, OPTIONS, 1)], 1.0, on_tile)
+    counted, master = len(ended), memory.master.clone()
+    time.sleep(0.05)
+    assert len(ended) == counted
+    assert torch.equal(memory.master, master)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
