@@ -65,13 +65,18 @@ class PageServer:
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._connection, sock=self._socket, limit=_REQUEST_BYTES)
         await self._stop.wait()
-        server.close()
+        self._loop.remove_reader(self._socket)  # accept no more; a closed server would forget one being accepted
         for writer in list(self._writers):
             writer.transport.abort()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks)
+        server.close()
+        await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stop.is_set():
+            writer.transport.abort()
+            return
         if len(self._writers) >= _MOST:
             next(iter(self._writers)).transport.abort()
         self._writers[writer] = None

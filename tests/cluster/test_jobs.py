@@ -76,7 +76,11 @@ def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_
     done = submit(cluster, working_dir, *TRAIN, *last, "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, left_at + 3)), "each step once"
+    steps = [row["step"] for row in rows]
+    first = steps[: steps.index(left_at + 1)]
+    assert first == list(range(1, len(first) + 1)), "each step once"
+    assert left_at - len(first) <= 2, "a stopped driver may miss what its ranks told last, and no more"
+    assert steps[len(first) :] == [left_at + 1, left_at + 2]
 
 
 def test_two_runs_share_a_cluster(cluster: Cluster, working_dir, tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.stamps import STAMP
 from rayzero.kernels.torch_kernel import TorchKernel
 
 OPTIONS = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -139,7 +140,7 @@ def test_bits_do_not_depend_on_the_tile_size() -> None:
 
 
 def test_threads_of_the_torch_kernel_share_an_update() -> None:
-    numel, grads, results = 64 * 150, make_grads(64 * 150, 2, 1), []
+    numel, grads, results = 6 * STAMP, make_grads(6 * STAMP, 2, 1), []
     for threads in (1, 3):
         memory, working = make_memory(numel, bf16=True), set[int]()
         kernel = TorchKernel(64 * 7, threads=threads)
@@ -160,9 +161,10 @@ def test_when_a_thread_of_the_torch_kernel_fails_the_call_does_after_all_have_en
         if done == 2:
             raise OSError("a tile went wrong")
 
-    memory, grads = make_memory(64 * 8), make_grads(64 * 8, 1, 1)
+    numel = 8 * STAMP
+    memory, grads = make_memory(numel), make_grads(numel, 1, 1)
     with pytest.raises(OSError, match="a tile went wrong"):
-        TorchKernel(64, threads=2).update(memory, grads, [whole(64 * 8, OPTIONS, 1)], 1.0, on_tile)
+        TorchKernel(64 * 64, threads=2).update(memory, grads, [whole(numel, OPTIONS, 1)], 1.0, on_tile)
     counted, master = len(ended), memory.master.clone()
     time.sleep(0.05)
     assert len(ended) == counted

@@ -181,6 +181,17 @@ def test_closing_frees_the_port_and_cuts_connections(recorder) -> None:
     Exporter(recorder, Role.RANK, host=HOST, port=int(port)).close()
 
 
+def test_a_connection_that_comes_while_it_closes_is_cut_too(recorder) -> None:
+    for _ in range(100):
+        exporter = Exporter(recorder, Role.RANK, host=HOST)
+        host, _, port = exporter.address.partition(":")
+        with socket.create_connection((host, int(port))) as idle:
+            exporter.close()
+            idle.settimeout(5)
+            with suppress(ConnectionResetError):
+                assert idle.recv(1) == b""
+
+
 def test_targets_have_the_labels_that_names_promises_and_no_others() -> None:
     targets = [
         Target(address="10.0.0.1:1", run="demo", role=Role.COORDINATOR, node="10.0.0.1"),
