@@ -103,7 +103,7 @@ PAGE = Page(
             panels=(
                 panel(
                     "Allocator",
-                    "allocated: in use; reserved: held; peak_active: the most in use so far.",
+                    "allocated: in use; reserved: held; peak_active: the most in use so far; total: what there is.",
                     "bytes",
                     ("sum by (run, rank, kind) (rayzero_gpu_memory_bytes{<run>})", "{{kind}} {{run}} rank {{rank}}"),
                 ),

@@ -34,7 +34,7 @@ def describe_run(path: Path) -> dict[str, Any]:
     record = run_status(path)
     config = path / "config.yaml"
     rows = read_rows(path)
-    checkpoint, damaged = find_checkpoint(path)
+    checkpoints, damaged = sound_checkpoints(path)
     validated = [row.validation_loss for row in rows if row.validation_loss is not None]
     return {
         "run": record["run"],
@@ -44,27 +44,33 @@ def describe_run(path: Path) -> dict[str, Any]:
         "steps": load_recipe(config).steps if config.exists() else None,
         "last": asdict(rows[-1]) if rows else None,
         "validation_loss": validated[-1] if validated else None,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "checkpoint": str(checkpoints[-1]) if checkpoints else None,
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints],
         "damaged": damaged,
+        "resumed_from": record.get("resumed_from"),
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
         "members": record.get("members", []),
+        "routing": record.get("routing"),
+        "metrics": record.get("metrics", {}),
         "telemetry": record.get("telemetry"),
     }
 
 
-def find_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that can be resumed from, and why newer ones cannot. Sizes are checked, not every byte."""
+def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
+    """The checkpoints that can be resumed from, oldest first, and why others cannot. Sizes are checked, not every
+    byte."""
     from rayzero.checkpoint import CheckpointReader, list_checkpoints
 
+    sound: list[Path] = []
     damaged: list[str] = []
-    for path in reversed(list_checkpoints(run_dir / "checkpoints")):
+    for path in list_checkpoints(run_dir / "checkpoints"):
         try:
             with CheckpointReader(path):
-                return path, damaged
+                sound.append(path)
         except CheckpointError as error:
             damaged.append(str(error))
-    return None, damaged
+    return sound, damaged
 
 
 def format_status(described: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
 from rayzero.cluster.exposure import LOOPBACK, ExposeSettings, plan_exposure
@@ -89,8 +90,14 @@ class RunActors:
         return self._open_ports()
 
     def _make_coordinator(self) -> None:
-        name = coordinator_name(self._run)
-        options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 100}
+        here = ray.get_runtime_context().get_node_id()  # whoever finds the driver's node finds http_sd
+        options = {
+            "name": coordinator_name(self._run),
+            "namespace": NAMESPACE,
+            "num_cpus": 0,  # for actors without CPUs Ray picks a node at random, and only a hard affinity changes that
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
+            "max_concurrency": 100,
+        }
         try:
             self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run)
         except ValueError as error:  # ActorAlreadyExistsError is one

@@ -21,5 +21,6 @@ def device_memory(device: torch.device) -> Iterator[Reading]:
     stats = torch.cuda.memory_stats(device)
     for kind, name in _KINDS.items():
         yield Reading(GPU_MEMORY_BYTES, stats.get(name, 0), {"kind": kind})
+    yield Reading(GPU_MEMORY_BYTES, torch.cuda.get_device_properties(device).total_memory, {"kind": "total"})
     yield Reading(GPU_ALLOC_RETRIES, stats.get("num_alloc_retries", 0), {})
     yield Reading(GPU_OOMS, stats.get("num_ooms", 0), {})

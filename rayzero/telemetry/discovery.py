@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rayzero.telemetry.metric import Role
+
+_INDEX = {Role.RANK: "rank", Role.OPTIMIZER: "actor"}  # the label that tells processes of a role apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +24,35 @@ class Target:
     @property
     def labels(self) -> dict[str, str]:
         """What Prometheus adds to every series of this process."""
-        index = {Role.RANK: "rank", Role.OPTIMIZER: "actor"}.get(self.role)
-        own = {} if index is None else {index: str(self.index)}
+        own = {_INDEX[self.role]: str(self.index)} if self.role in _INDEX else {}
         return {"run": self.run, "role": str(self.role), "node": self.node} | own
+
+    @property
+    def who(self) -> str:
+        """``"rank 0"``, ``"optimizer 1"``, ``"coordinator"``."""
+        return str(self.role) if self.index is None else f"{self.role} {self.index}"
+
+    @classmethod
+    def of(cls, address: str, labels: Mapping[str, str]) -> Target:
+        """The target that discovery describes so; raises ValueError where labels are missing or wrong."""
+        try:
+            role = Role(labels["role"])
+            index = None if role not in _INDEX else int(labels[_INDEX[role]])
+            return cls(address=address, run=labels["run"], role=role, node=labels["node"], index=index)
+        except KeyError as error:
+            raise ValueError(f"the target {address} has no label {error}") from error
 
 
 def service_discovery(targets: Iterable[Target]) -> bytes:
     """JSON that Prometheus' http_sd and file_sd read: a list of {targets, labels}."""
     groups = [{"targets": [target.address], "labels": target.labels} for target in targets]
     return json.dumps(groups, indent=1).encode() + b"\n"
+
+
+def read_discovery(text: bytes) -> tuple[Target, ...]:
+    """The targets of what ``service_discovery`` made, in order; raises ValueError for anything else."""
+    try:
+        groups = json.loads(text)
+        return tuple(Target.of(str(address), group["labels"]) for group in groups for address in group["targets"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"this is not service discovery: {type(error).__name__}: {error}") from error

@@ -350,7 +350,7 @@ GPU_MEMORY_BYTES = _gauge(
     labels=("kind",),
     roles=(RANK,),
     only="CUDA",
-    help="Torch's allocator on this rank's device. kind: allocated, reserved, peak_active.",
+    help="Torch's allocator on this rank's device. kind: allocated, reserved, peak_active; total: the device has.",
 )
 GPU_ALLOC_RETRIES = _counter(
     name="rayzero_gpu_alloc_retries_total",

@@ -124,7 +124,11 @@ def layout_bytes(recipe: RecipeConfig) -> int:
 def test_status_and_export_of_a_finished_run(whole):
     described = json.loads(finish("status", "a", "--json", cwd=whole))
     assert (described["state"], described["last"]["step"], described["steps"]) == ("finished", STEPS, STEPS)
-    assert described["checkpoint"].endswith("step-000040")
+    assert [Path(path).name for path in described["checkpoints"]] == ["step-000015", "step-000030", "step-000040"]
+    assert described["checkpoint"] == described["checkpoints"][-1]
+    assert [who["who"] for who in described["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
+    assert len(described["routing"]["addresses"]) == 2
+    assert {rank: metrics["step"] for rank, metrics in described["metrics"].items()} == {"0": STEPS, "1": STEPS}
     assert f"step        {STEPS} of {STEPS}" in finish("status", cwd=whole)
     finish("export", "runs/a", "out", cwd=whole)
     model = build_model(load_recipe(whole / "runs" / "a" / "config.yaml"), 256)

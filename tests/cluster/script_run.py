@@ -9,8 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+import ray
 from tiny import tiny_steps
 
+from rayzero.cluster.coordinator import NAMESPACE, coordinator_name
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
@@ -27,6 +29,13 @@ def train_loop(config: dict[str, int]) -> None:
         (Path(str(ctx.run_dir)) / f"ended-{ctx.rank}").write_text("")
 
 
+def nodes(run: str) -> dict[str, str]:
+    """The Ray nodes of this process and of the run's coordinator."""
+    coordinator = ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
+    there = ray.get(coordinator.hello.remote(), timeout=60)
+    return {"driver": ray.get_runtime_context().get_node_id(), "coordinator": there.node}
+
+
 def main() -> None:
     result = ZeroTrainer(
         train_loop,
@@ -34,6 +43,7 @@ def main() -> None:
         zero_config=ZeroConfig(placement=sys.argv[3] if len(sys.argv) > 3 else "beside_rank"),
         scaling_config=ScalingConfig(num_workers=2, num_optimizers=1, threads_per_worker=1, threads_per_optimizer=1),
         run_config=RunConfig(name="script", storage_path=sys.argv[1]),
+        on_start=lambda record: print(json.dumps(nodes(record["run"])), flush=True),
         on_report=lambda one: print(json.dumps({"rank": one.rank, **one.metrics}), flush=True),
     ).fit()
     print(json.dumps({"result": result.metrics, "transfers": result.transfers}), flush=True)

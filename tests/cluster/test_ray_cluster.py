@@ -47,6 +47,8 @@ def test_sigterm_ends_the_run_and_not_the_cluster(cluster, tmp_path):
     said = until_it_trains(script)
     record = read_record(tmp_path / "script")
     members = [psutil.Process(member["pid"]) for member in record["members"]]
+    (nodes,) = (json.loads(line) for line in said.splitlines() if line.startswith('{"driver"'))
+    assert nodes["coordinator"] == nodes["driver"], "who looks for http_sd looks beside the driver"
     script.terminate()
     said += script.communicate(timeout=200)[0]
     assert script.returncode == 128 + signal.SIGTERM, said

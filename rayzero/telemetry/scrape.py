@@ -1,0 +1,141 @@
+"""Reading exporters, as Prometheus does: pages fetched side by side with one deadline, and parsed by its own parser."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayzero.telemetry.discovery import Target, read_discovery
+from rayzero.telemetry.exporter import METRICS_PATH
+from rayzero.telemetry.metric import Metric
+from rayzero.telemetry.recorder import Labels
+
+__all__ = ["Scrape", "Scraped", "Series", "discover", "parse_series", "scrape"]
+
+_MOST_BYTES = 32 << 20  # of one page
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One page's values, by the names Prometheus gives them (``..._sum`` and ``..._count`` of histograms)."""
+
+    values: Mapping[tuple[str, Labels], float]
+
+    def get(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
+        """Sum over every series of this name that has all these labels; None where there is none."""
+        found = [value for _, value in self._having(metric, suffix, labels)]
+        return sum(found) if found else None
+
+    def by_label(self, metric: Metric, label: str, suffix: str = "") -> dict[str, float]:
+        """Sums by the values of one label."""
+        sums: dict[str, float] = {}
+        for labels, value in self._having(metric, suffix, {}):
+            of = dict(labels).get(label, "")
+            sums[of] = sums.get(of, 0.0) + value
+        return sums
+
+    def _having(self, metric: Metric, suffix: str, wanted: Mapping[str, str]) -> Iterator[tuple[Labels, float]]:
+        for (name, labels), value in self.values.items():
+            if name == metric.name + suffix and wanted.items() <= dict(labels).items():
+                yield labels, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scraped:
+    """What one process said, or why it said nothing."""
+
+    target: Target
+    series: Series | None
+    error: str | None = None  # a few words; None where it answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrape:
+    """All processes of a run, asked at one moment."""
+
+    at: float  # seconds since 1970
+    processes: tuple[Scraped, ...]
+
+
+def scrape(targets: Iterable[Target], *, timeout_s: float) -> Scrape:
+    """Ask every exporter at the same time; one that has not answered after ``timeout_s`` is left behind."""
+    asked, at = tuple(targets), time.time()
+    pages = asyncio.run(_all(asked, timeout_s))
+    return Scrape(at=at, processes=tuple(map(_scraped, asked, pages)))
+
+
+def discover(url: str, *, timeout_s: float) -> tuple[Target, ...]:
+    """The targets that an http_sd address names; raises OSError where it cannot be read and ValueError where it says
+    something else."""
+    return read_discovery(asyncio.run(_fetch(url, timeout_s)))
+
+
+def parse_series(text: str) -> Series:
+    """A page in Prometheus' text format; raises ValueError where it is not."""
+    families = text_string_to_metric_families(text)
+    try:
+        samples = [sample for family in families for sample in family.samples]
+    except (ValueError, IndexError) as error:  # its parser raises either
+        raise ValueError(f"no page of metrics: {error}") from error
+    return Series({(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples})
+
+
+async def _all(targets: Iterable[Target], timeout_s: float) -> list[bytes | str]:
+    """Each one's page, or why there is none."""
+    return await asyncio.gather(*(_page(target, timeout_s) for target in targets))
+
+
+async def _page(target: Target, timeout_s: float) -> bytes | str:
+    try:
+        return await _fetch(f"http://{target.address}{METRICS_PATH}", timeout_s)
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:  # asyncio's own text for one that refuses names the call, not what went wrong
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    except ValueError as error:
+        return str(error)
+
+
+def _scraped(target: Target, page: bytes | str) -> Scraped:
+    if isinstance(page, str):
+        return Scraped(target=target, series=None, error=page)
+    try:
+        return Scraped(target=target, series=parse_series(page.decode()))
+    except ValueError as error:
+        return Scraped(target=target, series=None, error=str(error))
+
+
+async def _fetch(url: str, timeout_s: float) -> bytes:
+    """The body of a page. TimeoutError, which is an OSError, after ``timeout_s`` in all, however slowly bytes drip."""
+    place = urlsplit(url)
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=64 << 10)
+        try:
+            head = f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode())
+            return _body(await _read_all(reader), url)
+        finally:
+            writer.transport.abort()
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    found = bytearray()
+    while part := await reader.read(1 << 20):
+        found += part
+        if len(found) > _MOST_BYTES:
+            raise ValueError(f"a page of more than {_MOST_BYTES:,} bytes")
+    return bytes(found)
+
+
+def _body(answer: bytes, url: str) -> bytes:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")[2]
+    if status != "200 OK":
+        raise ValueError(f"{url} answered {status or 'nothing that is HTTP'!r}")
+    return body
