@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,15 @@ from rayzero.telemetry.names import (
     SHM_USED_BYTES,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
+from rayzero.telemetry.spans import SpanRing
 
 if TYPE_CHECKING:
     from rayzero.cluster.coordinator import Member
 
-__all__ = ["LOOPBACK", "ExposeSettings", "Exposure", "MemorySource", "plan_exposure"]
+__all__ = ["LOOPBACK", "TRACE_PATH", "ExposeSettings", "Exposure", "MemorySource", "plan_exposure"]
 
 LOOPBACK = "127.0.0.1"
+TRACE_PATH = "/trace"
 
 _MEASURE_S = 5.0  # a process's pages are counted at most as often: the kernel walks all of them
 
@@ -47,6 +51,7 @@ class ExposeSettings:
     host: str  # to listen on
     port: int  # 0: any free one
     slab_dir: Path  # where this run's slabs are made
+    trace: bool  # keep spans all along, not only while somebody asks for them
 
     def target(self, address: str) -> Target:
         """What discovery says of it."""
@@ -71,6 +76,7 @@ def plan_exposure(
             host=member.host if everywhere else LOOPBACK,
             port=port,
             slab_dir=slab_dir,
+            trace=config.trace_steps is not None,
         )
     return found
 
@@ -117,10 +123,15 @@ class Exposure:
         update_seconds: Callable[[], float] | None = None,
         pages: Mapping[str, Page] | None = None,
     ) -> None:
-        """Listen; ``target`` says where. ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError where
+        """Listen; ``target`` says where. Also serves the recorder's spans: who asks for them has them kept for a while.
+
+        ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError where
         the port cannot be had."""
+        if settings.trace:
+            recorder.spans.keep()
+        all_pages = {TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {})
         exporter = Exporter(
-            recorder, settings.role, host=settings.host, port=settings.port, who=settings.who, pages=pages
+            recorder, settings.role, host=settings.host, port=settings.port, who=settings.who, pages=all_pages
         )
         recorder.watch(MemorySource(settings.slab_dir))
         self.target = settings.target(exporter.address)
@@ -132,3 +143,8 @@ class Exposure:
         self._exporter.close()
         if self._pulse is not None:
             self._pulse.close()
+
+
+def _spans(ring: SpanRing) -> bytes:
+    ring.ask()
+    return json.dumps(ring.recorded().to_json()).encode()

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
+from rayzero.telemetry.spans import Recorded
 
 __all__ = ["Measured"]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A copy of a recorder's counters and timings, by the names of ``telemetry/names.py``."""
+    """A copy of a recorder's counters and timings, by the names of ``telemetry/names.py``, and of its spans."""
 
     counters: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
     timings: Mapping[str, Mapping[Labels, Timing]] = field(default_factory=dict)
+    trace: Recorded | None = None  # where spans were kept all along; not in ``run.json``
 
     @classmethod
     def of(cls, recorder: MemoryRecorder) -> Measured:
@@ -24,6 +26,7 @@ class Measured:
         return cls(
             {metric.name: series for metric, series in recorder.counters().items()},
             {metric.name: series for metric, series in recorder.timings().items()},
+            recorder.spans.recorded() if recorder.spans.kept else None,
         )
 
     def total(self, metric: Metric, **labels: str) -> float:

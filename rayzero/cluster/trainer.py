@@ -16,9 +16,11 @@ from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.measured import Measured
 from rayzero.cluster.run_dir import RunDirectory
+from rayzero.cluster.tracing import TRACE_FILE, write_trace
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RayZeroError, RunFailedError, UnsupportedError
 from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.trace_file import last_steps
 
 __all__ = ["Result", "ZeroTrainer"]
 
@@ -122,9 +124,17 @@ class ZeroTrainer:
             raise
         finally:
             self._record(directory, journal, started, error)
+            self._write_trace(directory, journal)
         if error is not None and raise_on_error:
             raise error
         return _result(directory, journal, error, time.time() - started)
+
+    def _write_trace(self, directory: RunDirectory, journal: Journal) -> None:
+        """Where the run was to keep one: of those processes that could still tell."""
+        steps = self._run.telemetry.trace_steps
+        traces = {who: measured.trace for who, measured in journal.measured.items() if measured.trace is not None}
+        if steps is not None and traces:
+            write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
 
     def _started(self, directory: RunDirectory, journal: Journal, started: float) -> None:
         record = self._record(directory, journal, started)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, field_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from rayzero.config.base import ConfigModel, Count, Flag
 
@@ -37,9 +37,19 @@ class TelemetryConfig(ConfigModel):
     measure_bandwidth: Flag = True
     """True: each optimizer actor measures its host's memory bandwidth when it starts (96 MiB, under 0.2 s)."""
 
+    trace_steps: Count | None = None
+    """Keep what happened when, in every process, and write the last so many steps to trace.json in the run's folder
+    when it ends; null: only while ``rayzero trace`` asks for it."""
+
     @field_validator("discovery_dir")
     @classmethod
     def _some_directory(cls, value: str | None) -> str | None:
         if value == "":
             raise ValueError("must not be empty")
         return value
+
+    @model_validator(mode="after")
+    def _traces_what_it_tells(self) -> Self:
+        if self.trace_steps is not None and not self.enabled:
+            raise ValueError("trace_steps needs enabled: true")
+        return self

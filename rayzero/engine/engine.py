@@ -21,6 +21,7 @@ from rayzero.engine.hooks import UnitCalls
 from rayzero.engine.lane import Lane
 from rayzero.engine.loading import LoadedValues
 from rayzero.engine.param_unit import ParamUnit
+from rayzero.engine.pass_spans import PassSpans
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.registered import Registered
@@ -74,6 +75,7 @@ class Engine:
         self._lane = lane
         self._recorder = recorder
         self._clock = clock
+        self._passes = PassSpans(recorder.spans, lambda: self.version)
         self._unwatch: list[End] = []
         self._poison = poison
         self.residency = Residency(
@@ -167,6 +169,7 @@ class Engine:
             raise
         for unit in units:
             unit.set_guard(False)
+        self._passes.opened()
         return pushed_hooks
 
     def _push_hooks(self) -> bool:
@@ -183,6 +186,7 @@ class Engine:
 
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
         """That forward has ended, well or not."""
+        self._passes.closed(units, self._in_forward)
         if pushed_hooks:
             self.saved.pop()
         for unit in units:
@@ -200,6 +204,7 @@ class Engine:
         task = graph_task_id()
         if task >= 0:
             self._clock.enter("backward")
+            self._passes.begin_backward()
             self.collector.join(task)
             if torch.is_grad_enabled():
                 self._push_hooks()
@@ -250,6 +255,7 @@ class Engine:
     def end_forward(self) -> None:
         """The model's own forward has ended, well or not."""
         self._in_forward = False
+        self._passes.end_forward()
         self.cache.prefetch()
         if not torch.is_grad_enabled():
             self._clock.enter("data")
@@ -258,6 +264,7 @@ class Engine:
         """A graph task has ended well; ``nested``: inside another one."""
         if not nested:
             self._clock.enter("data")
+            self._passes.end_backward()
             self._backwards += 1
             self.cache.backward_over(self._more_backwards)
 
@@ -273,6 +280,7 @@ class Engine:
     def _completed(self, unit: ParamUnit) -> None:
         """All gradients this graph task brings for ``unit`` are on its Parameters: they leave."""
         self._clock.enter("backward")
+        self._passes.completed(unit)
         grads = unit.take_grads(self._trained[unit.index])
         if all(grad is None for grad in grads):
             return

@@ -14,6 +14,7 @@ import torch
 
 from rayzero.engine.residency import UnitBuffer
 from rayzero.optimizer.futures import fail, settle
+from rayzero.telemetry.spans import Over, nothing
 
 
 class Waited(NamedTuple):
@@ -55,6 +56,7 @@ class Fetching:
     _asked: float = 0.0
     _published_at: float | None = None
     _done_at: float | None = None
+    _arrived: Over = nothing
 
     def __post_init__(self) -> None:
         if self.request is not None:
@@ -67,6 +69,11 @@ class Fetching:
 
     def _note_done(self, _: Future[Any]) -> None:
         self._done_at = time.perf_counter()
+
+    def follow(self, arrived: Over) -> None:
+        """Have ``arrived`` called once the bytes are there, and before whoever waits for them goes on; often twice."""
+        self._arrived = arrived
+        self.done.add_done_callback(lambda _: arrived())
 
     @property
     def seconds(self) -> float | None:
@@ -96,6 +103,7 @@ class Fetching:
     def wait(self) -> Waited:
         """Block until the bytes are there, also on the device."""
         waited = self._wait()
+        self._arrived()
         if self.ready is not None:
             torch.cuda.current_stream(self.buffer.flat.device).wait_event(self.ready)
         return waited

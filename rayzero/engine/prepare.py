@@ -268,7 +268,7 @@ def _engine(
     version: int,
 ) -> Engine:
     lane = make_lane(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
-    clock = StepClock(context.recorder)
+    clock = StepClock(context.recorder, step=version)
     step = RankStep(
         store,
         lane,
@@ -277,6 +277,7 @@ def _engine(
         num_units=len(plan.layout.units),
         step=version,
         clock=clock,
+        spans=context.recorder.spans,
     )
     return Engine(
         model,

@@ -30,6 +30,7 @@ from rayzero.messages import (
 )
 from rayzero.optimizer.decide import edited
 from rayzero.store.protocol import ParameterStore
+from rayzero.telemetry.spans import Over, Spans, nothing
 
 _T = TypeVar("_T")
 _CALLS = {
@@ -54,15 +55,17 @@ class RankStep:
         num_units: int,
         step: int,
         clock: StepClock,
+        spans: Spans,
     ) -> None:
         self._store = store
         self._lane = lane
         self._rank, self._world_size = rank, world_size
         self._clock = clock
+        self._spans = spans
         self.step = step
         self.attempt = 0
         self.counts = [0] * num_units  # pushes per unit in this attempt
-        self._flying: deque[Future[None]] = deque()  # pushes not known to have landed, oldest first
+        self._flying: deque[tuple[Future[None], Over]] = deque()  # pushes not known to have landed, oldest first
         self._present: dict[int, int] = {}  # unit -> bits: slots with a gradient since the last zero_grad()
         self._zeroed: dict[int, int] = {}  # of them, those that zero_grad(set_to_none=False) made zero
         self._edits: list[Edit] = []  # in the order of the calls
@@ -82,17 +85,28 @@ class RankStep:
             seq=self.counts[unit.index],
             presence=pack_presence([grad is not None for grad in grads]),
         )
+        over = self._spans.begin("push", unit.name, self.step)
         landed = self._lane.push(unit, contribution, grads)
         while landed is None:  # staging is full of this rank's own earlier pushes
-            self._wait(self._flying.popleft(), "push")
+            start = time.perf_counter()
+            self._land()
+            self._exposed(start, "push")
             landed = self._lane.push(unit, contribution, grads)
         self.counts[unit.index] += 1
         bits = int.from_bytes(contribution.presence, "little")
         self._present[unit.index] = self._present.get(unit.index, 0) | bits
         self._zeroed[unit.index] = self._zeroed.get(unit.index, 0) & ~bits
-        self._flying.append(landed)
-        while self._flying and (wait or self._flying[0].done()):
-            self._flying.popleft().result()
+        if over is not nothing:
+            landed.add_done_callback(lambda _: over())
+        self._flying.append((landed, over))
+        while self._flying and (wait or self._flying[0][0].done()):
+            self._land()
+
+    def _land(self) -> None:
+        """Wait until the oldest push has landed."""
+        landed, over = self._flying.popleft()
+        landed.result()
+        over()
 
     @property
     def pushed(self) -> bool:
@@ -117,7 +131,7 @@ class RankStep:
         """Wait until every push has landed; a push that failed raises its own error here."""
         start = time.perf_counter()
         while self._flying:
-            self._flying.popleft().result()
+            self._land()
         self._exposed(start, "push")
 
     # ---- finish, edits, commit, discard

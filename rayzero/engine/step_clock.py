@@ -29,11 +29,13 @@ class StepClock:
 
     Knows seconds; not what happens in them."""
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.perf_counter, *, step: int = 0) -> None:
+        """``step``: the one that is built first."""
         self._recorder = recorder
         self._clock = clock
+        self._step = step
         self._phase = "data"
-        self._began = self._since = clock()
+        self._began = self._since = self._entered = clock()
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._committed: float | None = None  # when the last step was
         self._published = 0.0  # when the newest of its weights were
@@ -43,11 +45,17 @@ class StepClock:
         """From now on it is this phase."""
         now = self._clock()
         self._spent[self._phase] += now - self._since
+        if phase != self._phase:
+            self._recorder.spans.add("step", self._phase, self._entered, now, self._step)
+            self._entered = now
         self._phase, self._since = phase, now
 
-    def waited(self, cause: str, seconds: float) -> None:
-        """The last ``seconds`` were a wait: cause = fetch, optimizer, push, norm."""
+    def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
+        """For ``seconds``, until ``ago`` seconds before now, there was a wait: cause = fetch, optimizer, push, norm."""
         self._recorder.add(EXPOSED_WAIT_SECONDS, seconds, cause=cause)
+        if self._recorder.spans.wanted:
+            end = self._clock() - ago
+            self._recorder.spans.add("wait", cause, end - seconds, end, self._step)
         self._spent[self._phase] -= seconds
         self._spent[_WAITS[cause]] += seconds
         if cause == "optimizer":
@@ -73,5 +81,5 @@ class StepClock:
         self._recorder.observe(STEP_SECONDS, self._since - self._began)
         self._recorder.set(STEP, steps)
         self._recorder.set(LAST_STEP_TIMESTAMP, time.time())
-        self._began = self._since
+        self._began, self._step = self._since, steps
         self._spent = dict.fromkeys(PHASES, 0.0)

@@ -48,6 +48,7 @@ from rayzero.telemetry.names import (
     VERSION_LAG,
 )
 from rayzero.telemetry.recorder import Reading, Recorder
+from rayzero.telemetry.spans import nothing
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class UnitCache:
         if result == "late":
             self._recorder.observe(PREFETCH_LATE_SECONDS, waited.total)
         if waited.optimizer:
-            self._clock.waited("optimizer", waited.optimizer)
+            self._clock.waited("optimizer", waited.optimizer, ago=waited.fetch)
         if waited.fetch:
             self._clock.waited("fetch", waited.fetch)
         if self._pace is not None:
@@ -172,8 +173,12 @@ class UnitCache:
                     return False
                 raise MemoryPlanError(self._no_room(unit))
             buffer = self._residency.acquire(unit.index)
+        arrived = self._recorder.spans.begin("fetch", unit.name, self.version)
         published = self._published(unit.index)
-        unit.unshard(self._lane.fetch(unit.layout, self.version, buffer, published=published, held=held, ahead=ahead))
+        fetching = self._lane.fetch(unit.layout, self.version, buffer, published=published, held=held, ahead=ahead)
+        if arrived is not nothing:
+            fetching.follow(arrived)
+        unit.unshard(fetching)
         self._up += 1
         self._note("prefetch" if ahead else "fetch", unit.name)
         return True

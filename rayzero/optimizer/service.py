@@ -40,7 +40,7 @@ from rayzero.optimizer.publications import Listener, Publications, Published, an
 from rayzero.optimizer.rules import ShardWork
 from rayzero.optimizer.snapshot import write_snapshot
 from rayzero.optimizer.state import OwnedShard, ShardState
-from rayzero.optimizer.updater import Updater
+from rayzero.optimizer.updater import Task, Updater
 from rayzero.optimizer.writes import StagedWrites
 from rayzero.telemetry.names import (
     CHECKPOINT_BYTES,
@@ -50,6 +50,7 @@ from rayzero.telemetry.names import (
     OPTIMIZER_UPDATE_SECONDS,
 )
 from rayzero.telemetry.recorder import End, NullRecorder, Reading, Recorder
+from rayzero.telemetry.spans import Over, nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class ShardService:
         self._failure: RayZeroError | None = None
         self._last_version = -1  # after a failure: the last version that still comes
         self._progress: _Progress | None = None
+        self._deciding: Over = nothing  # of the open step, from its first collect on
         self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
 
     # ---- attach and initial values
@@ -163,7 +165,7 @@ class ShardService:
 
     def _start(self, model: OwnedModel) -> None:
         with self._lock:
-            self._model, self._norms = model, NormPass(model, self._lock, self._updater.submit)
+            self._model, self._norms = model, NormPass(model, self._lock, self._submit_sums)
             self._open_step = model.version
             restored = [] if model.needs_load else list(model.shards.values())
             for owned in restored:
@@ -171,6 +173,14 @@ class ShardService:
                 owned.move(ShardState.PUBLISHED)
         self._unwatch = self.recorder.watch(self._readings)
         self._updater.submit(lambda: self._announce(restored))
+
+    def _submit_sums(self, task: Task) -> None:
+        def summing() -> None:
+            over = self.recorder.spans.begin("norm", "sums of squares", self._open_step)
+            task()
+            over()
+
+        self._updater.submit(summing)
 
     def _readings(self) -> Iterator[Reading]:
         scratch = 0 if self._group_norms is None else self._group_norms.scratch_bytes
@@ -338,6 +348,8 @@ class ShardService:
                     raise StepMismatchError(
                         f"optimizer {self.owner} is in step {self._open_step}, asked to collect {step}"
                     )
+                if self._deciding is nothing:
+                    self._deciding = self.recorder.spans.begin("decide", f"step {step}", step)
             return self._norm_pass().collect(step, reports)
         except StoreError as exc:
             return failed(exc)
@@ -354,6 +366,8 @@ class ShardService:
             collection = self._decidable(decision)
             work = {owned.shard.index: self._work(owned, decision, collection) for owned in self._shards()}
             self._open_step = decision.step + 1
+            self._deciding()
+            self._deciding = nothing
             if 0 in self._attached().shards:
                 tell_decision(self.recorder, decision, self._attached().spec.world_size)
             self._norm_pass().decided()
@@ -439,7 +453,9 @@ class ShardService:
         on_tile(0, 1)
         if norms is not None:
             norms.before(owned)
+        over = self.recorder.spans.begin("update", _shard_name(owned), work.version - 1)
         self._attached().rule.update(owned, work, on_tile)
+        over()
         if norms is not None:
             norms.after(owned)
         self._progress = None
@@ -453,6 +469,7 @@ class ShardService:
     def _publish(self, shards: list[OwnedShard], version: int) -> None:
         if not shards:
             return
+        over = self.recorder.spans.begin("publish", _shard_name(*shards), version - 1)
         with self._lock:
             for owned in shards:
                 if owned.state is ShardState.UPDATING:
@@ -464,6 +481,7 @@ class ShardService:
                 if owned.pending:
                     owned.move(ShardState.DECIDED)
         self._announce(shards)
+        over()
         self._retry_reservations()
 
     def _announce(self, shards: list[OwnedShard]) -> None:
@@ -524,6 +542,7 @@ class ShardService:
 
     def _write(self, version: int, directory: Path, future: Future[FileEntry]) -> None:
         started = time.perf_counter()
+        over = self.recorder.spans.begin("checkpoint", directory.name, version - 1)
         try:
             entry = self._write_file(version, directory)
         except (OSError, RayZeroError) as exc:
@@ -533,6 +552,7 @@ class ShardService:
             self.recorder.observe(CHECKPOINT_SECONDS, time.perf_counter() - started, phase="write")
             self.recorder.set(CHECKPOINT_BYTES, entry.size_bytes)
             settle(future, entry)
+        over()
         self.recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started)
 
     def _write_file(self, version: int, directory: Path) -> FileEntry:
@@ -607,6 +627,12 @@ class ShardService:
         if found is None:
             raise StoreError(f"optimizer {self.owner} of {self.num_owners} does not have shard {shard}")
         return found
+
+
+def _shard_name(first: OwnedShard, *others: OwnedShard) -> str:
+    """What people call a shard, or neighbours of it."""
+    more = f" and {len(others)} more" if others else ""
+    return f"{first.unit.name or 'root'} shard {first.shard.index}{more}"
 
 
 def _describe(owned: OwnedShard, progress: _Progress | None, missing: list[int]) -> str:

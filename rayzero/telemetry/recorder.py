@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rayzero.telemetry.metric import Kind, Metric
+from rayzero.telemetry.spans import NoSpans, SpanRing, Spans
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label name
 Series = dict[Metric, dict[Labels, float]]
@@ -37,6 +38,11 @@ Source = Callable[[], Iterable[Reading]]
 
 class Recorder(Protocol):
     """Takes measurements from any thread and never blocks. Raises ValueError for labels that the metric has not."""
+
+    @property
+    def spans(self) -> Spans:
+        """Where goes what happened when, for a trace."""
+        ...
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Add ``value`` to a counter."""
@@ -59,6 +65,8 @@ class Recorder(Protocol):
 
 class NullRecorder:
     """Takes every measurement and keeps none."""
+
+    spans = NoSpans()
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Nothing."""
@@ -156,6 +164,7 @@ class MemoryRecorder:
     Knows metrics, labels and sums; not who reads them."""
 
     def __init__(self) -> None:
+        self.spans = SpanRing()
         self._shelf = _Shelf()
         self._mine = _Thread(self._shelf)
         self._gauges: dict[_Key, float] = {}

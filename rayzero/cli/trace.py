@@ -1,0 +1,29 @@
+"""``rayzero trace``: what every process of a run does when, as a file for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayzero.cli.run_choice import find_run
+
+
+def trace(
+    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch; some steps should fit in.")] = 5.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: RUN-trace.json here.")] = None,
+) -> None:
+    """Watch a running run and write when its forwards, backwards, fetches, pushes and updates were, on one clock."""
+    from rayzero.cluster.tracing import trace_run, write_trace
+
+    folder = find_run(run)
+    name = folder.resolve().name
+    path = output or Path(f"{name}-trace.json")
+    found = trace_run(folder, seconds)
+    write_trace(path, name, found)
+    spans = [span for one in found.values() for span in one.spans]
+    steps = sorted({span.step for span in spans})
+    covered = f"steps {steps[0]} to {steps[-1]}" if steps else "no step: watch longer with --seconds"
+    typer.echo(f"{path}: {len(spans):,} spans of {len(found)} processes, {covered}; open it at https://ui.perfetto.dev")

@@ -1,0 +1,94 @@
+"""A run's trace: the spans of its ranks and owners, asked for while it runs, or what it left when it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from rayzero.cluster.coordinator import RunState
+from rayzero.cluster.exposure import TRACE_PATH
+from rayzero.cluster.status import run_status
+from rayzero.errors import ConfigError, RunFailedError
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.spans import ASKED_S, Recorded
+from rayzero.telemetry.trace_file import trace_of
+
+__all__ = ["TRACE_FILE", "trace_run", "write_trace"]
+
+TRACE_FILE = "trace.json"  # in the folder of a run that kept one
+
+_ANSWER_S = 10.0
+_TRACED = (Role.RANK, Role.OPTIMIZER)  # the coordinator has no part in a step
+
+
+def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
+    """What the run in ``run_dir`` does in the next ``seconds``, or more where it keeps spans all along: by process.
+
+    Raises ConfigError where it does not run or tells nothing of itself, RunFailedError where it does not answer."""
+    record = run_status(run_dir)
+    name = record["run"]
+    if record["state"] != RunState.RUNNING:
+        raise ConfigError(_not_running(name, record["state"], run_dir / TRACE_FILE))
+    if not record.get("telemetry"):
+        raise ConfigError(f"run {name!r} tells nothing of itself: it has run.telemetry.enabled=false")
+    addresses = _traced(_get(record["telemetry"]["http_sd"], name))
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        ask = partial(_ask_all, pool, addresses, name)
+        ask()
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, ASKED_S / 2))
+            found = ask()
+    return found
+
+
+def _not_running(name: str, state: str, kept: Path) -> str:
+    if kept.is_file():
+        return f"run {name!r} does not run any more ({state}); its trace is in {kept}"
+    return (
+        f"run {name!r} does not run any more ({state}) and kept no trace: ask while it runs, or start it with "
+        "run.telemetry.trace_steps=10 for a trace of its last 10 steps"
+    )
+
+
+def _traced(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """By who it is, the address of every process that has spans: ranks first."""
+    found = {}
+    for group in groups:
+        labels = group["labels"]
+        if labels["role"] in _TRACED:
+            found[f"{labels['role']} {labels.get('rank', labels.get('actor'))}"] = group["targets"][0]
+    return dict(sorted(found.items(), key=lambda item: (item[0].split()[0] != Role.RANK, len(item[0]), item[0])))
+
+
+def _ask_all(pool: ThreadPoolExecutor, addresses: Mapping[str, str], run: str) -> dict[str, Recorded]:
+    answers = pool.map(lambda address: _get(f"http://{address}{TRACE_PATH}", run), addresses.values())
+    return {who: Recorded.from_json(answer) for who, answer in zip(addresses, answers, strict=True)}
+
+
+def _get(url: str, run: str) -> Any:
+    try:
+        with urlopen(url, timeout=_ANSWER_S) as answer:
+            return json.load(answer)
+    except (OSError, HTTPException, ValueError) as error:
+        raise RunFailedError(
+            f"run {run!r} does not answer at {url}: {error}; has it just ended, or is this another network?"
+        ) from error
+
+
+def write_trace(path: Path, run: str, processes: Mapping[str, Recorded]) -> None:
+    """The file that Perfetto shows, whole or not at all. Raises ConfigError where it cannot be written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(trace_of(run, processes)) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from error
