@@ -40,7 +40,7 @@ class PassSpans:
         began = self._opened.pop()
         if units and began:
             lane = "backward" if graph_task_id() >= 0 else "forward" if in_forward else "touch"
-            self._add(lane, ", ".join(unit.name or "root" for unit in units), began)
+            self._add(lane, ", ".join(unit.name for unit in units), began)
 
     def end_forward(self) -> None:
         """The model's forward has ended."""
@@ -55,7 +55,7 @@ class PassSpans:
         """A unit has all gradients that this pass brings."""
         self._in_backward = True
         if self._spans.wanted:
-            self._add("backward", unit.name or "root", self._since)
+            self._add("backward", unit.name, self._since)
         self._since = self._clock()
 
     def end_backward(self) -> None:

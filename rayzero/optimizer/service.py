@@ -632,7 +632,7 @@ class ShardService:
 def _shard_name(first: OwnedShard, *others: OwnedShard) -> str:
     """What people call a shard, or neighbours of it."""
     more = f" and {len(others)} more" if others else ""
-    return f"{first.unit.name or 'root'} shard {first.shard.index}{more}"
+    return f"{first.unit.name} shard {first.shard.index}{more}"
 
 
 def _describe(owned: OwnedShard, progress: _Progress | None, missing: list[int]) -> str:
