@@ -12,6 +12,7 @@ from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
 from rayzero.cli.plan import plan
 from rayzero.cli.status import status
+from rayzero.cli.top import top
 from rayzero.cli.trace import trace
 from rayzero.cli.train import train
 from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(status)
+app.command()(top)
 app.command()(trace)
 app.command()(export)
 app.command()(plan)

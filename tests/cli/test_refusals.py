@@ -174,6 +174,14 @@ def test_status_names_a_run_that_is_not_there(tmp_path):
     assert "holds no run" in refused("status", "x", cwd=tmp_path)
 
 
+def test_top_names_a_run_that_is_not_there_and_a_wrong_interval(tmp_path):
+    assert "no runs in" in refused("top", cwd=tmp_path)
+    assert "no such run: 'x'" in refused("top", "x", cwd=tmp_path)
+    assert "--interval is 0.1 but must be at least 1" in refused("top", "--interval", "0.1", cwd=tmp_path)
+    (tmp_path / "x").mkdir()
+    assert "holds no run" in refused("top", "x", cwd=tmp_path)
+
+
 def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
     run = trained / "runs" / "r"
     (run / "run.json").write_text("{}")
@@ -208,4 +216,4 @@ def test_as_a_process_it_is_one_line_and_with_debug_a_traceback(tmp_path):
 def test_help_names_every_command(tmp_path):
     ended = rayzero("--help", cwd=tmp_path)
     assert ended.code == 0
-    assert all(command in ended.out for command in ("train", "status", "export", "doctor"))
+    assert all(command in ended.out for command in ("train", "status", "top", "export", "doctor"))

@@ -1,0 +1,272 @@
+"""What ``rayzero top`` shows: a run between two scrapes, as numbers. No clock, no network, no terminal.
+
+[Note: since when] Speeds, waits and phases are differences of two scrapes, divided by the steps that ended in between.
+Where none ended (long steps, a run that hangs), they are the means since each process began, and the picture says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.metric import Metric, Role
+from rayzero.telemetry.names import (
+    ETA_SECONDS,
+    EXPOSED_WAIT_SECONDS,
+    GPU_MEMORY_BYTES,
+    HEARTBEAT_AGE_SECONDS,
+    HOST_BANDWIDTH_LIMIT,
+    HOST_MEMORY_HEADROOM_BYTES,
+    HOST_MEMORY_LIMIT_BYTES,
+    LAST_STEP_TIMESTAMP,
+    OPTIMIZER_BYTES,
+    OPTIMIZER_CORES,
+    OPTIMIZER_QUEUE_DEPTH,
+    OPTIMIZER_THREADS,
+    OPTIMIZER_UPDATE_SECONDS,
+    PARAM_VERSION,
+    PREFETCH_REQUESTS,
+    PREFETCH_WINDOW_BYTES,
+    PREFETCH_WINDOW_LIMIT_BYTES,
+    PROCESS_MEMORY_BYTES,
+    SHARDS,
+    SHM_LIMIT_BYTES,
+    SHM_USED_BYTES,
+    STEP,
+    STEP_PHASE_SECONDS,
+    STEP_SECONDS,
+    TOKENS,
+    TRAIN_LOSS,
+)
+from rayzero.telemetry.scrape import Scrape, Scraped, Series
+
+__all__ = ["CAUSES", "PHASES", "Bar", "OwnerRow", "Picture", "RankRow", "draw_from", "keep"]
+
+PHASES = ("data", "forward", "fetch_wait", "backward", "grad_push", "norm", "optimizer", "checkpoint")
+CAUSES = ("fetch", "push", "norm", "optimizer")
+RESULTS = ("hit", "late", "miss")
+
+_MOST_KEPT = 60  # scrapes
+_LATE_S = 10.0  # processes tell the coordinator every two seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """One rank; numbers that it does not tell are None."""
+
+    who: str
+    step: int | None
+    loss: float | None  # nats
+    step_seconds: float | None
+    waits: dict[str, float]  # cause -> seconds a step
+    prefetch: dict[str, int]  # result -> uses since the earlier scrape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerRow:
+    """One optimizer actor; numbers that it does not tell are None."""
+
+    who: str
+    update_seconds: float | None  # of one step's
+    queue: int | None  # tasks
+    threads: int | None
+    cores: int | None
+    efficiency: float | None  # of the measured limit of its host's memory
+    version: int | None
+    shards: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Bytes in use; limit: None where there is none."""
+
+    what: str
+    used: float
+    limit: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A run as one screen shows it."""
+
+    run: str
+    step: int | None  # of the rank that is furthest behind
+    loss: float | None  # mean over ranks
+    tokens_per_second: float | None  # all ranks
+    step_seconds: float | None  # mean over ranks
+    eta_seconds: float | None
+    since_step: float | None  # seconds since a rank last committed a step
+    span: float | None  # seconds between the scrapes; None: means since the start, see [Note: since when]
+    steps: int  # that ended in the span
+    phases: dict[str, float]  # seconds a step, mean over ranks, in the order of PHASES
+    ranks: tuple[RankRow, ...]
+    owners: tuple[OwnerRow, ...]
+    bars: tuple[Bar, ...]
+    silent: dict[str, str]  # process -> why it told nothing
+    late: dict[str, float]  # process -> seconds since the coordinator heard of it, where that is long
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One process now and before; ``before`` is None where differences are to be those since its start."""
+
+    target: Target
+    now: Series
+    before: Series | None
+
+    def grown(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
+        """What a counter gained; all of it where the process has begun anew. None where it does not tell it."""
+        now = self.now.get(metric, suffix, **labels)
+        before = self.before.get(metric, suffix, **labels) if self.before is not None else None
+        return now if now is None or before is None or before > now else now - before
+
+    def mean(self, metric: Metric, **labels: str) -> float | None:
+        """The mean of what a histogram took in; None where it took in nothing."""
+        return _ratio(self.grown(metric, "_sum", **labels), self.grown(metric, "_count", **labels))
+
+    def whole(self, metric: Metric) -> int | None:
+        """A gauge that counts."""
+        value = self.now.get(metric)
+        return None if value is None else int(value)
+
+
+def keep(kept: Sequence[Scrape], window_s: float) -> tuple[Scrape, ...]:
+    """The scrapes that a next picture may begin from, oldest first: as few as cover ``window_s`` and one step's end."""
+    left = list(kept)
+    while len(left) > 2 and left[-1].at - left[1].at >= window_s and _steps_between(left[1], left[-1]):
+        del left[0]
+    while len(left) > _MOST_KEPT:  # no step has ended for long: only the oldest knows since when
+        del left[1]
+    return tuple(left)
+
+
+def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
+    """The picture of the time between two scrapes; ``before`` None: of all the time until ``now``."""
+    steps = _steps_between(before, now) if before is not None else 0
+    processes = _pair(before if steps else None, now)
+    ranks = [process for process in processes if process.target.role is Role.RANK]
+    owners = [process for process in processes if process.target.role is Role.OPTIMIZER]
+    committed = _told(rank.now.get(LAST_STEP_TIMESTAMP) for rank in ranks)
+    return Picture(
+        run=run,
+        step=min((int(step) for step in _told(rank.now.get(STEP) for rank in ranks)), default=None),
+        loss=_mean(rank.now.get(TRAIN_LOSS) for rank in ranks),
+        tokens_per_second=_sum(_ratio(rank.grown(TOKENS), rank.grown(STEP_SECONDS, "_sum")) for rank in ranks),
+        step_seconds=_mean(rank.mean(STEP_SECONDS) for rank in ranks),
+        eta_seconds=max(_told(rank.now.get(ETA_SECONDS) for rank in ranks), default=None),
+        since_step=max(0.0, now.at - max(committed)) if committed else None,
+        span=now.at - before.at if before is not None and steps else None,
+        steps=steps,
+        phases={phase: _mean(rank.mean(STEP_PHASE_SECONDS, phase=phase) for rank in ranks) or 0.0 for phase in PHASES},
+        ranks=tuple(map(_rank_row, ranks)),
+        owners=tuple(map(_owner_row, owners)),
+        bars=(*_node_bars(processes), *_process_bars(processes)),
+        silent={one.target.who: one.error or "" for one in now.processes if one.series is None},
+        late=_late(processes),
+    )
+
+
+def _pair(before: Scrape | None, now: Scrape) -> list[_Process]:
+    """Every process that answered, beside what it said before."""
+    earlier = {one.target: one.series for one in before.processes} if before is not None else {}
+    return [_Process(one.target, one.series, earlier.get(one.target)) for one in now.processes if one.series]
+
+
+def _steps_between(before: Scrape, now: Scrape) -> int:
+    """Steps that ended, of the rank that did most of those that answered both times."""
+    earlier = {one.target: _steps(one) for one in before.processes if one.series}
+    done = [_steps(one) - earlier[one.target] for one in now.processes if one.series and one.target in earlier]
+    return max([0, *done])
+
+
+def _steps(one: Scraped) -> int:
+    return int((one.series.get(STEP_SECONDS, "_count") if one.series else None) or 0)
+
+
+def _rank_row(rank: _Process) -> RankRow:
+    steps = rank.grown(STEP_SECONDS, "_count")
+    waits = {cause: _ratio(rank.grown(EXPOSED_WAIT_SECONDS, cause=cause) or 0.0, steps) for cause in CAUSES}
+    return RankRow(
+        who=rank.target.who,
+        step=rank.whole(STEP),
+        loss=rank.now.get(TRAIN_LOSS),
+        step_seconds=rank.mean(STEP_SECONDS),
+        waits={cause: seconds for cause, seconds in waits.items() if seconds is not None},
+        prefetch={result: int(rank.grown(PREFETCH_REQUESTS, result=result) or 0) for result in RESULTS},
+    )
+
+
+def _owner_row(owner: _Process) -> OwnerRow:
+    moved = _ratio(owner.grown(OPTIMIZER_BYTES), owner.grown(OPTIMIZER_UPDATE_SECONDS, "_sum"))
+    return OwnerRow(
+        who=owner.target.who,
+        update_seconds=owner.mean(OPTIMIZER_UPDATE_SECONDS),
+        queue=owner.whole(OPTIMIZER_QUEUE_DEPTH),
+        threads=owner.whole(OPTIMIZER_THREADS),
+        cores=owner.whole(OPTIMIZER_CORES),
+        efficiency=_ratio(moved, owner.now.get(HOST_BANDWIDTH_LIMIT)),
+        version=owner.whole(PARAM_VERSION),
+        shards=owner.whole(SHARDS),
+    )
+
+
+def _node_bars(processes: Iterable[_Process]) -> list[Bar]:
+    """Each node's memory and shared memory, as the first of its processes tells them."""
+    nodes: dict[str, Series] = {}
+    for process in processes:
+        if process.now.get(HOST_MEMORY_HEADROOM_BYTES) is not None:
+            nodes.setdefault(process.target.node, process.now)
+    bars = []
+    for node, series in nodes.items():
+        limits = series.by_label(HOST_MEMORY_LIMIT_BYTES, "source").values()
+        headroom, shm = series.get(HOST_MEMORY_HEADROOM_BYTES), series.get(SHM_USED_BYTES)
+        if limits and headroom is not None:
+            bars.append(Bar(what=f"{node} memory", used=max(0.0, min(limits) - headroom), limit=min(limits)))
+        if shm is not None:
+            bars.append(Bar(what=f"{node} shared memory", used=shm, limit=series.get(SHM_LIMIT_BYTES)))
+    return bars
+
+
+def _process_bars(processes: Iterable[_Process]) -> list[Bar]:
+    """What each process takes of its node, and what a rank has gathered of what it may."""
+    bars = []
+    for process in processes:
+        who, now = process.target.who, process.now
+        limits = now.by_label(HOST_MEMORY_LIMIT_BYTES, "source").values()
+        candidates = (
+            ("host", now.get(PROCESS_MEMORY_BYTES, kind="pss"), min(limits, default=None)),
+            ("gathered", now.get(PREFETCH_WINDOW_BYTES), now.get(PREFETCH_WINDOW_LIMIT_BYTES)),
+            ("gpu", now.get(GPU_MEMORY_BYTES, kind="allocated"), now.get(GPU_MEMORY_BYTES, kind="total")),
+        )
+        bars += [
+            Bar(what=f"{who} {what}", used=used, limit=limit) for what, used, limit in candidates if used is not None
+        ]
+    return bars
+
+
+def _late(processes: Iterable[_Process]) -> dict[str, float]:
+    ages: dict[str, float] = {}
+    for process in processes:
+        if process.target.role is Role.COORDINATOR:
+            ages |= process.now.by_label(HEARTBEAT_AGE_SECONDS, "process")
+    return {who: age for who, age in ages.items() if age > _LATE_S}
+
+
+def _told(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    told = _told(values)
+    return fmean(told) if told else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    told = _told(values)
+    return sum(told) if told else None
+
+
+def _ratio(value: float | None, by: float | None) -> float | None:
+    return value / by if value is not None and by else None
