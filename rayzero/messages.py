@@ -45,6 +45,7 @@ class ModelSpec:
     nonfinite: str = "skip"  # "skip" | "raise"
     shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
     kernel: str = "auto"  # kernels/: who computes the update
+    offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # checkpoint directory the owners start from
 
     def to_json(self) -> dict[str, Any]:

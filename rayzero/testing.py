@@ -34,6 +34,7 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.memory.slabs import SHARED_MEMORY, sweep
+from rayzero.optimizer.ownership import device_owners
 from rayzero.store.protocol import ParameterStore
 from rayzero.store.same_host import why_no_sharing
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
@@ -64,8 +65,9 @@ def run_ranks(
     processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
     transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory; or a
     function (rank, recorder) that connects a rank to owners of your own.
-    config: what ``rayzero.prepare`` uses where the loop gives it none. threads: torch threads of each rank process
-    and of each owner. stall_timeout: seconds a rank waits for a peer that makes no progress.
+    config: what ``rayzero.prepare`` uses where the loop gives it none; owners beside ranks are started for its
+    ``offload_fraction``. threads: torch threads of each rank process and of each owner. stall_timeout: seconds a rank
+    waits for a peer that makes no progress.
 
     The error of the rank that failed first is raised, with a note that names the rank; the others are told to stop.
     Nothing is left behind: no thread, process or port.
@@ -83,8 +85,9 @@ def run_ranks(
     if callable(transport):
         return _in_processes(fn, places, transport) if processes else _in_threads(fn, places, transport)
     share = SHARED_MEMORY if transport == "shm" else None
+    beside_ranks = device_owners(world_size, (config or ZeroConfig()).host_fraction)
     owners = _local_owners if transport == "inproc" else partial(_served_owners, share)
-    with owners(num_optimizers, threads, stall_timeout) as connect:
+    with owners(num_optimizers, beside_ranks, threads, stall_timeout) as connect:
         return _in_processes(fn, places, connect) if processes else _in_threads(fn, places, connect)
 
 
@@ -151,10 +154,10 @@ class _Outcome:
 
 
 @contextmanager
-def _local_owners(num_optimizers: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
+def _local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
     from rayzero.store.inprocess import InProcessStore, LocalOwners
 
-    owners = LocalOwners(num_optimizers, threads=threads)
+    owners = LocalOwners(num_optimizers, threads=threads, devices=[torch.device("cpu")] * beside_ranks)
     try:
         yield lambda rank, recorder: InProcessStore(rank, owners, stall_timeout=stall_timeout, recorder=recorder)
     finally:
@@ -184,7 +187,9 @@ class _Addresses:
 
 
 @contextmanager
-def _served_owners(share: Path | None, num_optimizers: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
+def _served_owners(
+    share: Path | None, num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float
+) -> Iterator[Connect]:
     from rayzero.optimizer.service import ShardService
     from rayzero.store.grpc_server import OwnerServer
     from rayzero.store.shared_owner import SharedOwner
@@ -192,10 +197,11 @@ def _served_owners(share: Path | None, num_optimizers: int, threads: int, stall_
     token = secrets.token_hex(16)
     with ExitStack() as stack:
         servers = []
-        for owner in range(num_optimizers):
-            shared = SharedOwner(owner, num_optimizers, share) if share is not None else None
+        num_owners = num_optimizers + beside_ranks
+        for owner in range(num_owners):
+            shared = SharedOwner(owner, num_owners, share) if share is not None else None
             make_memory = shared.make_memory if shared is not None else None
-            service = ShardService(owner, num_optimizers, threads=threads, make_memory=make_memory)
+            service = ShardService(owner, num_owners, threads=threads, make_memory=make_memory)
             stack.callback(service.close)
             server = OwnerServer(service, token=token, shared=shared)
             stack.callback(server.stop)

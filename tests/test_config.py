@@ -215,7 +215,6 @@ def test_a_config_inside_another_is_checked_as_itself() -> None:
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        ({"offload_optimizer_states": False}, "offload_optimizer_states=False"),
         ({"cpu_compression": "int8"}, "cpu_compression='int8'"),
         ({"overlap": "backward"}, "overlap='backward'"),
     ],
@@ -228,6 +227,15 @@ def test_what_is_not_there_yet_is_refused_by_name(settings: dict[str, Any], sett
     assert message.startswith(setting)
     assert "; use " in message or "; leave " in message
     assert "\n" not in message
+
+
+def test_the_part_of_the_optimizer_that_stays_on_the_host() -> None:
+    assert ZeroConfig().host_fraction == 1.0
+    assert ZeroConfig(offload_fraction=0.3).host_fraction == 0.3
+    assert ZeroConfig(offload_fraction=0.3, offload_optimizer_states=False).host_fraction == 0.0
+    assert ZeroConfig.from_yaml("offload_fraction: 0").host_fraction == 0.0
+    for wrong in (-0.1, 1.1, float("nan")):
+        assert "offload_fraction is" in error_line(lambda wrong=wrong: ZeroConfig(offload_fraction=wrong))
 
 
 def test_the_default_config_is_supported() -> None:

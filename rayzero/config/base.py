@@ -51,6 +51,7 @@ Size = Annotated[
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _BYTE_TEXT.pattern}]}
     ),
 ]
+Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 

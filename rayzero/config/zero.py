@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Positive, Size
+from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Positive, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
 from rayzero.errors import UnsupportedError
 
@@ -27,7 +27,13 @@ class ZeroConfig(ConfigModel):
     fp32 and are pushed once, at step()."""
 
     offload_optimizer_states: Flag = True
-    """True: moments live with the owners on the host. False is refused by name for now."""
+    """True: masters and moments live on the host, as far as offload_fraction says. False: on the ranks' devices, as
+    with offload_fraction=0."""
+
+    offload_fraction: Share = 1.0
+    """Of the trained elements, how many have their optimizer on the host, 0 to 1. The others' masters and moments lie
+    on the ranks' devices, each rank's an equal part, in whole shards: those used first in forward, whose update would
+    be waited for first. In a run with optimizer actors it is zero_config's that counts."""
 
     cpu_memory_budget: Size = 32 * GIB
     """Bytes of host memory each owner's plan may use (parameters, master, moments, gradient landing, staging)."""
@@ -166,6 +172,11 @@ class ZeroConfig(ConfigModel):
         return self
 
     @property
+    def host_fraction(self) -> float:
+        """``offload_fraction``; 0 without ``offload_optimizer_states``."""
+        return self.offload_fraction if self.offload_optimizer_states else 0.0
+
+    @property
     def shared_directory(self) -> Path | None:
         """Where memory is shared with processes of the same host; None where ``transport`` forbids it."""
         return Path(self.slab_dir) if self.transport in ("auto", "shm") else None
@@ -245,10 +256,7 @@ class ZeroConfig(ConfigModel):
         return self.replace(pin_cpu_memory=enabled)
 
 
-_NOT_YET: tuple[tuple[str, object, str], ...] = (
-    ("offload_optimizer_states", False, "leave it True: moments live with the owners"),
-    ("overlap", "backward", "use overlap='forward' or 'none'"),
-)
+_NOT_YET: tuple[tuple[str, object, str], ...] = (("overlap", "backward", "use overlap='forward' or 'none'"),)
 
 
 def _plain(value: object) -> str:

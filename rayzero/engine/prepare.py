@@ -33,6 +33,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.layout.units import UnitPlan, UnitRule, build_layout
 from rayzero.messages import ModelSpec
+from rayzero.optimizer.ownership import device_owners
 from rayzero.store.protocol import ParameterStore
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,6 +79,7 @@ def prepare(
     context = get_context()
     config = config or context.config or ZeroConfig()
     config.require_supported()
+    _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
     _refuse_second(context)
     plan = plan_units(model, config, units)
@@ -87,7 +89,7 @@ def prepare(
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, config, context)
     device = _device(model, context)
-    store = context.connect() if context.connect is not None else _alone(config, context)
+    store = context.connect() if context.connect is not None else _alone(config, context, device)
     try:
         attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
@@ -137,6 +139,16 @@ def _check_arguments(model: object, optimizer: object, config: object) -> None:
                 else f"torch.{'nn' if kind is nn.Module else 'optim'}.{kind.__name__}"
             )
             raise ConfigError(f"rayzero.prepare: {name} must be a {whole}, got {type(value).__name__}")
+
+
+def _check_fraction(config: ZeroConfig, context: RankContext) -> None:
+    """Owners beside ranks are started with the run."""
+    ours, started = config.host_fraction, (context.config or ZeroConfig()).host_fraction
+    if context.connect is not None and device_owners(1, ours) != device_owners(1, started):
+        raise ConfigError(
+            f"offload_fraction={ours:g} was given to rayzero.prepare(), but the run was started with {started:g}; give "
+            "it in the run's own config (ZeroTrainer: zero_config, run_ranks: config)"
+        )
 
 
 def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -203,6 +215,7 @@ def _spec(
         nonfinite=config.nonfinite,
         shard_map=config.shard_map,
         kernel=config.kernel,
+        offload_fraction=config.host_fraction,
         restore_from=None if context.resume is None else str(context.resume),
     )
 
@@ -241,8 +254,8 @@ def _root_units(plan: UnitPlan) -> list[int]:
 # ---- store, engine, units ---------------------------------------------------------------------------------------
 
 
-def _alone(config: ZeroConfig, context: RankContext) -> ParameterStore:
-    """One owner in this process, ended with the context."""
+def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> ParameterStore:
+    """One owner in this process, and where asked for one with its states on ``device``; ended with the context."""
     from rayzero.store.inprocess import InProcessStore, LocalOwners
 
     if config.transport not in ("auto", "inproc"):
@@ -251,7 +264,11 @@ def _alone(config: ZeroConfig, context: RankContext) -> ParameterStore:
             "transport='auto'"
         )
     owners = LocalOwners(
-        1, threads=torch.get_num_threads(), memory_budget=config.cpu_memory_budget, recorder=context.recorder
+        1,
+        threads=torch.get_num_threads(),
+        memory_budget=config.cpu_memory_budget,
+        recorder=context.recorder,
+        devices=[device] * device_owners(1, config.host_fraction),
     )
     context.on_close(lambda _: owners.close())
     return InProcessStore(0, owners, stall_timeout=config.stall_timeout, recorder=context.recorder)

@@ -18,11 +18,11 @@ GROUP = 8  # consecutive ranks
 class RankSum:
     """Sums tiles of several ranks' gradients in scratch memory it owns: one instance per thread."""
 
-    def __init__(self, tile: int) -> None:
-        """``tile``: the most elements one call may sum."""
-        self._total = torch.zeros(tile)
-        self._group = torch.zeros(tile)
-        self._wide = torch.zeros(tile)
+    def __init__(self, tile: int, device: torch.device | None = None) -> None:
+        """``tile``: the most elements one call may sum. ``device``: where it sums; None: the host."""
+        self._total = torch.zeros(tile, device=device)
+        self._group = torch.zeros(tile, device=device)
+        self._wide = torch.zeros(tile, device=device)
 
     def sum(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> Tensor:
         """fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty).
@@ -30,7 +30,7 @@ class RankSum:
         The result may be the only rank's own memory: read it, do not write it. It is valid until the next call."""
         if len(ranks) == 1:
             only = gradients[ranks[0]][start:stop]
-            return only if only.dtype is torch.float32 else self._total[: stop - start].copy_(only)
+            return only if self._ready(only) else self._total[: stop - start].copy_(only)
         total, group = self._total[: stop - start], self._group[: stop - start]
         for index, (_, members) in enumerate(groupby(ranks, key=lambda rank: rank // GROUP)):
             parts = [gradients[rank][start:stop] for rank in members]
@@ -48,6 +48,10 @@ class RankSum:
     def _sum_group(self, out: Tensor, parts: list[Tensor]) -> None:
         out.copy_(parts[0])
         for part in parts[1:]:
-            if part.dtype is not torch.float32:
+            if not self._ready(part):
                 part = self._wide[: part.numel()].copy_(part)  # add_ of mixed dtypes would allocate
             out.add_(part)
+
+    def _ready(self, part: Tensor) -> bool:
+        """fp32, and where the sum is."""
+        return part.dtype is torch.float32 and part.device == self._total.device

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from rayzero.kernels.base import AdamMemory, Segment
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP
 from rayzero.kernels.threads import use_torch_threads
 
 Tile = tuple[Segment, int, int]  # and the elements it takes of the segment
 
 TILE = 1 << 18  # elements: its scratch, 1-4 MiB a thread, stays in cache between the passes; smaller ones pay for calls
+DEVICE_TILE = 1 << 21  # on a device: 32 MiB of scratch, and copies over the link that are long enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,15 @@ class TorchKernel:
 
     name = "torch"
 
-    def __init__(self, tile: int = TILE, *, threads: int | None = None) -> None:
-        """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call."""
+    def __init__(self, tile: int = TILE, *, threads: int | None = None, device: torch.device | None = None) -> None:
+        """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call. ``device``:
+        where master and moments are, gradients and published parameters may be on the host: one thread computes, on a
+        stream of its own, and ``update`` returns when it is done. None: the host."""
         self._tile = tile
-        self._threads = threads
-        self._hands = [_Hand(tile)]
+        self._threads = 1 if device is not None else threads
+        self._stream = SideStream(device)
+        with self._stream.used():  # scratch belongs to the stream that uses it
+            self._hands = [_Hand(tile, device)]
         self._pool: ThreadPoolExecutor | None = None
 
     def update(
@@ -80,13 +86,14 @@ class TorchKernel:
         threads = min(self._threads or torch.get_num_threads(), len(windows))
         update = _Update(memory, gradients, scale, limit, iter(windows), progress.count)
         if threads <= 1:
-            self._hands[0].work(update)
+            with self._stream.used():
+                self._hands[0].work(update)
         else:
             self._share(update, threads)
 
     def _share(self, update: _Update, threads: int) -> None:
         if self._pool is None or threads > len(self._hands):
-            self._hands += [_Hand(self._tile) for _ in range(threads - len(self._hands))]
+            self._hands += [_Hand(self._tile, None) for _ in range(threads - len(self._hands))]
             self._pool = ThreadPoolExecutor(threads, "rayzero-adam", initializer=use_torch_threads, initargs=(1,))
         working = [self._pool.submit(hand.work, update) for hand in self._hands[:threads]]
         wait(working)  # all of them, also after an error: nobody writes to the shard once this has returned
@@ -123,10 +130,10 @@ class _Progress:
 class _Hand:
     """One thread's scratch memory, and the work it does in it."""
 
-    def __init__(self, tile: int) -> None:
-        self._sum = RankSum(tile)
-        self._scaled = torch.zeros(tile)
-        self._step = torch.zeros(())  # torch's kernels read the step count from a tensor
+    def __init__(self, tile: int, device: torch.device | None) -> None:
+        self._sum = RankSum(tile, device)
+        self._scaled = torch.zeros(tile, device=device)
+        self._step = torch.zeros((), device=device)  # torch's kernels read the step count from a tensor
 
     @torch.no_grad()
     def work(self, update: _Update) -> None:

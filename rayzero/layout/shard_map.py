@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise, takewhile
 
 import torch
 
@@ -38,6 +38,7 @@ class ShardMap:
     owners: tuple[int, ...]  # per item
     sizes: tuple[int, ...]  # bytes, per item
     num_owners: int
+    num_device_owners: int = 0  # of them, the last so many: one beside each rank, with its states on the rank's device
 
     def __post_init__(self) -> None:
         if self.num_owners < 1:
@@ -99,6 +100,10 @@ class ShardMap:
         """The items of ``owner``, ascending."""
         return self._items[self._known(owner)]
 
+    def on_device(self, owner: int) -> bool:
+        """Whether ``owner`` keeps masters and optimizer states on its rank's device."""
+        return self._known(owner) >= self.num_owners - self.num_device_owners
+
     def num_shards_of(self, owner: int) -> int:
         """How many items ``owner`` has."""
         return len(self.shards_of(owner))
@@ -147,14 +152,46 @@ def _rounds(sizes: Sequence[int], groups: Sequence[int] | None, num_owners: int)
 POLICIES = ("balanced", "round_robin", "contiguous")
 
 
-def shard_map_for(layout: ModelLayout, num_owners: int, policy: str) -> ShardMap:
+def shard_map_for(
+    layout: ModelLayout,
+    num_owners: int,
+    policy: str,
+    *,
+    num_device_owners: int = 0,
+    offload_fraction: float = 1.0,
+) -> ShardMap:
     """The owner of every shard of ``layout``; the same on every rank and every owner.
 
-    A shard's bytes are what its owner keeps for it under Adam (:func:`resident_bytes`). Raises ConfigError on an
-    unknown policy and on fewer than 1 owner."""
+    A shard's bytes are what its owner keeps for it under Adam (:func:`resident_bytes`). The last
+    ``num_device_owners`` of the owners share :func:`device_shards`, the others the rest, both by ``policy``. Raises
+    ConfigError on an unknown policy and on fewer than 1 other owner."""
     sizes = [shard.numel * resident_bytes(layout.units[shard.unit]) for shard in layout.shards]
+    units = [shard.unit for shard in layout.shards]
+    num_host_owners = _at_least_one(num_owners - num_device_owners)
+    on_device = device_shards(layout, offload_fraction) if num_device_owners else range(0)
+    on_host = [index for index in range(len(sizes)) if index not in set(on_device)]
+    owners = [0] * len(sizes)
+    for indices, first, count in ((on_host, 0, num_host_owners), (on_device, num_host_owners, num_device_owners)):
+        if count:
+            part = _spread([sizes[i] for i in indices], [units[i] for i in indices], count, policy)
+            for index, owner in zip(indices, part.owners, strict=True):
+                owners[index] = first + owner
+    return ShardMap(tuple(owners), tuple(sizes), num_owners, num_device_owners)
+
+
+def device_shards(layout: ModelLayout, offload_fraction: float) -> list[int]:
+    """The shards whose optimizer stays on a device: the trained ones used first in forward, and so last in backward,
+    as many as ``1 - offload_fraction`` of the trained elements hold. Their update would be waited for first."""
+    trained = [shard for shard in layout.shards if layout.units[shard.unit].trainable]
+    total = sum(shard.numel for shard in trained)
+    room = total - round(offload_fraction * total)
+    within = takewhile(lambda sums: sums[1] <= room, zip(trained, accumulate(s.numel for s in trained), strict=True))
+    return [shard.index for shard, _ in within]
+
+
+def _spread(sizes: Sequence[int], groups: Sequence[int], num_owners: int, policy: str) -> ShardMap:
     if policy == "balanced":
-        return ShardMap.balanced(sizes, num_owners, groups=[shard.unit for shard in layout.shards])
+        return ShardMap.balanced(sizes, num_owners, groups=groups)
     if policy == "round_robin":
         return ShardMap.round_robin(sizes, num_owners)
     if policy == "contiguous":

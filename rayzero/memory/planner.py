@@ -31,10 +31,11 @@ class OwnerPlan:
     moments: int  # fp32 optimizer states
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
     staging: int  # of all ranks: bytes that landed and are not yet added to those before
+    on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it on the host."""
         return self.params + self.master + self.moments + self.gradients + self.staging
 
     def describe(self) -> str:
@@ -64,11 +65,12 @@ def plan_owner(
     num_states: fp32 states per element of the optimizer (2 for Adam). own_gradients: ranks of this host keep their
     gradients themselves, where no staging is needed."""
     params = master = gradients = 0
+    on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
         unit = layout.units[shard.unit]
         published, trained = shard.numel * unit.dtype.itemsize, shard.numel * unit.trainable
-        params += 0 if unit.trainable and unit.dtype is torch.float32 else published
+        params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
         master += trained * FP32
         gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
     return OwnerPlan(
@@ -76,10 +78,11 @@ def plan_owner(
         num_owners=shard_map.num_owners,
         world_size=world_size,
         params=params,
-        master=master,
-        moments=master * num_states,
+        master=0 if on_device else master,
+        moments=0 if on_device else master * num_states,
         gradients=gradients * world_size,
         staging=0 if own_gradients else staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
+        on_device=master * (1 + num_states) if on_device else 0,
     )
 
 
@@ -114,6 +117,17 @@ def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, owner
         raise MemoryPlanError(
             f"{who} needs {plan.describe()}, but its host has {format_bytes(free)} free{shared}, measured by "
             f"{limits.source}; raise num_optimizers and spread them over more hosts, or lower num_workers"
+        )
+
+
+def check_device(plan: OwnerPlan, device: torch.device) -> None:
+    """Raise MemoryPlanError, with the setting to change, when what an owner keeps on its rank's CUDA device is more
+    than is free there now."""
+    free = torch.cuda.mem_get_info(device)[0] if plan.on_device and device.type == "cuda" else None
+    if free is not None and plan.on_device > free:
+        raise MemoryPlanError(
+            f"optimizer {plan.owner} of {plan.num_owners} keeps {format_bytes(plan.on_device)} of masters and states "
+            f"on {device}, which has {format_bytes(free)} free; raise offload_fraction"
         )
 
 

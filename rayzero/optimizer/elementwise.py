@@ -111,7 +111,7 @@ class _ShardOptimizer:
         for group, used in zip(self._optimizer.param_groups, self._used, strict=True):
             group.update(_as_options(work.hyper[used]))
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
-            param.grad = _gradient(work, ranks, start, stop) if ranks else None
+            param.grad = _gradient(work, ranks, start, stop).to(param.device) if ranks else None
         self._optimizer.step()
         for param in self.params:
             param.grad = None
@@ -123,7 +123,7 @@ class _ShardOptimizer:
             if is_scalar(value) and not (name == "step" and float(value) == self._owned.steps[index]):
                 found[name] = torch.full((numel,), float(value))
             elif isinstance(value, Tensor) and not is_scalar(value):
-                found[name] = value.detach().reshape(-1)[:numel].float()
+                found[name] = value.detach().reshape(-1)[:numel].float().cpu()
         return found
 
     def gathered(self) -> dict[str, Tensor]:

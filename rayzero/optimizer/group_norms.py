@@ -53,7 +53,7 @@ class GroupNorms:
         """It is done."""
         assert owned.master is not None
         change = self._scratch(owned)
-        torch.sub(owned.master, change, out=change)
+        torch.sub(owned.master.cpu(), change, out=change)
         self._add(self._updates, owned, change)
 
     def _scratch(self, owned: OwnedShard) -> Tensor:
@@ -72,7 +72,7 @@ class GroupNorms:
         weights: Squares = {}
         for owned in self._model.shards.values():
             if owned.master is not None:
-                self._add(weights, owned, owned.master)
+                self._add(weights, owned, owned.master.cpu())
         updates, self._updates = self._updates, {}
         self._set(GROUP_GRAD_NORM, gradients, 1 / self._model.spec.world_size)
         self._set(GROUP_UPDATE_NORM, updates, 1.0)

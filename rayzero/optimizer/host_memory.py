@@ -32,7 +32,9 @@ class ShardJournal(Protocol):
 class HostMemory(Protocol):
     """Zeroed host memory for one owner's tensors, each 1D. It lives as long as they do, or until ``close``."""
 
-    tier: str  # "shm" or "ram": see ``names.MEMORY_BYTES``
+    tier: str  # of what is published, "shm" or "ram": see ``names.MEMORY_BYTES``
+    state_tier: str  # of masters and moments
+    apart: bool  # masters of fp32 units are not what is published, but state
 
     def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
         """What is published. Groups are shards of one unit that follow each other there: they do here too."""
@@ -57,7 +59,8 @@ MakeMemory = Callable[[ModelSpec, str, OwnerPlan], HostMemory]  # (spec, name of
 class PrivateMemory:
     """Memory of this process alone."""
 
-    tier = "ram"
+    tier = state_tier = "ram"
+    apart = False
 
     def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
         """See ``HostMemory.params``."""
@@ -74,8 +77,37 @@ class PrivateMemory:
         """Nothing to do: it is freed with its tensors."""
 
 
-def carve(sizes: Sizes, dtype: torch.dtype, *, pinned: bool = False) -> dict[int, Tensor]:
-    """One zeroed block cut into 1D tensors. ``pinned``: page-locked (CUDA)."""
-    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, pin_memory=pinned)
+class DeviceMemory:
+    """Masters and moments in a device's memory; what is published stays on the host, where ranks read it.
+
+    Nothing is noted of its shards: what they need to go on ends with the process."""
+
+    apart = True
+
+    def __init__(self, host: HostMemory, device: torch.device) -> None:
+        self._host, self._device = host, device
+        self.tier, self.state_tier = host.tier, "gpu" if device.type == "cuda" else "ram"
+
+    def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
+        """See ``HostMemory.params``."""
+        return self._host.params(groups, dtype)
+
+    def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
+        """See ``HostMemory.state``."""
+        return carve(sizes, dtype, device=self._device)
+
+    def journal(self, shard: int) -> None:
+        """See ``HostMemory.journal``."""
+
+    def close(self) -> None:
+        """See ``HostMemory.close``; the device's memory is freed with its tensors."""
+        self._host.close()
+
+
+def carve(
+    sizes: Sizes, dtype: torch.dtype, *, pinned: bool = False, device: torch.device | None = None
+) -> dict[int, Tensor]:
+    """One zeroed block cut into 1D tensors. ``pinned``: page-locked (CUDA). ``device``: None is the host."""
+    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, pin_memory=pinned, device=device)
     ends = accumulate(numel for _, numel in sizes)
     return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}

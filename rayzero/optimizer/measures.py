@@ -63,7 +63,7 @@ def owner_readings(model: OwnedModel, queued: Callable[[], int], scratch: int) -
     held = Counter[tuple[str, str]]()
     for owned in shards:
         for kind, tensor in _tensors(owned).items():
-            held[kind, model.memory.tier] += tensor.nbytes
+            held[kind, model.memory.tier if kind == "param" else model.memory.state_tier] += tensor.nbytes
     for rank in list(model.contributions.ranks.values()):
         held["grad", "ram"] += rank.landing_bytes
         held["staging", "ram"] += rank.staging_bytes

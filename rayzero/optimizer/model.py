@@ -9,13 +9,13 @@ import torch
 
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.planner import OwnerPlan, check_plan, host_limits, plan_owner
+from rayzero.memory.planner import OwnerPlan, check_device, check_plan, host_limits, plan_owner
 from rayzero.messages import Hyper, ModelSpec, canonical_json
 from rayzero.optimizer.contributions import Contributions
 from rayzero.optimizer.elementwise import ElementwiseRule
-from rayzero.optimizer.host_memory import HostMemory, MakeMemory
+from rayzero.optimizer.host_memory import DeviceMemory, HostMemory, MakeMemory
 from rayzero.optimizer.norm import Squares, choose_squares
+from rayzero.optimizer.ownership import owner_map
 from rayzero.optimizer.rules import AdamRule, UpdateRule, resolve_optimizer
 from rayzero.optimizer.snapshot import restore_snapshot
 from rayzero.optimizer.state import OwnedShard, allocate
@@ -50,13 +50,16 @@ def build_model(
     make_memory: MakeMemory,
     *,
     own_gradients: bool,
+    device: torch.device,
 ) -> OwnedModel:
-    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``: see ``plan_owner``.
+    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``: see ``plan_owner``. ``device``:
+    where an owner beside a rank (``ShardMap.on_device``) has its states.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
-    rule = choose_rule(spec)
-    shard_map = shard_map_for(spec.layout, num_owners, spec.shard_map)
+    shard_map = owner_map(spec, num_owners)
+    on_device = shard_map.on_device(owner)
+    rule = choose_rule(spec, device if on_device else None)
     plan = plan_owner(
         spec.layout,
         shard_map,
@@ -67,7 +70,9 @@ def build_model(
         own_gradients=own_gradients,
     )
     check_plan(plan, host_limits(), memory_budget)
+    check_device(plan, device)
     memory = make_memory(spec, rule.kernel, plan)
+    memory = DeviceMemory(memory, device) if on_device else memory
     shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory)
     return OwnedModel(
         spec=spec,
@@ -82,11 +87,12 @@ def build_model(
     )
 
 
-def choose_rule(spec: ModelSpec) -> UpdateRule:
-    """Tile kernels for exactly Adam and AdamW, the generic path for every other class, subclasses included."""
+def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRule:
+    """Tile kernels for exactly Adam and AdamW, the generic path for every other class, subclasses included.
+    ``device``: where states lie; None: the host."""
     cls = resolve_optimizer(spec.optimizer)
     if cls in (torch.optim.Adam, torch.optim.AdamW):
-        return AdamRule(spec, decoupled=cls is torch.optim.AdamW)
+        return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
     return ElementwiseRule(spec, cls)
 
 

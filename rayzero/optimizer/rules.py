@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rayzero.errors import ConfigError, StepMismatchError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
+from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
 from rayzero.messages import STEP, Hyper, ModelSpec
 from rayzero.optimizer.state import OwnedShard
@@ -70,12 +71,16 @@ class UpdateRule(Protocol):
 class AdamRule:
     """Adam or AdamW by a tile kernel."""
 
-    def __init__(self, spec: ModelSpec, *, decoupled: bool) -> None:
-        """``decoupled``: AdamW's weight decay."""
-        self._kernel = choose_kernel(spec.kernel)
+    def __init__(self, spec: ModelSpec, *, decoupled: bool, device: torch.device | None = None) -> None:
+        """``decoupled``: AdamW's weight decay. ``device``: where masters and moments lie; None: the host.
+
+        On CUDA torch's fused kernel computes, with its own rounding; ``kernel`` is who sums squares on the host."""
+        host = choose_kernel(spec.kernel)
+        on_cuda = device is not None and device.type == "cuda"
+        self._kernel = TorchKernel(DEVICE_TILE, threads=1, device=device) if on_cuda else host
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
-        self.kernel = self._kernel.name
+        self.kernel = host.name
         amsgrad = any(options.amsgrad for options in self._options(spec.hyper))
         self.state_kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
 
@@ -129,7 +134,7 @@ class AdamRule:
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """Moments in place; step counts are the shard's own."""
         if kind != STEP:
-            state = owned.states[kind] if kind in owned.states else owned.read(kind)
+            state = owned.states[kind] if kind in owned.states else owned.read(kind)  # which raises
             for part in owned.slices:
                 state[part.start : part.stop].copy_(values[part.start : part.stop])
 

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import HandshakeError, RayZeroError, StepMismatchError, StoreClosedError, StoreError
@@ -52,6 +53,8 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import End, NullRecorder, Reading, Recorder
 from rayzero.telemetry.spans import Over, nothing
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
@@ -80,16 +83,19 @@ class ShardService:
         make_memory: MakeMemory | None = None,
         recorder: Recorder | None = None,
         norms_every: int | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: what
         the host has free. ``make_memory``: where its tensors lie; None: in this process alone. ``norms_every``:
-        steps between measurements of norms by layer group; None: never."""
+        steps between measurements of norms by layer group; None: never. ``device``: where masters and states lie if it
+        is one of the owners beside ranks (``offload_fraction``)."""
         self.owner = owner
         self.num_owners = num_owners
         self._memory_budget = memory_budget
         self._make_memory = make_memory or (lambda spec, kernel, plan: PrivateMemory())
         self.recorder = recorder or NullRecorder()
         self._norms_every = norms_every
+        self._device = device
         self._group_norms: GroupNorms | None = None  # made at the first measured step
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
@@ -131,6 +137,7 @@ class ShardService:
                     self._memory_budget,
                     self._make_memory,
                     own_gradients=own_gradients,
+                    device=self._device,
                 )
                 self._start(model)
             else:

@@ -46,8 +46,8 @@ class OwnedShard:
     slices: tuple[SlotSlice, ...]
     groups: tuple[int, ...]  # parameter group of each slice
     params: Tensor  # 1D, unit dtype: what COMPUTE reads
-    master: Tensor | None  # 1D fp32; the same memory as params in an fp32 unit, None in a frozen one
-    states: dict[str, Tensor]  # kind -> 1D fp32
+    master: Tensor | None  # 1D fp32; the same memory as params in an fp32 unit on the host, None in a frozen one
+    states: dict[str, Tensor]  # kind -> 1D fp32; on a device where the master is
     journal: ShardJournal | None = None  # of a trained shard in memory that outlives the process
     steps: list[int] = field(init=False)  # updates each slice's parameter has had
     padding: tuple[tuple[int, int], ...] = field(init=False)  # ranges from a slice's end to a multiple of 64 elements
@@ -97,14 +97,15 @@ class OwnedShard:
         return counts
 
     def read(self, kind: str) -> Tensor:
-        """The memory that holds ``kind``; raises StoreError naming the kinds there are."""
+        """The memory that holds ``kind``, or a copy of what is on a device; raises StoreError naming the kinds there
+        are."""
         if kind == COMPUTE:
             return self.params
         found = self.master if kind == MASTER else self.states.get(kind)
         if found is None:
             kinds = [COMPUTE, *([MASTER] if self.trainable else []), *self.states]
             raise StoreError(f"{self.unit.name!r} has no {kind!r} to fetch; it has {', '.join(kinds)}")
-        return found
+        return found.cpu()
 
 
 def allocate(
@@ -121,7 +122,7 @@ def allocate(
     for dtype in {layout.units[shard.unit].dtype for shard in owned}:
         alike = [shard for shard in owned if layout.units[shard.unit].dtype is dtype]
         params |= memory.params([_sizes(run) for run in runs(alike)], dtype)
-    apart = [s for s in trained if layout.units[s.unit].dtype is not torch.float32]
+    apart = [s for s in trained if memory.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in trained}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
     states = {kind: memory.state(_sizes(trained), torch.float32) for kind in kinds}

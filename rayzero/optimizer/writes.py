@@ -163,7 +163,7 @@ def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) ->
     ``kind``. Raises StoreError for a kind that it does not have."""
     if kind == COMPUTE and owned.master is not None and owned.master is not owned.params:
         kept = same_bits(values, owned.params)
-        owned.fill(torch.where(kept, owned.master, values.float()))
+        owned.fill(torch.where(kept, owned.master.cpu(), values.float()))
     elif kind == COMPUTE or (kind == MASTER and owned.trainable):
         owned.fill(values)
     elif not owned.trainable:

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.planner import OwnerPlan
 from rayzero.messages import (
     COMPUTE,
@@ -35,7 +36,8 @@ from rayzero.messages import (
 from rayzero.optimizer.futures import fail, failed, settle, when_all
 from rayzero.optimizer.host_memory import carve
 from rayzero.optimizer.lead import StepLead
-from rayzero.optimizer.service import ShardService
+from rayzero.optimizer.ownership import owner_map
+from rayzero.optimizer.service import CPU, ShardService
 from rayzero.optimizer.writes import digest_of
 from rayzero.store.counting import count_bytes, tell_build, watch_gradients
 from rayzero.store.direct_memory import DirectMemory
@@ -66,25 +68,28 @@ class LocalOwners:
         threads: int = 1,
         memory_budget: int | None = None,
         recorder: Recorder | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
-        """``threads``: torch threads of each owner. ``memory_budget``: bytes each may allocate."""
+        """``threads``: torch threads of each owner. ``memory_budget``: bytes each may allocate. ``devices``: of each
+        rank, for further owners with their states there (``offload_fraction``)."""
         self.memories: dict[int, OwnerSlabs] = {}  # by owner, after the first attach, where this system can map them
-        make = [partial(self._make_memory, owner, num_owners) if _CAN_MAP else None for owner in range(num_owners)]
+        places = [CPU] * num_owners + list(devices)
         self.services = [
             ShardService(
                 owner,
-                num_owners,
+                len(places),
                 threads=threads,
                 memory_budget=memory_budget,
-                make_memory=make[owner],
+                make_memory=partial(self._make_memory, owner, len(places)) if _CAN_MAP else None,
                 recorder=recorder,
+                device=device,
             )
-            for owner in range(num_owners)
+            for owner, device in enumerate(places)
         ]
         self.lead = StepLead([LocalPeer(service) for service in self.services], recorder=recorder)
 
     def _make_memory(self, owner: int, num_owners: int, spec: ModelSpec, kernel: str, _: OwnerPlan) -> OwnerSlabs:
-        plan = SharedPlan(spec, shard_map_for(spec.layout, num_owners, spec.shard_map))
+        plan = SharedPlan(spec, owner_map(spec, num_owners))
         facts = partial(plan.facts, index=owner, kernel=kernel, incarnation=0)
         self.memories[owner] = OwnerSlabs(plan, owner, facts, None)
         return self.memories[owner]
@@ -129,7 +134,7 @@ class InProcessStore(DirectMemory):
             self._writer = GradientWriter(region, self.published, self._announce, f"store-{self.rank}")
         for service in services:
             service.map_gradients(self.rank, self._writer.region.flats)
-        self._spec, self._map = spec, shard_map_for(spec.layout, len(services), spec.shard_map)
+        self._spec, self._map = spec, owner_map(spec, len(services))
         arenas = {owner: memory.arena for owner, memory in self._owners.memories.items()}
         self._windows = UnitWindows(SharedPlan(spec, self._map), arenas, page_lock=page_lock)
         self._owners.lead.attach(self.rank, spec, answers[0].version)

@@ -20,7 +20,8 @@ from rayzero.store.shared_plan import SharedPlan
 class OwnerSlabs:
     """An owner's tensors in slabs. A ``HostMemory`` (optimizer/host_memory.py)."""
 
-    tier = "shm"
+    tier = state_tier = "shm"
+    apart = False
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from rayzero.errors import StoreError
 from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.layout.shard_map import shard_map_for
 from rayzero.messages import COMPUTE, ModelSpec
 from rayzero.optimizer.lead import StepLead
+from rayzero.optimizer.ownership import owner_map
 from rayzero.optimizer.service import ShardService
 from rayzero.store.local_peer import LocalPeer
 from rayzero.store.notices import NoticeBoard
@@ -107,7 +107,7 @@ class OwnerState:
         """Remember what the first rank attached with, and from then on tell everyone when the service fails."""
         if self.spec is not None:
             return
-        owners = shard_map_for(spec.layout, self.service.num_owners, spec.shard_map)
+        owners = owner_map(spec, self.service.num_owners)
         self.spec, self.leads = spec, owners.owns(self.service.owner, 0)
         mine = owners.shards_of(self.service.owner)
         if mine:  # a version that no step will reach: the read ends exactly when the service has failed or is closed

@@ -32,7 +32,8 @@ class ShardRemains:
     published: int
     decided: int
     applied: int
-    tiles: tuple[int, ...]  # stamps (kernels/stamps.py); empty: frozen
+    tiles: tuple[int, ...]  # stamps (kernels/stamps.py); empty: frozen, or on_device
+    on_device: bool = False  # its masters and states were in a device's memory
 
     @property
     def version(self) -> int:
@@ -108,6 +109,8 @@ def _refusals(run: RunRemains) -> Iterator[str]:
     for shard in run.shards:
         if shard.version < 0:
             yield f"shard {shard.shard} of optimizer {shard.owner} never had values"
+        if shard.on_device:
+            yield f"masters and states of shard {shard.shard} of optimizer {shard.owner} were in a device's memory"
         if cut := torn(shard.tiles):
             yield f"tiles {cut} of shard {shard.shard} of optimizer {shard.owner} were being written"
     version = _target(run)

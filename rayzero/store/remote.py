@@ -31,7 +31,7 @@ from rayzero.errors import (
     UnsupportedError,
 )
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
-from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.layout.shard_map import ShardMap
 from rayzero.messages import (
     COMPUTE,
     PROTOCOL_VERSION,
@@ -47,6 +47,7 @@ from rayzero.messages import (
     Write,
 )
 from rayzero.optimizer.futures import chain, fail, failed, settle, when_all
+from rayzero.optimizer.ownership import owner_map
 from rayzero.optimizer.writes import digest_of
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -165,7 +166,7 @@ class RemoteStore(DirectMemory):
         answers = [link.answer(call) for link, call in zip(self._links, started, strict=True)]
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
-        self._attached = spec, shard_map_for(spec.layout, len(self._links), spec.shard_map)
+        self._attached = spec, owner_map(spec, len(self._links))
         if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
             self._join_host({owner: files for owner, files in offers.items() if files.control}, page_lock)

@@ -19,7 +19,7 @@ from rayzero.kernels.stamps import STAMP
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.slabs import Slab
 from rayzero.store.recovery import ShardRemains
-from rayzero.store.shared_plan import LINE_BYTES
+from rayzero.store.shared_plan import LINE_BYTES, ON_DEVICE
 from rayzero.store.shared_words import region
 
 PUBLISHED, CONTENT, INDEX, START, STOP, DECIDED, APPLIED, TILES = range(0, 64, 8)  # bytes from a line's start
@@ -69,7 +69,7 @@ class ShardLines:
         """Of a shard with tiles."""
         line = self._line[shard]
         first = load_acquire_64(line + TILES) - 1
-        return LineJournal(line, _stamps(self._slab, line, first)) if first >= 0 else None
+        return LineJournal(line, _stamps(self._slab, line, first)) if 0 <= first < ON_DEVICE else None
 
 
 class LineJournal:
@@ -103,5 +103,6 @@ def read_lines(slab: Slab) -> Iterator[ShardRemains]:
             published=load_acquire_64(line + PUBLISHED) - 1,
             decided=load_acquire_64(line + DECIDED) - 1,
             applied=load_acquire_64(line + APPLIED) - 1,
-            tiles=tuple(_stamps(slab, line, first).tolist()) if first >= 0 else (),
+            tiles=tuple(_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else (),
+            on_device=first == ON_DEVICE,
         )

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.kernels.signals import Bell
-from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.arena import Arena
 from rayzero.memory.planner import OwnerPlan, check_shared, format_bytes
 from rayzero.memory.slab_header import SlabFacts, lay_out_slab
 from rayzero.memory.slabs import SHARED_MEMORY, Slab, sweep
 from rayzero.messages import Decision, ModelSpec
+from rayzero.optimizer.ownership import owner_map
 from rayzero.optimizer.publications import Published
 from rayzero.optimizer.service import ShardService
 from rayzero.store.listener import Listener
@@ -76,7 +76,7 @@ class SharedOwner:
             size = format_bytes(sum(size for _, size in swept))
             log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
         check_shared(needed.total, self.directory)
-        plan = SharedPlan(spec, shard_map_for(spec.layout, self._num_owners, spec.shard_map))
+        plan = SharedPlan(spec, owner_map(spec, self._num_owners))
 
         def facts(role: str) -> SlabFacts:
             return plan.facts(role, self.owner, kernel, self._life)

@@ -33,6 +33,7 @@ from rayzero.store.mailbox import Cells
 
 LINE_BYTES = 64  # of a shard's version line: a cache line of its own
 _ERROR_BYTES = 9000  # the longest error text, and its name
+ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
 _STAMP_BYTES = 24  # before the presence bits: shared_words.py
 
 Wanted = tuple[str, int, int]  # region kind, bytes, stride
@@ -124,13 +125,16 @@ class SharedPlan:
         )
 
     def first_tiles(self, owner: int) -> dict[int, int]:
-        """Number of the first tile stamp of each trained shard, by shard index."""
+        """Number of the first tile stamp of each trained shard, by shard index; ``ON_DEVICE`` without stamps."""
         return self._tiles(owner)[0]
 
     def _tiles(self, owner: int) -> tuple[dict[int, int], int]:
         first, count = {}, 0
+        on_device = self.shard_map.on_device(owner)
         for shard in self.shards_of(owner):
-            if self.spec.layout.units[shard.unit].trainable:
+            if on_device:
+                first[shard.index] = ON_DEVICE
+            elif self.spec.layout.units[shard.unit].trainable:
                 first[shard.index] = count
                 count += -(-shard.numel // STAMP)
         return first, count

@@ -84,6 +84,7 @@ def test_what_can_be_had(remains: RunRemains, outcome: Outcome, version: int, be
         (run(shard(0), shard(1), lives=(0, 1, 1)), "optimizers [1] left slabs of two lives"),
         (run(shard(0), shard(1, published=-1, applied=-1, tiles=(0,))), "shard 1 of optimizer 1 never had values"),
         (run(shard(0, published=9), shard(1), **DECIDED), "more than one decision behind v9"),
+        (run(shard(0), shard(1, tiles=(), on_device=True)), "masters and states of shard 1 of optimizer 1 were in a"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(remains: RunRemains, reason: str) -> None:

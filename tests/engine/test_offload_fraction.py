@@ -1,0 +1,260 @@
+"""A part of the optimizer on the ranks' devices: same numbers, same checkpoints, the stated bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import ConfigError
+from rayzero.layout.shard_map import device_shards
+from rayzero.optimizer.ownership import owner_map
+from rayzero.optimizer.service import ShardService
+from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.telemetry.names import MEMORY_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.testing import run_ranks
+
+from .models import Net, same_bits, seeded, token_loss, tokens
+
+MAX_NORM = 0.5
+SMALL = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)  # several shards a unit
+
+adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def loop(
+    context: RankContext, base: nn.Module, make: Any = adamw, *, steps: int = 4, poisoned: int = -1
+) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
+    """Clipped training on one rank: complete weights, norms, the optimizer's state."""
+    model = copy.deepcopy(base)
+    model, optimizer = rayzero.prepare(model, make(model.parameters()))
+    norms = []
+    for step in range(steps):
+        loss = token_loss(model, tokens(step, context.rank))
+        (loss * float("nan") if step == poisoned else loss).backward()
+        norms.append(float(optimizer.clip_grad_norm_(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return rayzero.full_state_dict(model), norms, optimizer.state_dict()
+
+
+def same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    flat = [[value for state in found["state"].values() for value in state.values()] for found in (ours, theirs)]
+    return len(flat[0]) == len(flat[1]) and all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_bits_norms_and_states_are_those_of_an_optimizer_on_the_host(settings, world_size):
+    base = seeded(Net)
+    config = SMALL.replace(**settings)
+    want = run_ranks(lambda ctx: loop(ctx, base), world_size, 2, config=config)[0]
+    assert min(want[1]) > MAX_NORM, "clipping must trigger"
+    for fraction in (0.0, 0.6):
+        for state, norms, states in run_ranks(
+            lambda ctx: loop(ctx, base), world_size, 2, config=config.replace(offload_fraction=fraction)
+        ):
+            assert same_bits(state, want[0])
+            assert norms == want[1]
+            assert same_states(states, want[2])
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
+def test_every_kernel_computes_beside_a_rank_too(kernel):
+    base = seeded(Net)
+    want, got = (
+        run_ranks(lambda ctx: loop(ctx, base, steps=2), 1, 1, config=SMALL.replace(kernel=kernel, offload_fraction=f))
+        for f in (1.0, 0.5)
+    )
+    assert same_bits(got[0][0], want[0][0])
+
+
+def test_any_element_wise_optimizer_and_a_skipped_step():
+    base = seeded(Net)
+    want, got = (
+        run_ranks(lambda ctx: loop(ctx, base, sgd, poisoned=1), 2, 2, config=SMALL.replace(offload_fraction=f))
+        for f in (1.0, 0.5)
+    )
+    assert same_bits(got[0][0], want[0][0])
+    assert same_states(got[0][2], want[0][2])
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_bits_do_not_depend_on_the_transport(transport):
+    base = seeded(Net)
+    want = run_ranks(lambda ctx: loop(ctx, base, steps=2), 2, 2, config=SMALL)[0][0]
+    config = SMALL.replace(offload_fraction=0.5)
+    for state, _, _ in run_ranks(lambda ctx: loop(ctx, base, steps=2), 2, 1, transport, config=config):
+        assert same_bits(state, want)
+
+
+def _beside(context: RankContext) -> dict[str, Tensor]:
+    return loop(context, seeded(Net), steps=2)[0]
+
+
+def test_alone_and_without_offload_optimizer_states():
+    want = run_ranks(_beside, 1, 1, config=SMALL)[0]
+    for settings in ({"offload_fraction": 0.5}, {"offload_optimizer_states": False}):
+        with running_in(RankContext(config=SMALL.replace(**settings))) as context:
+            assert same_bits(_beside(context), want)
+
+
+# ---- what lies where
+
+
+@pytest.fixture
+def beside() -> Iterator[tuple[LocalOwners, MemoryRecorder]]:
+    """Two owners on the host, one beside the only rank; a Net is prepared over them with half of its optimizer."""
+    recorder = MemoryRecorder()
+    owners = LocalOwners(2, recorder=recorder, devices=[torch.device("cpu")])
+    config = SMALL.replace(offload_fraction=0.5)
+    store = InProcessStore(0, owners)
+    with running_in(RankContext(connect=lambda: store, config=config)) as context:
+        loop(context, seeded(Net), steps=1)
+        yield owners, recorder
+    owners.close()
+
+
+def shards_of(service: ShardService) -> list[Any]:
+    return list(service._attached().shards.values())
+
+
+def test_what_forward_uses_first_stays_on_the_device_and_never_more_than_its_share(beside):
+    owners, _ = beside
+    *hosts, device = owners.services
+    spec = device._attached().spec
+    trained = sum(shard.numel for shard in spec.layout.shards)
+    mine = [owned.shard for owned in shards_of(device)]
+    assert [shard.index for shard in mine] == list(range(len(mine)))  # shards are numbered in forward order
+    kept = sum(shard.numel for shard in mine)
+    assert trained / 2 - spec.layout.shard_numel < kept <= trained / 2
+    assert kept + sum(o.shard.numel for host in hosts for o in shards_of(host)) == trained
+    assert owner_map(spec, 3).num_device_owners == 1
+
+
+def test_masters_and_moments_take_twelve_bytes_an_element_there_and_none_on_the_host(beside):
+    owners, recorder = beside
+    *hosts, device = owners.services
+    kept = sum(owned.shard.numel for owned in shards_of(device))
+    plan = device._attached().plan
+    assert (plan.on_device, plan.master, plan.moments, plan.params) == (12 * kept, 0, 0, 4 * kept)
+    assert all(host._attached().plan.on_device == 0 for host in hosts)
+    for owned in shards_of(device):  # fp32: published values are a copy, on the host
+        assert owned.master.data_ptr() != owned.params.data_ptr()
+        assert torch.equal(owned.master, owned.params)
+    held = {reading.labels["kind"]: reading.value for reading in _memory(device, recorder)}
+    assert held["master"] == held["exp_avg"] == held["exp_avg_sq"] == 4 * kept
+
+
+def _memory(service: ShardService, recorder: MemoryRecorder) -> list[Any]:
+    return [r for r in service._readings() if r.metric is MEMORY_BYTES and r.labels["tier"] == "ram"]
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1.0, 0), (0.999, 0), (0.75, 1), (0.5, 2), (0.3, 2), (0.0, 4)])
+def test_whole_shards_as_many_as_the_share_holds(fraction, count):
+    from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+
+    units = [lay_out_unit(i, f"u{i}", torch.float32, i != 1, [(f"w{i}", (64,))]) for i in range(5)]
+    layout = ModelLayout(units=tuple(units), shard_numel=64)
+    assert device_shards(layout, fraction) == [0, 2, 3, 4][:count]  # unit 1 is frozen: it has no optimizer
+
+
+def test_a_fraction_that_the_runs_owners_were_not_started_for_is_refused():
+    base = seeded(Net)
+
+    def prepare(context: RankContext) -> None:
+        rayzero.prepare(copy.deepcopy(base), adamw(base.parameters()), SMALL.replace(offload_fraction=0.5))
+
+    with pytest.raises(ConfigError, match=r"offload_fraction=0\.5 was given to rayzero\.prepare\(\)"):
+        run_ranks(prepare, 1, 1)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(("first", "then"), [(0.5, 1.0), (1.0, 0.3), (0.0, 0.6)])
+def test_a_checkpoint_of_one_fraction_goes_on_with_another(first, then, tmp_path: Path):
+    base = seeded(Net)
+
+    def part(context: RankContext, start: int, stop: int) -> tuple[dict[str, Tensor], str]:
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+        for step in range(start, stop):
+            token_loss(model, tokens(step, context.rank)).backward()
+            optimizer.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        info = rayzero.save_checkpoint(optimizer, tmp_path / f"{first}-{start}" / f"step-{stop:06}", {})
+        return rayzero.full_state_dict(model), info.digest
+
+    def run(fraction: float, start: int, stop: int, resume: Path | None) -> tuple[dict[str, Tensor], str]:
+        config = SMALL.replace(offload_fraction=fraction)
+        return run_ranks(lambda ctx: part(ctx, start, stop), 2, 2, config=config, resume=resume)[0]
+
+    whole = run(1.0, 0, 4, None)
+    run(first, 0, 2, None)
+    state, digest = run(then, 2, 4, tmp_path / f"{first}-0" / "step-000002")
+    assert same_bits(state, whole[0])
+    assert digest == whole[1]
+
+
+def test_states_are_written_and_read_beside_a_rank_as_anywhere():
+    base = seeded(Net)
+    trained = run_ranks(lambda ctx: loop(ctx, base, steps=3), 1, 1, config=SMALL)[0][2]
+
+    def load(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+        optimizer.load_state_dict(trained)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        token_loss(model, tokens(9)).backward()
+        optimizer.step()
+        return rayzero.full_state_dict(model), optimizer.state_dict()
+
+    want, got = (run_ranks(load, 1, 1, config=SMALL.replace(offload_fraction=f))[0] for f in (1.0, 0.0))
+    assert same_bits(got[0], want[0])
+    assert same_states(got[1], want[1])
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_cuda_states_lie_on_the_device_and_weights_are_those_of_the_host(precision):
+    base = seeded(lambda: Net(num_layers=4, width=256)).cuda()
+    results = []
+    for fraction in (1.0, 0.5, 0.0):
+        recorder = MemoryRecorder()
+        config = SMALL.replace(precision=precision, offload_fraction=fraction)
+        with running_in(RankContext(config=config, recorder=recorder)):
+            model = copy.deepcopy(base)
+            model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+            for step in range(5):
+                inputs, targets = tokens(step)
+                token_loss(model, (inputs.cuda(), targets.cuda())).backward()
+                optimizer.clip_grad_norm_(MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(rayzero.full_state_dict(model))
+            trained = sum(p.numel() for p in base.parameters())
+            on_gpu = recorder.gauge(MEMORY_BYTES, kind="exp_avg", tier="gpu") if fraction < 1 else 0
+            assert on_gpu <= 4 * trained * (1 - fraction)
+            assert bool(on_gpu) == (fraction < 1)
+    for state in results[1:]:
+        for name, tensor in state.items():  # the device's fused kernel rounds in its own way
+            torch.testing.assert_close(tensor, results[0][name], rtol=1e-5, atol=1e-6)
