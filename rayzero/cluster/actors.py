@@ -22,7 +22,8 @@ from rayzero.cluster.exposure import LOOPBACK, ExposeSettings, plan_exposure
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
-from rayzero.cluster.optimizer_actor import OptimizerActor, OwnerSettings
+from rayzero.cluster.optimizer_actor import OptimizerActor
+from rayzero.cluster.owner_process import OwnerSettings
 from rayzero.cluster.placement import Placement
 from rayzero.cluster.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
@@ -58,6 +59,7 @@ class RunActors:
         self.coordinator: Any = None
         self.owners: dict[str, Any] = {}  # by name, in order of index
         self.ranks: dict[str, Any] = {}
+        self._serving: dict[str, Any] = {}  # owners, and ranks that have one beside them
 
     def __enter__(self) -> RunActors:
         return self
@@ -68,18 +70,25 @@ class RunActors:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def start(self, *, owner_memory: int, share: Path | None, slab_dir: Path, telemetry: TelemetryConfig) -> Routing:
+    def start(
+        self,
+        *,
+        owner_memory: int,
+        share: Path | None,
+        slab_dir: Path,
+        telemetry: TelemetryConfig,
+        beside_ranks: str | None = None,
+    ) -> Routing:
         """Make every actor, open the owners' ports and all exporters, tell the coordinator; the routing table.
 
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
-        would be.
+        would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator()
         self._share = share
-        self._make_owners(owner_memory, share, telemetry)
-        self._make_ranks()
+        self._serving = self._make_owners(owner_memory, share, telemetry, beside_ranks)
         everyone = {**self.owners, **self.ranks}
         hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
@@ -103,30 +112,44 @@ class RunActors:
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise _name_in_use(self._run) from error
 
-    def _make_owners(self, memory: int, share: Path | None, telemetry: TelemetryConfig) -> None:
+    def _make_owners(
+        self, memory: int, share: Path | None, telemetry: TelemetryConfig, beside_ranks: str | None
+    ) -> dict[str, Any]:
+        """Make owners and ranks; those that serve, by name, in order of owner index."""
         plan = self._placement.plan
-        num_owners = plan.num_optimizers
-        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
-        for owner in range(num_owners):
-            settings = OwnerSettings(
+        beside = plan.num_workers if beside_ranks is not None else 0
+
+        def settings(owner: int, threads: int, device: str) -> OwnerSettings:
+            return OwnerSettings(
                 owner=owner,
-                num_owners=num_owners,
-                threads=plan.optimizer.threads,
+                num_owners=plan.num_optimizers + beside,
+                threads=threads,
                 memory_budget=memory,
                 share=share,
                 norms_every=telemetry.norms_every if telemetry.enabled else None,
-                measure_bandwidth=telemetry.measure_bandwidth,
+                device=device,
                 token=self._token,
             )
-            options = self._placement.optimizer_options(owner)
-            self.owners[optimizer_name(owner)] = actor_class.options(**options).remote(settings)
 
-    def _make_ranks(self) -> None:
-        plan = self._placement.plan
-        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(RankWorker)
+        for owner in range(plan.num_optimizers):
+            own = settings(owner, plan.optimizer.threads, "cpu")
+            self._make_owner(owner, own, measure_bandwidth=telemetry.measure_bandwidth)
         for rank in range(plan.num_workers):
-            options = self._placement.worker_options(rank)
-            self.ranks[rank_name(rank)] = actor_class.options(**options).remote(rank, plan.worker.threads)
+            where = beside_ranks and settings(plan.num_optimizers + rank, plan.worker.threads, beside_ranks)
+            self._make_rank(rank, where or None)
+        return {**self.owners, **(self.ranks if beside else {})}
+
+    def _make_owner(self, owner: int, settings: OwnerSettings, *, measure_bandwidth: bool) -> None:
+        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
+        options = self._placement.optimizer_options(owner)
+        actor = actor_class.options(**options).remote(settings, measure_bandwidth=measure_bandwidth)
+        self.owners[optimizer_name(owner)] = actor
+
+    def _make_rank(self, rank: int, beside: OwnerSettings | None) -> None:
+        threads = self._placement.plan.worker.threads
+        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(RankWorker)
+        options = self._placement.worker_options(rank)
+        self.ranks[rank_name(rank)] = actor_class.options(**options).remote(rank, threads, beside)
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
         here = ray.get_runtime_context().get_node_id()
@@ -137,10 +160,10 @@ class RunActors:
 
     def _open_ports(self) -> Routing:
         one_node = len({member.node for member in self.members.values()}) == 1
-        hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self.owners}
-        opened = {who: control(owner.serve).remote(hosts[who]) for who, owner in self.owners.items()}
+        hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
+        opened = {who: control(actor.serve).remote(hosts[who]) for who, actor in self._serving.items()}
         addresses = tuple(self.ask(opened, START_S).values())
-        self.ask({who: control(owner.connect_peers).remote(addresses) for who, owner in self.owners.items()}, START_S)
+        self.ask({who: control(a.connect_peers).remote(addresses) for who, a in self._serving.items()}, START_S)
         told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
         routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
         return routing
@@ -214,9 +237,10 @@ class RunActors:
         return list(ready)
 
     def stop_owners(self) -> dict[str, Measured]:
-        """Close every owner that still answers; what each measured."""
+        """Close every owner that still answers; what each measured, but for those beside ranks."""
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
-        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
+        beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]
+        ready, _ = ray.wait([*calls.values(), *beside], num_returns=len(calls) + len(beside), timeout=ANSWER_S)
         return {who: ray.get(call) for who, call in calls.items() if call in ready and not self._failure(who, call)}
 
     def end(self, *, politely: bool) -> None:
@@ -232,7 +256,7 @@ class RunActors:
         for actor in alive:
             ray.kill(actor)
         psutil.wait_procs(self._processes, timeout=KILL_S)
-        self.coordinator, self.owners, self.ranks, self._processes = None, {}, {}, []
+        self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, []
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # of the killed, on this node; on others the next start sweeps
 

@@ -26,6 +26,7 @@ from rayzero.cluster.session import alive_nodes, ray_session
 from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
+from rayzero.optimizer.ownership import device_owners
 from rayzero.telemetry.discovery import Target, service_discovery
 
 __all__ = ["Journal", "OnReport", "RunRequest", "drive"]
@@ -88,6 +89,7 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         share=request.zero.shared_directory,
         slab_dir=Path(request.zero.slab_dir),
         telemetry=request.run.telemetry,
+        beside_ranks=_beside_ranks(request),
     )
     journal.members = list(actors.members.values())
     journal.targets = actors.targets
@@ -96,6 +98,13 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     request.on_start()
     with _discoverable(request, actors):
         _follow(request, actors, journal)
+
+
+def _beside_ranks(request: RunRequest) -> str | None:
+    """The device of owners beside the ranks; None: there are none."""
+    if not device_owners(request.scaling.num_workers, request.zero.host_fraction):
+        return None
+    return "cuda:0" if request.scaling.use_gpu else "cpu"
 
 
 def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextManager[object]:

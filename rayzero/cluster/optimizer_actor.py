@@ -1,4 +1,4 @@
-"""The optimizer actor: a process that holds shards and serves them; the Ray shell around two plain objects."""
+"""The optimizer actor: a process that holds shards and serves them; the Ray shell around a plain object."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +14,12 @@ import torch
 from rayzero.cluster.coordinator import Member, this_process
 from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.supervision import optimizer_name
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.memory.process_memory import resident_bytes
 from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.malloc import keep_message_buffers
-from rayzero.store.same_host import why_no_sharing
-from rayzero.store.shared_owner import SharedOwner
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.names import (
     HOST_BANDWIDTH_LIMIT,
@@ -35,48 +31,25 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
-__all__ = ["OptimizerActor", "OwnerSettings"]
+__all__ = ["OptimizerActor"]
 
 _PLAN_STEPS = 20  # after which every page has been used
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnerSettings:
-    """What one owner is started with."""
-
-    owner: int
-    num_owners: int
-    threads: int  # that compute updates
-    memory_budget: int  # bytes its plan may use
-    share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
-    norms_every: int | None  # steps between measurements of norms by layer group; None: never
-    measure_bandwidth: bool  # of the host's memory, when it starts
-    token: str = field(repr=False)  # every call to the owner carries it
-
-
 class OptimizerActor:
-    """One owner: a :class:`ShardService` and the server in front of it.
+    """One owner, alone in its process.
 
     Born idle: ``serve`` opens the port, ``watch`` lasts until ``stop``."""
 
-    def __init__(self, settings: OwnerSettings) -> None:
+    def __init__(self, settings: OwnerSettings, *, measure_bandwidth: bool) -> None:
+        """``measure_bandwidth``: of the host's memory, when it starts."""
         self._settings = settings
+        self._measure_bandwidth = measure_bandwidth
         self._recorder = MemoryRecorder()
         self._stopped = threading.Event()
         torch.set_num_threads(settings.threads)
         keep_message_buffers()
-        share = settings.share if settings.share is not None and why_no_sharing(settings.share) is None else None
-        self._shared = SharedOwner(settings.owner, settings.num_owners, share) if share is not None else None
-        self._service = ShardService(
-            settings.owner,
-            settings.num_owners,
-            threads=settings.threads,
-            memory_budget=settings.memory_budget,
-            make_memory=self._shared.make_memory if self._shared is not None else None,
-            recorder=self._recorder,
-            norms_every=settings.norms_every,
-        )
-        self._server: OwnerServer | None = None
+        self._owner = ServedOwner(settings, self._recorder)
         self._exposure: Exposure | None = None
 
     def hello(self) -> Member:
@@ -85,13 +58,11 @@ class OptimizerActor:
 
     def serve(self, host: str) -> str:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
-        self._server = OwnerServer(self._service, token=self._settings.token, host=host, shared=self._shared)
-        return self._server.address
+        return self._owner.serve(host)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Know where all owners listen, itself included: before the first rank attaches."""
-        assert self._server is not None, "serve() comes first"
-        self._server.connect_peers(addresses)
+        self._owner.connect_peers(addresses)
 
     def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
@@ -101,10 +72,10 @@ class OptimizerActor:
 
         self._recorder.set(OPTIMIZER_THREADS, self._settings.threads)
         self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
-        bandwidth = measure_bandwidth(self._settings.threads) if self._settings.measure_bandwidth else None
+        bandwidth = measure_bandwidth(self._settings.threads) if self._measure_bandwidth else None
         if bandwidth is not None:
             self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
-        self._recorder.watch(partial(_process_readings, self._service, resident_bytes()))
+        self._recorder.watch(partial(_process_readings, self._owner.service, resident_bytes()))
         self._exposure = Exposure(settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds)
         return self._exposure.target
 
@@ -115,9 +86,7 @@ class OptimizerActor:
     def stop(self) -> Measured:
         """Close the port, free the shards, end ``watch``; what was measured. Idempotent."""
         if not self._stopped.is_set():
-            if self._server is not None:
-                self._server.stop()
-            self._service.close()
+            self._owner.stop()
             if self._exposure is not None:
                 self._exposure.close()
             self._stopped.set()

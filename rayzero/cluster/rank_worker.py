@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rayzero.cluster.coordinator import Member, this_process
 from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
 from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
 from rayzero.config import ZeroConfig
@@ -44,12 +46,15 @@ class RankSettings:
 
 
 class RankWorker:
-    """One rank: a context, the user's loop in it, and the channel its reports leave by."""
+    """One rank: a context, the user's loop in it, the channel its reports leave by; and, where a part of the optimizer
+    stays on its device, the owner of that part."""
 
-    def __init__(self, rank: int, threads: int) -> None:
+    def __init__(self, rank: int, threads: int, owner: OwnerSettings | None) -> None:
+        """``owner``: of the owner beside it; None: there is none."""
         self._rank = rank
         self._threads = threads
         self._recorder = MemoryRecorder()
+        self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
         self._context: RankContext | None = None
         self._channel: ReportChannel | None = None
         self._exposure: Exposure | None = None  # until the process ends: a loop that has returned is still shown
@@ -62,6 +67,21 @@ class RankWorker:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
         self._exposure = Exposure(settings, self._recorder, coordinator=coordinator)
         return self._exposure.target
+
+    def serve(self, host: str) -> str:
+        """Start serving as the owner beside this rank; see ``ServedOwner.serve``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        return self._owner.serve(host)
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        """See ``ServedOwner.connect_peers``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        self._owner.connect_peers(addresses)
+
+    def stop_owner(self) -> None:
+        """End the owner beside this rank, if there is one: after every rank's loop. Idempotent."""
+        if self._owner is not None:
+            self._owner.stop()
 
     def run(self, settings: RankSettings, packed_loop: PackedLoop, coordinator: Any) -> RankOutcome:
         """Run the loop to its end, well or not; what it raises is in the outcome, never raised from here."""

@@ -19,6 +19,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import OwnerPlan, format_bytes, plan_owner
 from rayzero.memory.pool import buffer_bytes
+from rayzero.optimizer.ownership import device_owners
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.work import Work
 
@@ -34,13 +35,14 @@ class DeviceBytes:
     parameters: int  # gathered at most, at any time
     buffers: int
     sums: int  # offload_grads=False: gradients summed in fp32
+    states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # beyond those, at the forward's peak
     backward: int
 
     @property
     def resting(self) -> int:
         """Between steps."""
-        return self.parameters + self.buffers
+        return self.parameters + self.buffers + self.states
 
     @property
     def peak(self) -> int:
@@ -52,6 +54,7 @@ class DeviceBytes:
         terms = {
             "gathered parameters": self.parameters,
             "buffers": self.buffers,
+            "masters and states": self.states,
             "gradient sums": self.sums,
             "activations and gradients": max(self.forward, self.backward),
         }
@@ -70,6 +73,11 @@ class HostBytes:
     staging: int  # of its ranks
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
     processes: int  # the programs themselves
+    beside: int = 0  # owners beside its ranks, of offload_fraction < 1; their bytes here are among owner_bytes
+
+    @property
+    def _beside(self) -> str:
+        return f" and {self.beside} owners beside ranks" if self.beside else ""
 
     @property
     def total(self) -> int:
@@ -79,7 +87,7 @@ class HostBytes:
     def describe(self) -> str:
         """The sum, term by term, for people."""
         terms = {
-            f"{self.owners} optimizer actors": self.owner_bytes,
+            f"{self.owners} optimizer actors" + self._beside: self.owner_bytes,
             "staging": self.staging,
             f"{self.ranks} ranks computing": self.compute,
             f"{self.ranks + self.owners} processes": self.processes,
@@ -116,8 +124,12 @@ def plan_bytes(
 ) -> RunBytes:
     """Sum up a run on these hosts. num_states: fp32 states per element of the optimizer. per_process: bytes of a
     process by itself."""
-    ranks, owners = hosts_of_ranks(scaling, hosts), hosts_of_owners(zero, scaling, hosts)
-    shards = shard_map_for(layout, scaling.num_optimizers, zero.shard_map)
+    ranks = hosts_of_ranks(scaling, hosts)
+    beside = device_owners(scaling.num_workers, zero.host_fraction)
+    owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
+    shards = shard_map_for(
+        layout, len(owners), zero.shard_map, num_device_owners=beside, offload_fraction=zero.host_fraction
+    )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
     plans = tuple(
         plan_owner(
@@ -129,9 +141,9 @@ def plan_bytes(
             num_states=num_states,
             own_gradients=shares_memory(zero) and set(ranks) <= {owners[owner]},
         )
-        for owner in range(scaling.num_optimizers)
+        for owner in range(len(owners))
     )
-    device = _device_bytes(layout, work, zero)
+    device = _device_bytes(layout, work, zero, max(plan.on_device for plan in plans))
     each = tuple(
         _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, per_process) for host in range(hosts.count)
     )
@@ -159,13 +171,14 @@ def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> l
     return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
 
 
-def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig) -> DeviceBytes:
+def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, states: int) -> DeviceBytes:
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
     return DeviceBytes(
         parameters=_gathered(sizes, zero.gpu_param_memory_budget),
         buffers=work.buffer_bytes,
         sums=0 if zero.offload_grads else trained * FP32,
+        states=states,
         forward=work.forward_peak_bytes,
         backward=work.backward_peak_bytes,
     )
@@ -208,6 +221,7 @@ def _host_bytes(
     per_process: int,
 ) -> HostBytes:
     own = [plan for plan, at in zip(plans, owners, strict=True) if at == host]
+    actors = sum(plan.owner < len(plans) - device_owners(len(ranks), zero.host_fraction) for plan in own)
     num_ranks = ranks.count(host)
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or any(at != host for at in owners)  # some bytes come through this process
@@ -216,12 +230,13 @@ def _host_bytes(
     return HostBytes(
         host=host,
         ranks=num_ranks,
-        owners=len(own),
+        owners=actors,
         shared=sum(plan.total - plan.staging for plan in own) if shared else 0,
         owner_bytes=sum(plan.total for plan in own),
         staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
         compute=num_ranks * compute,
-        processes=(num_ranks + len(own)) * per_process,
+        beside=len(own) - actors,
+        processes=(num_ranks + actors) * per_process,
     )
 
 

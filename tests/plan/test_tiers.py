@@ -68,6 +68,18 @@ def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_co
     assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + 4 * UNIT))
 
 
+def test_an_optimizer_half_on_the_devices_moves_its_states_there_and_its_gradients_nowhere() -> None:
+    scaling = ScalingConfig(num_workers=2, num_optimizers=2, use_gpu=True)
+    whole, half = (planned(BF16.replace(offload_fraction=f), scaling, GPU_HOSTS) for f in (1.0, 0.5))
+    elements = 4 * 64 * 64
+    assert half.device.states == 12 * elements // 4, "half of them over two ranks"
+    assert half.device.peak == whole.device.peak + half.device.states
+    assert sum(owner.master + owner.moments for owner in half.owners) == 12 * elements // 2
+    for kind in ("params", "gradients"):
+        assert sum(getattr(o, kind) for o in half.owners) == sum(getattr(o, kind) for o in whole.owners)
+    assert [host.owners for host in half.hosts] == [host.owners for host in whole.hosts], "no further processes"
+
+
 def test_sums_kept_on_the_device_are_fp32() -> None:
     run = planned(BF16.replace(offload_grads=False), ScalingConfig(num_workers=1, num_optimizers=1), CPU_HOST)
     assert run.device.peak == 4 * UNIT + 100 + 4 * 64 * 64 * 4 + 7000
