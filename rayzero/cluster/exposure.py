@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rayzero.cluster.heartbeats import Pulse
 from rayzero.config import TelemetryConfig
-from rayzero.memory.process_memory import ProcessMemory, node_memory, process_memory
+from rayzero.memory.heap import heap_use
+from rayzero.memory.ledger import LedgerCount, ledger_rest
+from rayzero.memory.process_memory import node_memory, process_memory
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
@@ -84,20 +86,24 @@ def plan_exposure(
 class MemorySource:
     """This process's and its node's memory, counted when somebody looks. See ``Recorder.watch``.
 
-    What the process was when this was made is in the ledger as kind "process"."""
+    Puts into the ledger what nobody else can tell of: what the process was before, and its heap. [Note: the ledger]"""
 
-    def __init__(self, slab_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, slab_dir: Path, told: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``told()``: bytes of the heap that the ledger has from others; none at first."""
         self._slab_dir = slab_dir
+        self._told = told
         self._clock = clock
-        self._now = process_memory()
+        self._now = self._before = LedgerCount(process_memory(), heap_use(), 0.0)
         self._measured = clock()
-        self._before = self._now
 
     def __call__(self) -> Iterator[Reading]:
-        yield Reading(MEMORY_BYTES, self._before.pss, {"kind": "process", "tier": "ram"})
-        process = self._process()
+        now = self._count()
+        for kind, size in ledger_rest(self._before, now).items():
+            yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": "ram"})
         for kind in ("rss", "pss", "uss", "shm"):
-            yield Reading(PROCESS_MEMORY_BYTES, getattr(process, kind), {"kind": kind})
+            yield Reading(PROCESS_MEMORY_BYTES, getattr(now.process, kind), {"kind": kind})
         node = node_memory(self._slab_dir)
         yield Reading(SHM_USED_BYTES, node.shm_used, {})
         yield Reading(SHM_LIMIT_BYTES, node.shm_limit, {})
@@ -105,9 +111,10 @@ class MemorySource:
         for source, limit in node.limits.items():
             yield Reading(HOST_MEMORY_LIMIT_BYTES, limit, {"source": source})
 
-    def _process(self) -> ProcessMemory:
+    def _count(self) -> LedgerCount:
         if self._clock() - self._measured >= _MEASURE_S:
-            self._now, self._measured = process_memory(), self._clock()
+            self._now = LedgerCount(process_memory(), heap_use(), self._told())
+            self._measured = self._clock()
         return self._now
 
 
@@ -133,7 +140,8 @@ class Exposure:
         exporter = Exporter(
             recorder, settings.role, host=settings.host, port=settings.port, who=settings.who, pages=all_pages
         )
-        recorder.watch(MemorySource(settings.slab_dir))
+        memory = MemorySource(settings.slab_dir, lambda: _told(recorder, memory))
+        recorder.watch(memory)
         self.target = settings.target(exporter.address)
         self._exporter = exporter
         self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)
@@ -143,6 +151,12 @@ class Exposure:
         self._exporter.close()
         if self._pulse is not None:
             self._pulse.close()
+
+
+def _told(recorder: MemoryRecorder, memory: MemorySource) -> float:
+    """Bytes of the heap whose purpose the recorder's other sources tell."""
+    series = recorder.gauges(without=memory).get(MEMORY_BYTES, {})
+    return sum(size for labels, size in series.items() if dict(labels)["tier"] == "ram")
 
 
 def _spans(ring: SpanRing) -> bytes:

@@ -21,6 +21,8 @@ class ProcessMemory:
     shm: int  # of that, shared memory
     pss: int
     uss: int  # what would be free if it ended
+    anonymous: int  # of rss, what is in no file: heaps, stacks
+    file: int  # of pss, files other than shared memory: code of libraries, mostly
 
 
 def process_memory(proc: Path = Path("/proc/self")) -> ProcessMemory:
@@ -32,6 +34,8 @@ def process_memory(proc: Path = Path("/proc/self")) -> ProcessMemory:
         shm=status["RssShmem"],
         pss=rollup["Pss"],
         uss=rollup["Private_Clean"] + rollup["Private_Dirty"],
+        anonymous=rollup["Anonymous"],
+        file=rollup["Pss_File"],
     )
 
 

@@ -249,14 +249,15 @@ class MemoryRecorder:
                 series[labels] = series.get(labels, Timing()).merged(timing)
         return found
 
-    def gauges(self) -> Series:
-        """Every gauge that was set, and what sources say now (counters of theirs too); equal series are added."""
+    def gauges(self, *, without: Source | None = None) -> Series:
+        """Every gauge that was set, and what sources say now (counters of theirs too); equal series are added.
+        ``without``: a source that is not asked."""
         found: Series = {}
         for key, value in list(self._gauges.items()):
             metric, labels = _parts(key)
             found.setdefault(metric, {})[labels] = value
         for source in self._sources:
-            for reading in source():
+            for reading in source() if source is not without else ():
                 reading.metric.check(reading.labels)
                 series, labels = found.setdefault(reading.metric, {}), _sorted(reading.labels)
                 series[labels] = series.get(labels, 0) + reading.value

@@ -1,0 +1,39 @@
+"""What of a process's memory nobody accounts for tensor by tensor, from what the kernel and the allocator count.
+
+[Note: the ledger] Whoever makes a tensor tells its bytes by purpose. The rest is measured, from sources of their own:
+
+- ``process``: what the process was before the run (the kernel's count), with as much code as it has now.
+- ``other``: what the allocator has given out since, less the tensors that were told: activations, gradients on their
+  way, what the user's program and libraries keep. From malloc's own books, resident or not.
+- ``unused``: memory given back that the allocator keeps. Malloc knows how much that is, not how much of it is
+  resident: it is the smaller of that and of what is resident beyond all the rest. So this kind closes the sum by
+  construction as far as malloc keeps something. Memory that neither malloc nor anybody else knows of is in no kind, and
+  the sum falls short by it; memory that is told twice makes it too large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayzero.memory.heap import HeapUse
+from rayzero.memory.process_memory import ProcessMemory
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCount:
+    """A process's memory at one moment."""
+
+    process: ProcessMemory
+    heap: HeapUse | None  # None: the allocator does not tell
+    told: float  # bytes of the heap whose purpose others tell
+
+
+def ledger_rest(before: LedgerCount, now: LedgerCount) -> dict[str, float]:
+    """Bytes by kind; see [Note: the ledger]. ``before``: the run, with nothing told."""
+    rest = {"process": float(before.process.pss + now.process.file - before.process.file)}
+    if before.heap is None or now.heap is None:
+        return rest
+    used = now.heap.used - before.heap.used
+    kept = now.heap.free - before.heap.free
+    resident = now.process.anonymous - before.process.anonymous
+    return rest | {"other": max(0.0, used - now.told), "unused": float(max(0, min(kept, resident - used)))}

@@ -1,0 +1,145 @@
+"""The memory ledger of a real run adds up to what the kernel reports, process by process: within 5 %."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import rayzero.engine as engine
+from rayzero.cluster.reports import Report
+from rayzero.cluster.run_dir import read_record
+from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.engine.context import report
+from rayzero.telemetry.names import MEMORY_BYTES, PROCESS_MEMORY_BYTES
+
+from .test_telemetry import get, series_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+WIDTH, LAYERS, STEPS = 2560, 8, 3
+MODEL = 4 * LAYERS * WIDTH * (WIDTH + 1)  # bytes, fp32: 200 MiB
+PROCESSES = ("optimizer 0", "rank 0")
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """A few steps, then as it is until it has been looked at."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    model, optimizer = engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    for _ in range(STEPS):
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report({"done": 1})
+    while not Path(config["looked"]).exists():
+        time.sleep(0.05)
+
+
+@dataclass
+class Seen:
+    """One process: its ledger, and what the kernel counts, both in bytes."""
+
+    kinds: dict[tuple[str, str], float]  # (kind, tier)
+    pss: int
+    pss_shm: int  # of it, shared memory
+
+    def told(self, *tiers: str) -> float:
+        return sum(size for (_, tier), size in self.kinds.items() if tier in tiers)
+
+
+def counted(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """What an exporter says once it has counted pages anew: it does so at most every five seconds."""
+    deadline = time.monotonic() + 60
+    while True:
+        series = series_of(get(f"http://{address}/metrics"))
+        pss = series[PROCESS_MEMORY_BYTES.name, (("kind", "pss"),)]
+        if pss != series[MEMORY_BYTES.name, (("kind", "process"), ("tier", "ram"))]:
+            return series
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def look(storage: Path) -> dict[str, Seen]:
+    record = read_record(storage / "demo")
+    pids = {member["who"]: member["pid"] for member in record["members"]}
+    found = {}
+    for target in record["telemetry"]["targets"]:
+        labels = target["labels"]
+        who = " ".join(labels[name] for name in ("role", "rank", "actor") if name in labels)
+        if who not in pids:
+            continue  # the coordinator: no record has its pid, and it has no model
+        series = counted(target["address"])
+        kinds = {}
+        for (name, pairs), value in series.items():
+            of = dict(pairs)
+            if name == MEMORY_BYTES.name:
+                kinds[of["kind"], of["tier"]] = value
+        kernel = psutil.Process(pids[who]).memory_full_info()
+        found[who] = Seen(kinds, pss=kernel.pss, pss_shm=rollup(pids[who], "Pss_Shmem"))
+    return found
+
+
+def rollup(pid: int, name: str) -> int:
+    """A field of the kernel's sums over a process's mappings, in bytes."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"the kernel does not tell {name}")
+
+
+@pytest.fixture(scope="module")
+def seen(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    storage = tmp_path_factory.mktemp("runs")
+    found: dict[str, Seen] = {}
+
+    def watch(_: Report) -> None:
+        found.update(look(storage))
+        (storage / "looked").touch()
+
+    ZeroTrainer(
+        train,
+        train_loop_config={"looked": str(storage / "looked")},
+        zero_config=ZeroConfig(stall_timeout=60.0),
+        scaling_config=ScalingConfig(num_workers=1, num_optimizers=1, threads_per_worker=1, threads_per_optimizer=1),
+        run_config=RunConfig(name="demo", storage_path=str(storage)),
+        on_report=watch,
+    ).fit()
+    return found
+
+
+def test_each_process_adds_up_to_what_the_kernel_counts_for_it_alone(seen) -> None:
+    """Heaps and code; shared memory below, because the kernel gives each process that maps it a part."""
+    for who in PROCESSES:
+        assert seen[who].told("ram") == pytest.approx(seen[who].pss - seen[who].pss_shm, rel=0.05), (who, seen[who])
+
+
+def test_shared_memory_adds_up_over_the_processes_of_a_node(seen) -> None:
+    kernel = sum(one.pss_shm for one in seen.values())
+    assert sum(one.told("shm") for one in seen.values()) == pytest.approx(kernel, rel=0.05)
+    assert kernel > 4 * MODEL * 0.95, "parameters with their two moments, and gradients"
+
+
+def test_the_whole_node_adds_up(seen) -> None:
+    assert sum(one.told("ram", "shm") for one in seen.values()) == pytest.approx(
+        sum(one.pss for one in seen.values()), rel=0.05
+    )
+
+
+def test_what_has_a_purpose_is_told_by_it_and_little_is_left_to_the_heap(seen) -> None:
+    """The heap's rest is measured as what nobody told: were a purpose missing, the sum would still be right."""
+    owner, rank = seen["optimizer 0"], seen["rank 0"]
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert owner.kinds[kind, "shm"] == pytest.approx(MODEL, rel=0.01)
+    assert rank.kinds["grad", "shm"] == pytest.approx(MODEL, rel=0.01)
+    for one in (owner, rank):
+        assert one.kinds["other", "ram"] < 0.4 * MODEL
+        assert 0 < one.kinds["process", "ram"] < 2 * MODEL

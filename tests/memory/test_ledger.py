@@ -1,0 +1,68 @@
+"""What of a process's memory the ledger measures instead of being told."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from rayzero.memory.heap import HeapUse, heap_use
+from rayzero.memory.ledger import LedgerCount, ledger_rest
+from rayzero.memory.process_memory import ProcessMemory, process_memory
+
+MIB = 1 << 20
+BASE = {"rss": 300, "shm": 0, "pss": 250, "uss": 200, "anonymous": 200, "file": 50}
+
+
+def count(used: int, free: int, told: float = 0.0, **process: int) -> LedgerCount:
+    return LedgerCount(ProcessMemory(**BASE | process), HeapUse(used=used, free=free), told)
+
+
+BEFORE = count(100, 10)
+
+
+def test_the_heaps_rest_is_what_nobody_told() -> None:
+    now = count(1000, 10, told=700.0, anonymous=1100)
+    assert ledger_rest(BEFORE, now) == {"process": 250, "other": 200, "unused": 0}
+
+
+def test_code_that_was_loaded_or_is_shared_with_more_processes_is_the_processs() -> None:
+    assert ledger_rest(BEFORE, count(100, 10, file=70))["process"] == 270
+    assert ledger_rest(BEFORE, count(100, 10, file=30))["process"] == 230
+
+
+def test_what_malloc_keeps_counts_as_far_as_it_is_resident() -> None:
+    assert ledger_rest(BEFORE, count(100, 510, anonymous=300))["unused"] == 100
+    assert ledger_rest(BEFORE, count(100, 510, anonymous=200))["unused"] == 0
+
+
+def test_what_is_resident_and_not_mallocs_is_in_no_kind() -> None:
+    assert ledger_rest(BEFORE, count(100, 30, anonymous=900)) == {"process": 250, "other": 0, "unused": 20}
+
+
+def test_memory_told_twice_is_not_taken_off_elsewhere() -> None:
+    now = count(1000, 10, told=1800.0, anonymous=1100)
+    assert sum(ledger_rest(BEFORE, now).values()) + now.told == 250 + 1800
+
+
+def test_without_books_of_the_allocator_there_is_the_process_alone() -> None:
+    bare = LedgerCount(ProcessMemory(**BASE), None, 0.0)
+    assert ledger_rest(bare, bare) == {"process": 250}
+
+
+def test_the_heap_tells_of_a_tensor_whole_before_it_is_touched_and_not_after_it_is_freed() -> None:
+    before = heap_use()
+    assert before is not None
+    tensor = torch.empty(64 * MIB, dtype=torch.uint8)
+    assert heap_use().used - before.used == pytest.approx(tensor.nbytes, abs=4 * MIB)
+    del tensor
+    assert heap_use().used == pytest.approx(before.used, abs=4 * MIB)
+
+
+def test_memory_that_is_not_mallocs_is_not_in_its_books() -> None:
+    heap, process = heap_use(), process_memory()
+    with mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        mapped.write(b"x" * len(mapped))
+        assert process_memory().anonymous - process.anonymous >= 31 * MIB
+        assert heap_use().used - heap.used < 4 * MIB
