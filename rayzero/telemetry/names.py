@@ -305,7 +305,7 @@ MEMORY_BYTES = _gauge(
     roles=EVERY,
     help="What this process has made, by purpose, each byte counted by its maker alone. kind: param, master, exp_avg, "
     "exp_avg_sq (or another optimizer state), grad, staging, process (what it was before the run: interpreter, torch), "
-    "other (the heap's rest: activations, the user's), unused (given back and kept by malloc: resident beyond the rest); "
+    "other (the heap's rest: activations, the user's), unused (given back, kept by malloc, resident); "
     "tier: gpu, pinned, shm, ram. Over the processes of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
 )
 PROCESS_MEMORY_BYTES = _gauge(
