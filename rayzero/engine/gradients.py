@@ -46,7 +46,8 @@ class GradientCollector:
 
     def _hook(self, unit: ParamUnit, slot: int, nodes: dict[int, Any]) -> Callable[..., None]:
         def after_accumulate(*_: Any) -> None:
-            units = self.join(graph_task_id())
+            task = graph_task_id()
+            units = self._tasks.get(task) or self.join(task)
             coming = units.get(unit)
             if coming is None:
                 coming = units[unit] = {other for other, node in nodes.items() if will_execute(node)}

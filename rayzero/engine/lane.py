@@ -26,7 +26,7 @@ from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.messages import COMPUTE, Contribution
-from rayzero.optimizer.futures import settled
+from rayzero.optimizer.futures import chain, failed, settled
 from rayzero.store.protocol import ParameterStore
 
 _SMALL = 1 << 20  # bytes: copying them takes about 0.1 ms, a thread switch under the GIL up to 1 ms
@@ -108,28 +108,32 @@ class HostLane:
         target = _target(self._store, self._staging, unit, contribution, grads)
         if target is None:
             return None
-        landed: Future[None] = Future()
         if unit.size_bytes <= _SMALL:
-            self._send(landed, unit, contribution, list(grads), target)
-        else:
-            _submit(self._worker, landed, target, self._send, landed, unit, contribution, list(grads), target)
+            return self._send(unit, contribution, list(grads), target)
+        landed: Future[None] = Future()
+
+        def send(its: list[Tensor | None]) -> None:
+            chain(self._send(unit, contribution, its, target), landed)
+
+        _submit(self._worker, landed, target, send, list(grads))
         return landed
 
     def _send(
-        self,
-        landed: Future[None],
-        unit: UnitLayout,
-        contribution: Contribution,
-        grads: list[Tensor | None],
-        target: _Target,
-    ) -> None:
+        self, unit: UnitLayout, contribution: Contribution, grads: list[Tensor | None], target: _Target
+    ) -> Future[None]:
         try:
             if not target.filled:
                 gather_into(target.flat, unit, grads)
             grads.clear()
-            _follow(self._store.push(contribution, target.flat), landed, target)
-        except Exception as exc:  # the worker's only way to tell: the rank's next wait raises it
-            _give_up(landed, target, exc)
+            sent = self._store.push(contribution, target.flat)
+        except Exception as exc:  # of the push, perhaps in the worker: the rank's next wait raises it
+            target.release()
+            return failed(exc)
+        if target.staged is None:
+            return sent
+        landed: Future[None] = Future()
+        _follow(sent, landed, target)
+        return landed
 
     def drain(self) -> None:
         """See :class:`Lane`. Nothing is copied out of the owners' memory."""

@@ -38,6 +38,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return cast(int, storage._cdata)
 
 
+def storage_keys(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`storage_key` of each tensor's storage; in one loop, because models have thousands of parameters."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
 use_count: Callable[[int], int] = _C._storage_Use_Count
 """How many C++ owners the storage with this key has: :data:`AT_REST` when only its parameter holds it."""
 

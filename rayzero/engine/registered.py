@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from rayzero.engine.param_unit import ParamUnit
-from rayzero.engine.private_torch import storage_key
+from rayzero.engine.private_torch import storage_keys
 from rayzero.errors import UnsupportedError
 from rayzero.tensor_metadata import plain
 
@@ -40,7 +40,7 @@ class Registered:
         prepare()."""
         with plain():
             now = [table.get(name) for table, name in self._entries]
-            keys = [storage_key(param.untyped_storage()) for param in self._params]
+            keys = storage_keys(self._params)
             same = [
                 ours is theirs or (isinstance(theirs, Tensor) and not isinstance(theirs, nn.Parameter))
                 for ours, theirs in zip(self._params, now, strict=True)

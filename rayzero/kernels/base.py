@@ -110,20 +110,15 @@ class Kernel(Protocol):
 
 def merge(segments: Iterable[Segment]) -> list[Segment]:
     """Join neighbours that agree on everything but their range."""
-    merged: list[Segment] = []
+    runs: list[tuple[Segment, int]] = []  # a run's first segment, and the end of its last
     for segment in segments:
-        last = merged[-1] if merged else None
-        if last is not None and _continues(last, segment):
-            merged[-1] = replace(last, length=last.length + segment.length)
+        end = segment.offset + segment.length
+        if runs and runs[-1][1] == segment.offset and _alike(runs[-1][0], segment):
+            runs[-1] = runs[-1][0], end
         else:
-            merged.append(segment)
-    return merged
+            runs.append((segment, end))
+    return [replace(first, length=end - first.offset) for first, end in runs]
 
 
-def _continues(last: Segment, segment: Segment) -> bool:
-    return (
-        last.offset + last.length == segment.offset
-        and last.ranks == segment.ranks
-        and last.step == segment.step
-        and last.options == segment.options
-    )
+def _alike(one: Segment, other: Segment) -> bool:
+    return one.ranks == other.ranks and one.step == other.step and one.options == other.options

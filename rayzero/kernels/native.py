@@ -13,6 +13,7 @@ import sysconfig
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,9 @@ from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.stamps import STAMP
 from rayzero.messages import Clamp
 
-ABI = 4  # of the tables below: RZ_ABI in adam.c
+Range = tuple[int, int]  # start, stop: elements of a shard
+
+ABI = 5  # of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements a thread claims at once: small, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, then progress is reported; a multiple of TILE
@@ -96,9 +99,11 @@ class NativeLibrary:
         self.team_size = typed(library.rz_team_size, c_int32, c_void_p)
         self.adam = typed(library.rz_adam, None, c_void_p, c_int32, *[c_void_p] * 2, *[c_int64] * 4)
         self.squares = typed(
-            library.rz_squares, None, c_void_p, c_int32, c_void_p, *[c_int64] * 3, *[c_float] * 2, c_void_p
+            library.rz_squares,
+            None,
+            *(c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64),
+            *(c_float, c_float, c_void_p, c_void_p),
         )
-        self.sum = typed(library.rz_sum, c_double, c_void_p, c_int64)
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
         self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
 
@@ -221,19 +226,19 @@ class NativeSquareSum(_Worker):
     fp64 from leaves of 65,536 elements of the range: element i of a leaf goes to partial sum i mod 16, partial sums
     are added by halves, leaves in order. No bit depends on the instruction set or the threads."""
 
-    def part(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None = None
-    ) -> float:
-        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (ascending), of what
-        ``clamp`` leaves of it as ``rz_adam`` does, where that is given. Without it inf or nan where a summed gradient
-        is."""
-        count = -(-(stop - start) // LEAF)
-        leaves = (c_double * count)()
-        table = _gradient_table(gradients, ranks, stop)
-        team = self._team_address() if stop - start >= _SQUARES_ALONE else None
+    def parts(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+    ) -> list[float]:
+        """See ``Squares.parts``; ``clamp`` does what ``rz_adam`` does. One call into the library."""
+        numel = sum(stop - start for start, stop in ranges)
+        table = _gradient_table(gradients, ranks, max((stop for _, stop in ranges), default=0))
+        bounds = (c_int64 * (2 * len(ranges)))(*chain.from_iterable(ranges))
+        leaves = (c_double * sum(-(-(stop - start) // LEAF) for start, stop in ranges))()
+        sums = (c_double * len(ranges))()
+        team = self._team_address() if numel >= _SQUARES_ALONE else None
         scale, limit = (1.0, math.inf) if clamp is None else (clamp.scale, clamp.limit)
-        self._library.squares(team, self._isa, table, len(table), start, stop, scale, limit, leaves)
-        return float(self._library.sum(leaves, count))
+        self._library.squares(team, self._isa, table, len(table), bounds, len(ranges), scale, limit, leaves, sums)
+        return list(sums)
 
     def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:
         """How many elements of the sum are inf or nan; to be asked where ``part`` is not finite."""

@@ -19,6 +19,8 @@ PAGE = mmap.PAGESIZE  # bytes
 _MAP_FIXED = 0x10  # not in the mmap module; the same on Linux and macOS
 _PROT_NONE = 0  # nor are these
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+_HIGHEST = 7 if sys.byteorder == "little" else 0  # byte of a pagemap entry, with these flags (bits 63, 62, 61):
+_PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -77,14 +79,17 @@ class Mapping:
         page; True where the system does not tell."""
         first, pages = (self.address + offset) // PAGE, whole_pages(size) // PAGE
         try:
-            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:  # Linux, admin-guide/mm/pagemap.rst
-                found = bytearray(os.pread(pagemap.fileno(), 8 * pages, 8 * first))
+            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY)  # Linux, admin-guide/mm/pagemap.rst
         except OSError:
             return True
-        entries = torch.frombuffer(found, dtype=torch.int64)
-        there = entries < 0  # bit 63: in memory
-        swapped, of_file = entries >> 62 & 1 == 1, entries >> 61 & 1 == 1
-        return bool(((there | swapped) & ~of_file).any())
+        try:
+            entries = os.pread(pagemap, 8 * pages, 8 * first)
+        except OSError:
+            return True
+        finally:
+            os.close(pagemap)
+        highest = set(entries[_HIGHEST::8])  # one byte a page, few different ones
+        return any(flags & (_PRESENT | _SWAPPED) and not flags & _OF_FILE for flags in highest)
 
     def drop_private(self, offset: int, size: int) -> None:
         """Throw away what this process wrote into private pages: they show the file again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -182,10 +183,10 @@ class Contributions:
 
     def contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
         """Per slice, those of ``ranks`` with a gradient for it."""
-        landings = [(rank, self.ranks[rank].landings[owned.shard.index]) for rank in ranks]
-        return tuple(
-            tuple(rank for rank, landing in landings if landing.present(index)) for index in range(len(owned.slices))
-        )
+        present = [self.ranks[rank].landings[owned.shard.index].present for rank in ranks]
+        if all(map(all, present)):
+            return (tuple(ranks),) * len(owned.slices)
+        return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
 
     def gradients(self, owned: OwnedShard) -> list[Tensor]:
         """Per rank, its memory for this shard; empty for one that has not attached and so has no gradient."""

@@ -11,6 +11,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+DONE = _done()  # of what is over before anybody asks: it cannot change any more, so one serves all (making one is 2 us)
+
+
 def settle(future: Future[T], value: T) -> None:
     """Give ``future`` its result, unless it is done or cancelled."""
     with suppress(InvalidStateError):

@@ -60,7 +60,10 @@ class GroupNorms:
         return self._before[: owned.shard.numel]
 
     def _add(self, sums: Squares, owned: OwnedShard, values: Tensor) -> None:
-        group, square = self._group_of[owned.shard.index], self._model.square_sum.part([values], [0], 0, len(values))
+        group, square = (
+            self._group_of[owned.shard.index],
+            self._model.square_sum.parts([values], [0], [(0, len(values))])[0],
+        )
         sums[group] = sums.get(group, 0.0) + square
 
     def tell(self, parts: NormParts) -> None:

@@ -69,9 +69,10 @@ class Landing:
         """The attempt of what is here."""
         return self._key.attempt
 
-    def present(self, index: int) -> bool:
-        """True when slice ``index`` of the shard has a gradient here."""
-        return self._present[index]
+    @property
+    def present(self) -> Sequence[bool]:
+        """Per slice of the shard, whether it has a gradient here."""
+        return self._present
 
     def admit(self, push: Contribution) -> Admission:
         """What to do with a push of the open step. Raises AccumulationError for one that does not fit."""

@@ -44,13 +44,12 @@ def tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None:
     """A shard was updated."""
     states = 4 * 2 * (1 + len(owned.states))  # master and states: fp32, read and written
     written = 0 if owned.params is owned.master else owned.params.itemsize
-    elements = size = 0
+    updated = Counter[tuple[int, ...]]()  # by contributors
     for part, ranks in zip(owned.slices, work.contributors, strict=True):
-        if ranks:
-            elements += part.numel
-            size += part.numel * (states + written + sum(work.gradients[rank].itemsize for rank in ranks))
-    recorder.add(OPTIMIZER_PARAMS, elements)
-    recorder.add(OPTIMIZER_BYTES, size)
+        updated[ranks] += part.numel if ranks else 0
+    read = {ranks: sum(work.gradients[rank].itemsize for rank in ranks) for ranks in updated}
+    recorder.add(OPTIMIZER_PARAMS, updated.total())
+    recorder.add(OPTIMIZER_BYTES, sum(count * (states + written + read[ranks]) for ranks, count in updated.items()))
 
 
 def owner_readings(model: OwnedModel, queued: Callable[[], int], scratch: int) -> Iterator[Reading]:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.kernels.native import NativeKernel, NativeSquareSum
+from rayzero.kernels.native import NativeKernel, NativeSquareSum, Range
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.messages import Clamp
 
@@ -25,11 +25,12 @@ _TILE = 8 * LEAF  # elements squared at once; any multiple of LEAF gives the sam
 class Squares(Protocol):
     """Who sums squares. One instance belongs to one thread."""
 
-    def part(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None = None
-    ) -> float:
-        """Sum over ``[start, stop)`` of the squares of the sum of ``gradients[r]`` over ``ranks`` (not empty), of what
-        ``clamp`` leaves of it as the update does, where that is given."""
+    def parts(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+    ) -> list[float]:
+        """For each ``[start, stop)`` of ``ranges`` the sum of the squares of the sum of ``gradients[r]`` over ``ranks``
+        (not empty), of what ``clamp`` leaves of it as the update does, where that is given. Without it inf or nan
+        where a summed gradient is."""
         ...
 
 
@@ -51,10 +52,15 @@ class SquareSum:
         self._leaves = torch.zeros(tile // LEAF, dtype=torch.float64)
 
     @torch.no_grad()
-    def part(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None = None
+    def parts(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+    ) -> list[float]:
+        """See ``Squares.parts``."""
+        return [self._part(gradients, ranks, start, stop, clamp) for start, stop in ranges]
+
+    def _part(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None
     ) -> float:
-        """See ``Squares.part``. Without a clamp inf or nan where a summed gradient is."""
         total = 0.0
         for at in range(start, stop, self._tile):
             end = min(at + self._tile, stop)

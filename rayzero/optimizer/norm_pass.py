@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import groupby
+from operator import itemgetter
+
+from torch import Tensor
 
 from rayzero.errors import StepMismatchError, StoreError
-from rayzero.messages import FinishReport, NormParts
-from rayzero.optimizer.contributions import Collection, check_reports
+from rayzero.messages import Clamp, FinishReport, NormParts
+from rayzero.optimizer.contributions import Collection, Contributors, check_reports
 from rayzero.optimizer.futures import fail, settle
 from rayzero.optimizer.model import OwnedModel
 from rayzero.optimizer.state import OwnedShard
 from rayzero.optimizer.updater import Task
+
+EARLY = 1 << 20  # elements: summing fewer (0.1 ms) can wait for the finish
 
 
 class NormPass:
@@ -27,6 +33,8 @@ class NormPass:
         self._lock = lock
         self._submit = submit
         self.collection: Collection | None = None  # of the open step, once its reports are here
+        self._ripe: list[OwnedShard] = []  # expected pushes are all there, and no task was made for their parts yet
+        self._ripe_numel = 0
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Ask for the parts of ``step``, which is open; other reports than before replace what was asked for.
@@ -50,16 +58,30 @@ class NormPass:
     def arrived(self, owned: OwnedShard, rank: int, open_step: int) -> None:  # locked
         """A push of ``rank`` landed: compute the shard's part if it was the last one that is counted, or expected."""
         contributions, collection = self._model.contributions, self.collection
-        if collection is None:
-            complete = contributions.looks_complete(owned, open_step)
-        else:
-            complete = contributions.arrived(collection, owned, rank)
-        if complete:
-            self._submit(lambda: self._sum(owned, open_step))
+        if collection is not None:
+            if contributions.arrived(collection, owned, rank):
+                self._submit(lambda: self._sum(owned, open_step))
+        elif contributions.looks_complete(owned, open_step):
+            self._ripen(owned, open_step)
+
+    def _ripen(self, owned: OwnedShard, step: int) -> None:  # locked
+        """Compute parts early, some at a time: waking the updater's thread takes as long as summing many elements."""
+        self._ripe.append(owned)
+        self._ripe_numel += owned.shard.numel
+        if self._ripe_numel < EARLY:
+            return
+        ripe, self._ripe, self._ripe_numel = self._ripe, [], 0
+
+        def sum_ripe() -> None:
+            for each in ripe:
+                self._sum(each, step)
+
+        self._submit(sum_ripe)
 
     def decided(self) -> None:  # locked
         """The step is over."""
         self.collection = None
+        self._ripe, self._ripe_numel = [], 0
 
     def fail(self, error: StoreError) -> None:
         """The step will never be decided."""
@@ -98,13 +120,21 @@ class NormPass:
             key, contributors = contributions.key(owned, ranks, clamp), contributions.contributors(owned, ranks)
             gradients = contributions.gradients(owned)
         if not known:
-            squares = tuple(
-                self._model.square_sum.part(gradients, members, part.start, part.stop, clamp) if members else 0.0
-                for part, members in zip(owned.slices, contributors, strict=True)
-            )
+            squares = self._squares(owned, gradients, contributors, clamp)
             with self._lock:
                 contributions.keep_part(owned, key, squares)
         self._check_off(owned)
+
+    def _squares(
+        self, owned: OwnedShard, gradients: list[Tensor], contributors: Contributors, clamp: Clamp | None
+    ) -> tuple[float, ...]:
+        """Per slice; neighbours with the same contributors in one call, because models have many parameters."""
+        squares: list[float] = []
+        for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
+            ranges = [(part.start, part.stop) for _, part in group]
+            parts = self._model.square_sum.parts
+            squares += parts(gradients, members, ranges, clamp) if members else [0.0] * len(ranges)
+        return tuple(squares)
 
     def _check_off(self, owned: OwnedShard) -> None:
         with self._lock:

@@ -18,6 +18,11 @@ _Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
 _READABLE = (ShardState.PUBLISHED, ShardState.DECIDED)
 
 
+def is_readable(owned: OwnedShard, version: int) -> bool:  # locked
+    """Whether the shard's memory holds ``version`` now."""
+    return owned.published == version and owned.state in _READABLE
+
+
 class Publications:
     """Reads that wait for a version.
 
@@ -29,7 +34,7 @@ class Publications:
 
     def read(self, owned: OwnedShard, version: int, kind: str, future: Future[Tensor]) -> bool:
         """True when ``version`` is there now; otherwise ``future`` waits for it. Raises when it is gone."""
-        if owned.published == version and owned.state in _READABLE:
+        if is_readable(owned, version):
             return True
         if owned.published >= version:
             raise StoreError(

@@ -6,14 +6,16 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from numbers import Real
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, StepMismatchError, UnsupportedError
-from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
 from rayzero.messages import STEP, Hyper, ModelSpec
@@ -102,20 +104,20 @@ class AdamRule:
             params=None if owned.params is owned.master else owned.params,
             stamps=owned.stamps(work.version),
         )
-        segments = merge(self._segments(owned, work))
+        segments = list(self._segments(owned, work))
         self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
 
     def _segments(self, owned: OwnedShard, work: ShardWork) -> Iterator[Segment]:
+        """Neighbours that are updated alike together: what lies between two slices is padding, which is zero."""
         options = self._options(work.hyper)
-        for index, part in enumerate(owned.slices):
-            if work.contributors[index]:
-                yield Segment(
-                    offset=part.start,
-                    length=aligned(part.numel),
-                    ranks=work.contributors[index],
-                    options=options[owned.groups[index]],
-                    step=owned.steps[index] + 1,
-                )
+        alike = zip(work.contributors, owned.groups, owned.steps, strict=True)
+        for (ranks, group, step), run in groupby(zip(alike, owned.slices, strict=True), key=itemgetter(0)):
+            if not ranks:
+                continue
+            first, *others = [part for _, part in run]
+            last = others[-1] if others else first
+            length = last.start - first.start + aligned(last.numel)
+            yield Segment(offset=first.start, length=length, ranks=ranks, options=options[group], step=step + 1)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """None: all of Adam's states are planned."""

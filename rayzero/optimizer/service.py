@@ -37,7 +37,7 @@ from rayzero.optimizer.host_memory import MakeMemory, PrivateMemory
 from rayzero.optimizer.measures import owner_readings, tell_decision, tell_update
 from rayzero.optimizer.model import OwnedModel, build_model, check_same
 from rayzero.optimizer.norm_pass import NormPass
-from rayzero.optimizer.publications import Listener, Publications, Published, answer
+from rayzero.optimizer.publications import Listener, Publications, Published, answer, is_readable
 from rayzero.optimizer.rules import ShardWork
 from rayzero.optimizer.snapshot import write_snapshot
 from rayzero.optimizer.state import OwnedShard, ShardState
@@ -250,6 +250,12 @@ class ShardService:
         """The version at which the shard's published parameters last changed."""
         with self._lock:
             return self._shard(shard).content
+
+    def content_at(self, shard: int, version: int) -> int | None:
+        """``content`` of a shard that is published at exactly ``version`` now; None where it is not, or not yet."""
+        with self._lock:
+            owned = self._shard(shard)
+            return owned.content if is_readable(owned, version) else None
 
     def on_publish(self, listener: Listener) -> None:
         """Tell ``listener`` of published (shard, version, content version) lists, from the updater thread; what is

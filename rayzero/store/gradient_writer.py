@@ -11,7 +11,7 @@ from torch import Tensor
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.kernels.threads import use_torch_threads
 from rayzero.messages import Contribution, Pushed
-from rayzero.optimizer.futures import fail, failed, settle, settled, when_all
+from rayzero.optimizer.futures import DONE, fail, failed, settle, when_all
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.push_order import PushOrder
 
@@ -52,37 +52,41 @@ class GradientWriter:
         return self.region.landing(push)
 
     def push(self, push: Contribution, grads: Tensor) -> Future[None]:
-        """Write a push once its range is free."""
-        done: Future[None] = Future()
+        """Write a push once its range is free; one that has to wait for nothing is written before this returns."""
         try:
             if self.region.is_stale(push):  # what a repeat would wait for may be long gone
-                return settled(None)
+                return DONE
         except StoreError as exc:
             return failed(exc)
         turn, free = self._order.turn(0, push), self._when_free(push)
         if _is_well(turn) and _is_well(free):
-            self._write(push, grads, done)
-        else:
-            when_all([turn, free], lambda _: self._write_later(push, grads, done), lambda error: fail(done, error))
+            error = self._write(push, grads)
+            return DONE if error is None else failed(error)
+        done: Future[None] = Future()
+        when_all([turn, free], lambda _: self._write_later(push, grads, done), lambda error: fail(done, error))
         return done
 
     def _write_later(self, push: Contribution, grads: Tensor, done: Future[None]) -> None:
+        def write() -> None:
+            error = self._write(push, grads)
+            settle(done, None) if error is None else fail(done, error)
+
         try:
-            self._worker.submit(self._write, push, grads, done)
+            self._worker.submit(write)
         except RuntimeError:  # shut down by close()
             fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
 
-    def _write(self, push: Contribution, grads: Tensor, done: Future[None]) -> None:
+    def _write(self, push: Contribution, grads: Tensor) -> Exception | None:
+        """Write and tell of it; returns what went wrong."""
         try:
             pushed = self.region.put(push, grads)
             if pushed is not None:
                 self._announce(push.unit, pushed)
         except Exception as exc:  # whatever it is belongs to the push
             self._order.end(0, push, exc)
-            fail(done, exc)
-        else:
-            self._order.end(0, push, None)
-            settle(done, None)
+            return exc
+        self._order.end(0, push, None)
+        return None
 
     def close(self) -> None:
         """Write what waits for nothing any more, then end the thread. Idempotent."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rayzero.messages import Contribution
-from rayzero.optimizer.futures import fail, settle
+from rayzero.optimizer.futures import DONE, fail, settle
 
 Try = tuple[int, int]  # (step, attempt)
 
@@ -35,14 +35,13 @@ class PushOrder:
 
     def turn(self, owner: int, push: Contribution) -> Future[None]:
         """Done when ``push`` may be sent to ``owner``; repeats and pushes of an older attempt may be at once."""
-        turn: Future[None] = Future()
+        turn: Future[None] = DONE
         with self._lock:
             lane = self._lanes.setdefault((owner, push.unit), _Lane())
             passed_over = self._enter(lane, (push.step, push.attempt))
-            wait = _try(push) == lane.current and push.seq > lane.next_seq
-            if wait:
-                lane.parked[push.seq] = turn
-        for other in passed_over if wait else (*passed_over, turn):
+            if _try(push) == lane.current and push.seq > lane.next_seq:
+                turn = lane.parked[push.seq] = Future()
+        for other in passed_over:
             settle(other, None)
         return turn
 

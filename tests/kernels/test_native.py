@@ -352,7 +352,7 @@ def leaf_by_definition(values: Sequence[float]) -> float:
 def test_sums_of_squares_are_the_written_definition(isa: str, dtype: torch.dtype, ranks: int) -> None:
     start, stop = 64, 64 + 2 * native.LEAF + 777
     gradients = make_gradients(stop + 10, ranks, dtype)
-    got = native.NativeSquareSum(isa=isa, threads=2).part(gradients, range(ranks), start, stop)
+    got = native.NativeSquareSum(isa=isa, threads=2).parts(gradients, range(ranks), [(start, stop)])[0]
     summed = RankSum(stop - start).sum(gradients, range(ranks), start, stop).tolist()
     want = 0.0
     for at in range(0, len(summed), native.LEAF):
@@ -365,7 +365,7 @@ def test_sums_of_squares_are_the_written_definition(isa: str, dtype: torch.dtype
 def test_sums_of_squares_are_exact_to_rounding(count: int, start: int, ranks: int, dtype: torch.dtype) -> None:
     gradients = make_gradients(start + count, ranks, dtype)
     got = {
-        struct.pack("d", native.NativeSquareSum(isa=isa).part(gradients, range(ranks), start, start + count))
+        struct.pack("d", native.NativeSquareSum(isa=isa).parts(gradients, range(ranks), [(start, start + count)])[0])
         for isa in ISAS
     }
     assert len(got) == 1
@@ -377,7 +377,7 @@ def test_sums_of_squares_are_exact_to_rounding(count: int, start: int, ranks: in
 def test_no_number_of_threads_changes_the_sum_of_squares() -> None:
     count = 9 * native.LEAF + 5
     gradients = make_gradients(count, 2, torch.bfloat16)
-    sums = {native.NativeSquareSum(threads=threads).part(gradients, (0, 1), 0, count) for threads in (1, 2, 4)}
+    sums = {native.NativeSquareSum(threads=threads).parts(gradients, (0, 1), [(0, count)])[0] for threads in (1, 2, 4)}
     assert len(sums) == 1
 
 
@@ -389,9 +389,9 @@ def test_what_is_not_finite_is_found_counted_and_passed_on(isa: str, bad: float)
     at = [0, 5, 1000, count - 1]
     gradients[1][at] = bad
     squares = native.NativeSquareSum(isa=isa)
-    assert not math.isfinite(squares.part(gradients, (0, 1), 0, count))
+    assert not math.isfinite(squares.parts(gradients, (0, 1), [(0, count)])[0])
     assert squares.nonfinite(gradients, (0, 1), 0, count) == 4
-    assert math.isfinite(squares.part(gradients, (0,), 0, count))
+    assert math.isfinite(squares.parts(gradients, (0,), [(0, count)])[0])
     assert squares.nonfinite(gradients, (0,), 0, count) == 0
     memory = updated(native.NativeKernel(isa=isa), gradients, [segment(count, (0, 1))], limit=math.inf)
     assert memory.params is not None
@@ -405,7 +405,7 @@ def test_a_sum_that_overflows_is_not_finite() -> None:
     gradients = [torch.full((64,), 3e38), torch.full((64,), 3e38)]
     squares = native.NativeSquareSum()
     assert squares.nonfinite(gradients, (0, 1), 0, 64) == 64
-    assert math.isfinite(squares.part(gradients, (0,), 0, 64))  # squares of finite gradients never overflow
+    assert math.isfinite(squares.parts(gradients, (0,), [(0, 64)])[0])  # squares of finite gradients never overflow
 
 
 # ---- Refusals, flags, threads ---------------------------------------------------------------------------------------
@@ -475,8 +475,8 @@ def test_helpers_begin_with_the_first_large_call_sleep_when_idle_and_end_with_th
 def test_calls_in_quick_succession_lose_and_repeat_nothing() -> None:
     squares, count = native.NativeSquareSum(threads=5), 8 * native.LEAF
     gradients = make_gradients(count, 1, torch.bfloat16)
-    want = native.NativeSquareSum(threads=1).part(gradients, (0,), 0, count)
-    assert {squares.part(gradients, (0,), 0, count) for _ in range(500)} == {want}
+    want = native.NativeSquareSum(threads=1).parts(gradients, (0,), [(0, count)])[0]
+    assert {squares.parts(gradients, (0,), [(0, count)])[0] for _ in range(500)} == {want}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -525,3 +525,14 @@ def test_a_processor_without_fused_multiply_add_gets_the_torch_kernel(monkeypatc
     assert native.why_not() == "this processor has no fused multiply-add: it would be slower"
     monkeypatch.setattr(LIBRARY, "has_fma", True)
     assert native.why_not() is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_several_ranges_in_one_call_have_the_sums_of_each(threads: int) -> None:
+    gradients = [torch.randn(5 * native.LEAF).bfloat16() for _ in range(2)]
+    ranges = [(0, 1), (64, 64 + 3 * native.LEAF), (64 + 3 * native.LEAF, 64 + 3 * native.LEAF), (7, 4 * native.LEAF)]
+    squares = native.NativeSquareSum(threads=threads)
+    together = squares.parts(gradients, (0, 1), ranges)
+    assert together == [squares.parts(gradients, (0, 1), [one])[0] for one in ranges]
+    assert together[2] == 0.0
+    assert squares.parts(gradients, (0, 1), []) == []

@@ -23,7 +23,7 @@ def gradients(numel: int, ranks: int = 1, dtype: torch.dtype = torch.float32) ->
 def test_parts_are_sums_of_squares(numel: int) -> None:
     (grad,) = gradients(numel)
     exact = math.fsum(x * x for x in grad.double().tolist())
-    assert SquareSum().part([grad], [0], 0, numel) == pytest.approx(exact, rel=1e-14)
+    assert SquareSum().parts([grad], [0], [(0, numel)])[0] == pytest.approx(exact, rel=1e-14)
 
 
 def test_bits_depend_on_neither_tiles_nor_threads() -> None:
@@ -34,7 +34,7 @@ def test_bits_depend_on_neither_tiles_nor_threads() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for tile in (LEAF, 2 * LEAF, 8 * LEAF):
-                found.add(SquareSum(tile).part(grads, [0, 1, 2], 0, numel))
+                found.add(SquareSum(tile).parts(grads, [0, 1, 2], [(0, numel)])[0])
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
@@ -45,19 +45,19 @@ def test_leaves_start_at_the_slice_and_not_at_the_shard() -> None:
     (grad,) = gradients(numel)
     shifted = [torch.cat([torch.randn(640), grad])]
     summer = SquareSum()
-    assert summer.part(shifted, [0], 640, 640 + numel) == summer.part([grad], [0], 0, numel)
+    assert summer.parts(shifted, [0], [(640, 640 + numel)])[0] == summer.parts([grad], [0], [(0, numel)])[0]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows(bad: float) -> None:
     (grad,) = gradients(LEAF + 10)
     grad[LEAF + 3] = bad
-    assert not math.isfinite(SquareSum().part([grad], [0], 0, grad.numel()))
+    assert not math.isfinite(SquareSum().parts([grad], [0], [(0, grad.numel())])[0])
 
 
 def test_large_gradients_do_not_overflow() -> None:
     grad = torch.full((1000,), 1e30)
-    assert SquareSum().part([grad], [0], 0, 1000) == pytest.approx(1e63, rel=1e-6)
+    assert SquareSum().parts([grad], [0], [(0, 1000)])[0] == pytest.approx(1e63, rel=1e-6)
 
 
 def test_parts_are_added_in_shard_order_whoever_sent_them() -> None:
@@ -141,6 +141,6 @@ def test_squares_of_clamped_sums_are_those_of_what_the_update_uses(squares: Squa
     for ranks in ((0,), (1,), (0, 1)):
         summed = torch.stack([grads[rank] for rank in ranks]).float().sum(0)
         expected = (summed * (1 / 3)).clamp_(-0.1, 0.1).double().square().sum()
-        assert squares.part(grads, ranks, 64, numel, clamp) == pytest.approx(
+        assert squares.parts(grads, ranks, [(64, numel)], clamp)[0] == pytest.approx(
             float(expected) - float((summed[:64] * (1 / 3)).clamp_(-0.1, 0.1).double().square().sum()), rel=1e-12
         )

@@ -22,9 +22,11 @@ from rayzero.errors import (
     StoreError,
 )
 from rayzero.messages import MASTER, Action, FileEntry
+from rayzero.optimizer import norm_pass
 from rayzero.optimizer.host_memory import PrivateMemory
 from rayzero.optimizer.service import ShardService
 from rayzero.optimizer.state import ShardState, allocate
+from rayzero.optimizer.updater import Task
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -261,7 +263,8 @@ def test_reports_may_come_in_any_order() -> None:
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-def test_a_part_computed_early_is_replaced_when_another_push_comes() -> None:
+def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_pass, "EARLY", 1)  # element: one task a shard
     spec = make_spec(1, accumulation_steps=2)
     grads = [random_grads(spec, seed) for seed in range(3)]
     results = []
@@ -275,6 +278,20 @@ def test_a_part_computed_early_is_replaced_when_another_push_comes() -> None:
     assert results[0] == results[1]
     exact = sum(float(sum(g[name].double() for g in grads).square().sum()) for name in grads[0])
     assert sum(part[2] for part in results[1].parts) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize(("early", "tasks"), [(1, 11), (700, 5), (1 << 20, 0)])
+def test_parts_are_computed_early_in_tasks_of_some_size(
+    early: int, tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_pass, "EARLY", early)  # elements
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        submitted: list[Task] = []
+        monkeypatch.setattr(owner.service._norm_pass(), "_submit", submitted.append)
+        owner.push(0, random_grads(spec, 0))
+        sizes = [shard.numel for shard in spec.layout.shards]
+        assert (len(submitted), len(sizes)) == (tasks, 11), sizes
 
 
 def drain(owner: Owner) -> None:

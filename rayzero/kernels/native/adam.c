@@ -39,7 +39,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 4
+#define RZ_ABI 5
 
 enum { F32 = 0, BF16 = 1, FP16 = 2, NONE = 3 }; /* dtypes */
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
@@ -50,6 +50,10 @@ typedef struct {
     int32_t dtype;
     int32_t rank;
 } rz_gradient; /* listed by ascending rank */
+
+typedef struct {
+    int64_t start, stop; /* elements from the shard's start */
+} rz_range;
 
 typedef struct {
     int64_t offset, length; /* elements from the shard's start */
@@ -534,38 +538,44 @@ EXPORT void rz_adam(rz_team *team, int32_t isa, const rz_memory *memory, const r
 typedef struct {
     int32_t isa;
     const rz_gradient *gradients;
-    int64_t count, start, stop;
+    int64_t count;
+    const rz_range *ranges;
+    int64_t num_ranges;
     float scale, limit;
     double *leaves;
     int64_t next; /* leaf to claim */
 } squares_job;
 
+static int64_t leaves_of(const rz_range *range) { return (range->stop - range->start + LEAF - 1) / LEAF; }
+
 static void share_squares(void *shared) {
     squares_job *job = shared;
     rounding before = plain_rounding();
+    const rz_range *range = job->ranges, *end = range + job->num_ranges;
+    int64_t first = 0; /* number of the range's first leaf: what a thread claims only grows */
     for (;;) {
-        int64_t leaf = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED), from = job->start + leaf * LEAF;
-        if (from >= job->stop) break;
-        int64_t to = least(from + LEAF, job->stop);
+        int64_t leaf = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        while (range < end && leaf >= first + leaves_of(range)) first += leaves_of(range++);
+        if (range == end) break;
+        int64_t from = range->start + (leaf - first) * LEAF, to = least(from + LEAF, range->stop);
         job->leaves[leaf] = TABLE[job->isa].leaf(job->gradients, job->count, from, to, job->scale, job->limit);
     }
     restore_rounding(before);
 }
 
-/* Sums of squares of the rank-summed gradients: leaves[k] over elements [start + k * LEAF, + LEAF) of [start, stop).
- * The team's threads share the leaves. With an infinite limit they are squares of the sums as they are, and a leaf is inf
- * or nan exactly when an element of it is; else of the sums as rz_adam scales and clamps them. */
-EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients, int64_t count, int64_t start,
-                       int64_t stop, float scale, float limit, double *leaves) {
-    squares_job job = {isa, gradients, count, start, stop, scale, limit, leaves, 0};
+/* Sums of squares of the rank-summed gradients, one a range: a leaf for each LEAF elements from a range's start on, added
+ * in order. The team's threads share the leaves; `leaves` has room for those of all ranges. With an infinite limit they
+ * are squares of the sums as they are, and one is inf or nan exactly when an element of it is; else of the sums as rz_adam
+ * scales and clamps them. */
+EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients, int64_t count, const rz_range *ranges,
+                       int64_t num_ranges, float scale, float limit, double *leaves, double *sums) {
+    squares_job job = {isa, gradients, count, ranges, num_ranges, scale, limit, leaves, 0};
     rz_team_run(team, share_squares, &job);
-}
-
-/* The sum of `count` leaves, in order. */
-EXPORT double rz_sum(const double *leaves, int64_t count) {
-    double total = 0.0;
-    for (int64_t i = 0; i < count; i++) total += leaves[i];
-    return total;
+    for (int64_t i = 0; i < num_ranges; i++) {
+        double total = 0.0;
+        for (int64_t end = leaves_of(ranges + i); end > 0; end--) total += *leaves++;
+        sums[i] = total;
+    }
 }
 
 /* How many rank-summed gradients of [start, stop) are inf or nan. */
