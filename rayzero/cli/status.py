@@ -28,6 +28,7 @@ def describe_run(path: Path) -> dict[str, Any]:
 
     Raises ConfigError where there is no run, and DataError where its metrics are damaged."""
     from rayzero.cluster.status import run_status
+    from rayzero.recipes.plan_check import read_plan
     from rayzero.recipes.recipe import load_recipe
     from rayzero.recipes.run_log import read_rows
 
@@ -53,6 +54,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "members": record.get("members", []),
         "routing": record.get("routing"),
         "metrics": record.get("metrics", {}),
+        "plan": read_plan(path),
         "telemetry": record.get("telemetry"),
     }
 

@@ -46,12 +46,12 @@ class Hardware:
     memory: float  # bytes read and written, of one host
 
 
-def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path) -> Hardware:
+def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: bool | None = None) -> Hardware:
     """This host, alone: matrix products and memory at the best of a few short rounds (a second or two).
 
     working_set: bytes an update walks through; memory is measured on as many, because caches are faster, and on many,
-    because threads take time to start."""
-    on_gpu = torch.cuda.is_available()
+    because threads take time to start. on_gpu: what computes; None: a GPU where there is one."""
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     device = torch.device("cuda" if on_gpu else "cpu")
     return Hardware(
         hosts=Hosts(gpus_each=torch.cuda.device_count() if on_gpu else 0),

@@ -20,7 +20,7 @@ from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 
-__all__ = ["RecipePlan", "RecipeWork", "plan_recipe", "recipe_hardware", "recipe_work", "reserve"]
+__all__ = ["RecipePlan", "RecipeWork", "plan_recipe", "recipe_bytes", "recipe_hardware", "recipe_work", "reserve"]
 
 _ADAM_STATES = 2
 
@@ -75,11 +75,12 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, *, on_gpu: bool) -> Recip
     return RecipeWork(recipe=recipe, layout=layout, work=measure_work(build, loss, layout, gathers=on_gpu))
 
 
-def recipe_hardware(work: RecipeWork) -> Hardware:
-    """This host, measured with what the recipe's run would do to it."""
+def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:
+    """This host, measured with what the recipe's run would do to it. on_gpu: ranks compute on GPUs; None: where this
+    host has some."""
     traffic = _traffic(work)
     recipe = work.recipe
-    return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir))
+    return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir), on_gpu)
 
 
 def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
@@ -88,7 +89,7 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
     return RecipePlan(
         of=work,
         hardware=hardware,
-        bytes=_bytes(work, hardware.hosts),
+        bytes=recipe_bytes(work, hardware.hosts),
         traffic=traffic,
         bound=bound_step(traffic, recipe.zero_config, recipe.scaling, hardware),
     )
@@ -97,7 +98,7 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
 def reserve(work: RecipeWork) -> ScalingConfig:
     """The recipe's scaling, with the memory that each process needs at least (all of them on one host) asked of Ray
     where it does not say itself."""
-    scaling, run = work.recipe.scaling, _bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
+    scaling, run = work.recipe.scaling, recipe_bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
     (host,) = run.hosts
     per_process = process_bytes()
     return scaling.replace(
@@ -106,7 +107,8 @@ def reserve(work: RecipeWork) -> ScalingConfig:
     )
 
 
-def _bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
+def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
+    """The bytes alone: they need no speeds to be known."""
     zero, scaling = work.recipe.zero_config, work.recipe.scaling
     return plan_bytes(
         work.layout, work.work, zero, scaling, hosts, num_states=_ADAM_STATES, per_process=process_bytes()

@@ -22,6 +22,7 @@ from rayzero.engine.starting import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.recipes.lm import recipe_text, train_loop, unigram_baseline
 from rayzero.recipes.model import build_model
+from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
 from rayzero.recipes.planning import RecipeWork, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
@@ -152,19 +153,36 @@ def _withdraw(directory: RunDirectory) -> None:
 
 def _fit(prepared: Prepared, directory: RunDirectory, log: RunLog, console: Console) -> Result:
     recipe = prepared.recipe
+    check = _plan_check(prepared, directory.path, console)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
             row = log.add(report.rank, report.metrics)
             if row is not None:
                 line.show(row)
+            if row is not None and check is not None:
+                check.take(row)
 
         def started(record: dict[str, Any]) -> None:
+            if check is not None:
+                check.started(record)
             if record["telemetry"] is not None:
                 console.print(f"metrics    {record['telemetry']['http_sd']} (Prometheus http_sd)", soft_wrap=True)
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         return make_trainer(recipe, take, scaling, started).fit(directory=directory)
+
+
+def _plan_check(prepared: Prepared, run_dir: Path, console: Console) -> PlanCheck | None:
+    """None where nothing was planned, or too few steps are left to measure anything."""
+    left = prepared.recipe.steps - prepared.resume_step
+    if prepared.work is None or left < PLAN_STEPS or not prepared.recipe.run.telemetry.enabled:
+        return None
+
+    def say(block: str) -> None:
+        console.print(block, highlight=False, soft_wrap=True)
+
+    return PlanCheck(prepared.work, measure_hardware(prepared.work), run_dir, say)
 
 
 def make_trainer(

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from rayzero.checkpoint import CheckpointReader
 from rayzero.layout.units import build_layout
 from rayzero.recipes.model import build_model
+from rayzero.recipes.plan_check import read_plan
 from rayzero.recipes.recipe import RecipeConfig, load_recipe
 from rayzero.recipes.run_log import read_rows
 
@@ -60,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_everything_it_promises(whole):
     run = whole / "runs" / "a"
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "loss.png", "run.json", "checkpoints", ".lock",
+        "config.yaml", "metrics.jsonl", "loss.png", "run.json", "plan.json", "checkpoints", ".lock",
     }  # fmt: skip
     rows = read_rows(run)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
@@ -76,6 +79,26 @@ def test_a_run_leaves_everything_it_promises(whole):
     said = (whole / "said.txt").read_text()
     assert "unigram baseline" in said
     assert str(run / "loss.png") in said
+
+
+def test_its_plan_was_held_against_what_it_measured(whole):
+    plan = read_plan(whole / "runs" / "a")
+    assert plan is not None
+    assert 20 <= plan["steps"] <= STEPS
+    rows = {row["what"].partition(" (")[0]: row for row in plan["compared"]}
+    assert set(rows) == {
+        "rank 0 gathered parameters", "rank 1 gathered parameters", "optimizer 0 memory", "optimizer 1 memory",
+        "host memory beyond the programs", "step time",
+    }  # fmt: skip
+    assert all(row["measured"] is not None for row in rows.values()), rows
+    for rank in ("rank 0", "rank 1"):  # everything fits: all units are up
+        assert rows[f"{rank} gathered parameters"]["measured"] <= rows[f"{rank} gathered parameters"]["planned"]
+    owners = [rows[f"optimizer {index} memory"] for index in range(2)]
+    recipe = load_recipe(whole / "runs" / "a" / "config.yaml")
+    assert sum(owner["planned"] for owner in owners) >= 5 * layout_bytes(recipe), "masters, moments, two ranks' pushes"
+    assert rows["step time"]["measured"] > rows["step time"]["planned"] > 0
+    said = (whole / "said.txt").read_text()
+    assert f"plan against measured, after {plan['steps']} steps" in said
 
 
 def test_the_bytes_that_moved_are_those_of_the_arithmetic(whole):
@@ -128,11 +151,60 @@ def test_status_and_export_of_a_finished_run(whole):
     assert described["checkpoint"] == described["checkpoints"][-1]
     assert [who["who"] for who in described["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
     assert len(described["routing"]["addresses"]) == 2
+    assert described["plan"] == read_plan(whole / "runs" / "a")
     assert {rank: metrics["step"] for rank, metrics in described["metrics"].items()} == {"0": STEPS, "1": STEPS}
     assert f"step        {STEPS} of {STEPS}" in finish("status", cwd=whole)
     finish("export", "runs/a", "out", cwd=whole)
     model = build_model(load_recipe(whole / "runs" / "a" / "config.yaml"), 256)
     model.load_state_dict(load_file(whole / "out" / "model.safetensors"), strict=True)
+
+
+def test_top_shows_a_run_while_it_trains_and_its_numbers_are_the_records(tmp_path):
+    """Of one rank: what it exports and what the driver wrote down must be the same steps, losses and tokens."""
+    (tmp_path / "text.txt").write_text(VERSE * 300)
+    run = tmp_path / "runs" / "t"
+    long = ["--steps", "100000", "--workers", "1", "--optimizers", "1", "--run-dir", "runs/t", "eval_every=100000"]
+    process = start(*TRAIN, *long, cwd=tmp_path)
+    try:
+        wait_until(lambda: len(read_rows(run)) >= 20, process)
+        out = finish("top", "t", "--once", "--interval", "1", cwd=tmp_path)
+        wait_until(lambda: read_rows(run)[-1].step > int(headline(out)["step"]), process)
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=100)
+    rows, shown = read_rows(run), headline(out)
+    step = int(shown["step"])
+    near = rows[step - 2 : step + 1]  # a step is counted a moment before its loss is told
+    assert any(f"{row.loss:.4f}" == shown["loss"] for row in near), (shown, near)
+    tokens, seconds = float(shown["tokens"].replace(",", "")), float(shown["took"]) * UNITS[shown["unit"]]
+    looked = re.search(r"^(\d+) steps in the last", out, re.MULTILINE)
+    counted = int(looked[1]) if looked else step
+    assert tokens * seconds == pytest.approx(4 * 32, rel=0.02 + 1 / counted), "what a step trains on"
+    assert re.search(r"^phase  [dFwBpnoc]{60}$", out, re.MULTILINE)
+    assert re.search(r"^optimizer 0 .* \d+  +\d+ *$", out, re.MULTILINE)
+    assert "does not answer" not in out
+
+
+UNITS = {"s": 1.0, "ms": 1e-3}
+
+
+def headline(out: str) -> dict[str, str]:
+    """What the first line of ``rayzero top`` says."""
+    pattern = (
+        r"t  running  step (?P<step>\d+) of 100000  loss (?P<loss>\S+)  (?P<tokens>\S+) tokens/s"
+        r"  (?P<took>\S+) (?P<unit>m?s) a step"
+    )
+    found = re.match(pattern, out)
+    assert found, out
+    return found.groupdict()
+
+
+def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, tmp_path):

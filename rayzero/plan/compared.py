@@ -1,0 +1,132 @@
+"""A plan beside what a run measured: what its exporters tell, and how long its steps took. No clock, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rayzero.memory.planner import format_bytes
+from rayzero.plan.bound import StepBound
+from rayzero.plan.tiers import RunBytes
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.names import (
+    GPU_MEMORY_BYTES,
+    MEMORY_BYTES,
+    PLAN_ERROR_RATIO,
+    PREFETCH_WINDOW_BYTES,
+    PROCESS_MEMORY_BYTES,
+)
+from rayzero.telemetry.scrape import Scrape, Scraped
+
+__all__ = ["Compared", "compare_bytes", "compare_step", "format_compared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One figure of a plan and what it came to be."""
+
+    what: str
+    unit: Literal["bytes", "s"]
+    kind: Literal["planned", "at most", "at least"]  # what the plan says of it
+    planned: float
+    measured: float | None  # None: nobody told
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over planned."""
+        return self.measured / self.planned if self.measured is not None and self.planned else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "what": self.what,
+            "unit": self.unit,
+            "kind": self.kind,
+            "planned": self.planned,
+            "measured": self.measured,
+            "ratio": self.ratio,
+        }
+
+
+def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Compared, ...]:
+    """The bytes of ranks, owners and (where all are on one) of the host, as their processes told in a scrape."""
+    ranks = [one for one in scrape.processes if one.target.role is Role.RANK]
+    owners = [one for one in scrape.processes if one.target.role is Role.OPTIMIZER]
+    rows = [row for rank in ranks for row in _of_rank(plan, rank)]
+    rows += [_of_owner(plan, owner) for owner in owners]
+    if len(plan.hosts) == 1:
+        rows.append(_of_host(plan, [*ranks, *owners]))
+    return tuple(rows)
+
+
+def compare_step(bound: StepBound, seconds: float) -> Compared:
+    """A step's time beside the least that it can be."""
+    return Compared(
+        what=f"step time (bound by {bound.binds})", unit="s", kind="at least", planned=bound.seconds, measured=seconds
+    )
+
+
+def format_compared(rows: Iterable[Compared]) -> list[str]:
+    """A line for each, for people."""
+    return [
+        f"{row.what:<32}  {row.kind:>8} {_amount(row, row.planned):>10}  measured {_amount(row, row.measured):>10}"
+        + ("" if row.ratio is None else f"  ratio {row.ratio:.3f}")
+        for row in rows
+    ]
+
+
+def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
+    now, who = rank.series, rank.target.who
+    gathered = None if now is None else now.get(PREFETCH_WINDOW_BYTES)
+    yield Compared(
+        what=f"{who} gathered parameters",
+        unit="bytes",
+        kind="at most",
+        planned=plan.device.parameters,
+        measured=gathered,
+    )
+    peak = None if now is None else now.get(GPU_MEMORY_BYTES, kind="peak_active")
+    if peak is not None:  # it computes on a GPU
+        yield Compared(what=f"{who} device peak", unit="bytes", kind="planned", planned=plan.device.peak, measured=peak)
+
+
+def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
+    """What its resident memory grew by: it tells that as a part of its own plan."""
+    index = owner.target.index or 0
+    planned = plan.owners[index].total
+    error = None if owner.series is None else owner.series.get(PLAN_ERROR_RATIO, what="host")
+    return Compared(
+        what=f"{owner.target.who} memory",
+        unit="bytes",
+        kind="planned",
+        planned=planned,
+        measured=None if error is None else planned * (1 + error),
+    )
+
+
+def _of_host(plan: RunBytes, processes: Iterable[Scraped]) -> Compared:
+    """What all ranks and owners took beyond what they were before the run; pages that they share count once."""
+    grown = [_grown(one) for one in processes]
+    known = [size for size in grown if size is not None]
+    (host,) = plan.hosts
+    return Compared(
+        what="host memory beyond the programs",
+        unit="bytes",
+        kind="planned",
+        planned=host.total - host.processes,
+        measured=sum(known) if len(known) == len(grown) else None,
+    )
+
+
+def _grown(one: Scraped) -> float | None:
+    if one.series is None:
+        return None
+    now, before = one.series.get(PROCESS_MEMORY_BYTES, kind="pss"), one.series.get(MEMORY_BYTES, kind="process")
+    return None if now is None or before is None else now - before
+
+
+def _amount(row: Compared, value: float | None) -> str:
+    if value is None:
+        return "not told"
+    return format_bytes(int(value)) if row.unit == "bytes" else f"{value:.4g} s"

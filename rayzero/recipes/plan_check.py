@@ -1,0 +1,125 @@
+"""After its first steps a run's plan is held against what was measured: logged once, and left in plan.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
+from rayzero.plan.hardware import Hardware, Hosts
+from rayzero.recipes.planning import RecipeWork, plan_recipe, recipe_bytes, recipe_hardware
+from rayzero.recipes.run_log import StepRow
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.scrape import Scrape, scrape
+
+__all__ = ["PLAN", "PLAN_STEPS", "PlanCheck", "measure_hardware", "read_plan"]
+
+PLAN = "plan.json"
+PLAN_STEPS = 20  # after which every page has been used: owners tell what they grew by from then on
+
+_ANSWER_S = 2.0
+_AGAIN_S = 1.0  # exporters make their pages anew no oftener
+_TRIES = 5
+
+log = logging.getLogger(__name__)
+
+
+def measure_hardware(work: RecipeWork) -> Hardware | None:
+    """What this host can do, measured before the run takes it (half a second on CPUs); None where it cannot be."""
+    try:
+        if not work.recipe.scaling.use_gpu:
+            return recipe_hardware(work, on_gpu=False)
+        if not torch.cuda.is_available():  # ranks are on other hosts
+            return None
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # its CUDA context ends with it
+            return apart.submit(recipe_hardware, work, on_gpu=True).result()
+    except (RuntimeError, OSError) as error:
+        log.warning("the step's bound is not known: this host cannot be measured (%s)", error)
+        return None
+
+
+class PlanCheck:
+    """Takes a run's rows as they come; once, after PLAN_STEPS of them, compares, says and writes.
+
+    Knows the plan and how to ask exporters; not who trains. A run without telemetry is not compared."""
+
+    def __init__(
+        self,
+        work: RecipeWork,
+        hardware: Hardware | None,
+        run_dir: Path,
+        say: Callable[[str], None],
+        *,
+        look: Callable[[tuple[Target, ...]], Scrape] = lambda targets: scrape(targets, timeout_s=_ANSWER_S),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """hardware: None where it is not known; then no bound is compared."""
+        self._work, self._hardware, self._run_dir, self._say = work, hardware, run_dir, say
+        self._look, self._clock = look, clock
+        self._targets: tuple[Target, ...] = ()
+        self._hosts = Hosts()
+        self._seconds: list[float] = []
+        self._tries = 0
+        self._again = 0.0
+        self._done = False
+
+    def started(self, record: Mapping[str, Any]) -> None:
+        """The run is up; ``record``: its run.json so far."""
+        told = record["telemetry"]
+        self._targets = tuple(Target.of(one["address"], one["labels"]) for one in told["targets"]) if told else ()
+        self._hosts = _hosts_of(record["members"], on_gpu=self._work.recipe.scaling.use_gpu)
+
+    def take(self, row: StepRow) -> None:
+        """One more step is done."""
+        if self._done or not self._targets:
+            return
+        self._seconds.append(row.step_seconds)
+        last = row.step >= self._work.recipe.steps
+        if len(self._seconds) < PLAN_STEPS or (self._clock() < self._again and not last):
+            return
+        rows = self._compare()
+        self._tries, self._again = self._tries + 1, self._clock() + _AGAIN_S
+        if last or self._tries == _TRIES or all(one.measured is not None for one in rows):
+            self._finish(rows)
+
+    def _compare(self) -> tuple[Compared, ...]:
+        rows = compare_bytes(recipe_bytes(self._work, self._hosts), self._look(self._targets))
+        if self._hardware is None or len({target.node for target in self._targets}) > 1:
+            return rows  # the coordinator is on this host: where all are on its, all are here
+        planned = plan_recipe(self._work, replace(self._hardware, hosts=self._hosts))
+        return (*rows, compare_step(planned.bound, median(self._seconds)))
+
+    def _finish(self, rows: tuple[Compared, ...]) -> None:
+        self._done = True
+        steps = len(self._seconds)
+        self._say("\n".join([f"plan against measured, after {steps} steps", *format_compared(rows)]))
+        temporary = self._run_dir / f".{PLAN}.tmp"
+        compared = [row.to_json() for row in rows]
+        temporary.write_text(json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self._run_dir / PLAN)
+
+
+def read_plan(run_dir: Path) -> dict[str, Any] | None:
+    """plan.json of a run; None where there is none, or something else is in it."""
+    try:
+        found = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _hosts_of(members: list[Mapping[str, Any]], *, on_gpu: bool) -> Hosts:
+    ranks = Counter(member["host"] for member in members if member["who"].startswith("rank"))
+    return Hosts(count=len({member["host"] for member in members}), gpus_each=max(ranks.values()) if on_gpu else 0)

@@ -1,0 +1,91 @@
+"""A plan beside what exporters told: written-out pages in, figures out."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayzero.memory.planner import OwnerPlan
+from rayzero.plan.bound import StepBound
+from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
+from rayzero.plan.tiers import DeviceBytes, HostBytes, RunBytes
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
+
+DEVICE = DeviceBytes(parameters=4000, buffers=0, sums=0, forward=1000, backward=2000)
+PLAN = RunBytes(
+    device=DEVICE,
+    owners=tuple(
+        OwnerPlan(
+            owner=index, num_owners=2, world_size=1, params=100, master=200, moments=400, gradients=200 + 100 * index,
+            staging=0,
+        )
+        for index in range(2)
+    ),
+    hosts=(
+        HostBytes(host=0, ranks=1, owners=2, shared=0, owner_bytes=1900, staging=0, compute=100, processes=99999),
+    ),
+)  # fmt: skip
+
+
+def process(role: Role, index: int | None, page: str | None) -> Scraped:
+    target = Target(address="h:1", run="demo", role=role, node="h", index=index)
+    return Scraped(target=target, series=None if page is None else parse_series(page))
+
+
+def memory(pss: int, before: int) -> str:
+    return f'rayzero_process_memory_bytes{{kind="pss"}} {pss}\n' + (
+        f'rayzero_memory_bytes{{kind="process",tier="ram"}} {before}\n'
+        'rayzero_memory_bytes{kind="master",tier="ram"} 7\n'
+    )
+
+
+RANK = process(Role.RANK, 0, memory(5000, 4000) + "rayzero_prefetch_window_bytes 3000\n")
+OWNERS = tuple(
+    process(Role.OPTIMIZER, index, memory(6000, 5500) + f'rayzero_plan_error_ratio{{what="host"}} {error}\n')
+    for index, error in enumerate((0.5, -0.25))
+)
+EVERYONE = (process(Role.COORDINATOR, None, memory(10**6, 1)), *OWNERS, RANK)
+
+
+def compared(*processes: Scraped, plan: RunBytes = PLAN) -> dict[str, Compared]:
+    return {row.what: row for row in compare_bytes(plan, Scrape(at=0.0, processes=processes))}
+
+
+def test_bytes_of_ranks_owners_and_the_host() -> None:
+    rows = compared(*EVERYONE)
+    assert list(rows) == [
+        "rank 0 gathered parameters", "optimizer 0 memory", "optimizer 1 memory", "host memory beyond the programs",
+    ]  # fmt: skip
+    figures = {what: (row.kind, row.planned, row.measured, row.ratio) for what, row in rows.items()}
+    assert figures["rank 0 gathered parameters"] == ("at most", 4000, 3000, 0.75)
+    assert figures["optimizer 0 memory"] == ("planned", 900, 1350, 1.5)
+    assert figures["optimizer 1 memory"] == ("planned", 1000, 750, 0.75)
+    grown = 1000 + 500 + 500
+    assert figures["host memory beyond the programs"] == ("planned", 2000, grown, 1.0)
+
+
+def test_a_gpu_rank_tells_its_allocators_peak() -> None:
+    gpu = process(Role.RANK, 0, 'rayzero_gpu_memory_bytes{kind="peak_active"} 5400\n')
+    row = compared(gpu)["rank 0 device peak"]
+    assert (row.planned, row.measured, row.ratio) == (6000, 5400, 0.9)
+
+
+def test_who_did_not_tell_is_named_and_on_several_hosts_none_is_summed_up() -> None:
+    rows = compared(RANK, process(Role.OPTIMIZER, 0, None), OWNERS[1])
+    assert rows["optimizer 0 memory"].measured is None
+    assert rows["host memory beyond the programs"].measured is None
+    lines = format_compared(rows.values())
+    assert "not told" in lines[1]
+    assert "ratio" not in lines[1]
+    two = RunBytes(device=DEVICE, owners=PLAN.owners, hosts=PLAN.hosts * 2)
+    assert "host memory beyond the programs" not in compared(*EVERYONE, plan=two)
+
+
+def test_a_step_is_held_against_the_least_it_can_take() -> None:
+    bound = StepBound(compute=0.5, fetch=0.1, push=0.1, network=0.0, update=0.2, exposed=0.0)
+    row = compare_step(bound, 0.75)
+    assert (row.what, row.kind, row.ratio) == ("step time (bound by compute)", "at least", pytest.approx(1.5))
+    assert format_compared([row]) == [
+        "step time (bound by compute)      at least      0.5 s  measured     0.75 s  ratio 1.500"
+    ]

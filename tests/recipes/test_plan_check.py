@@ -1,0 +1,148 @@
+"""When a run's plan is held against what it measured, and how often: once, when everybody has told."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.plan.hardware import Hardware, Hosts
+from rayzero.recipes.plan_check import PLAN, PLAN_STEPS, PlanCheck, measure_hardware, read_plan
+from rayzero.recipes.planning import RecipeWork, recipe_work
+from rayzero.recipes.recipe import RecipeConfig
+from rayzero.recipes.run_log import StepRow
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
+
+FAST = Hardware(
+    hosts=Hosts(gpus_each=1), device_bytes=None, host_bytes=1 << 40, shm_bytes=1 << 40, flops=1e12,
+    link=float("inf"), network=float("inf"), memory=1e10,
+)  # fmt: skip
+TOLD = {
+    "optimizer": 'rayzero_plan_error_ratio{what="host"} 0.5\n',
+    "rank": "rayzero_prefetch_window_bytes 3000\n",
+}
+MEMORY = 'rayzero_process_memory_bytes{kind="pss"} 9\nrayzero_memory_bytes{kind="process",tier="ram"} 8\n'
+
+
+def record(*hosts: str) -> dict[str, Any]:
+    """A rank and an owner on each host; the coordinator is on the first."""
+    who = [("coordinator", hosts[0], {})]
+    who += [("optimizer", host, {"actor": str(index)}) for index, host in enumerate(hosts)]
+    who += [("rank", host, {"rank": str(index)}) for index, host in enumerate(hosts)]
+    targets = [
+        {"address": f"{host}:1", "labels": {"run": "r", "role": role, "node": host, **own}} for role, host, own in who
+    ]
+    members = [{"who": f"{role} {min(own.values())}", "host": host} for role, host, own in who if own]
+    return {"telemetry": {"http_sd": "", "targets": targets}, "members": members}
+
+
+class Checked:
+    """A check, the clock it looks at, and what it says and is told."""
+
+    def __init__(self, work: RecipeWork, folder: Path, hardware: Hardware | None = FAST, *hosts: str) -> None:
+        self.now, self.looks, self.said = 0.0, 0, list[str]()
+        self.silent: set[str] = set()
+        self.check = PlanCheck(work, hardware, folder, self.said.append, look=self.look, clock=lambda: self.now)
+        self.check.started(record(*(hosts or ("h",))))
+
+    def look(self, targets: tuple[Target, ...]) -> Scrape:
+        self.looks += 1
+        pages = [(one, TOLD.get(one.role, "") + MEMORY) for one in targets]
+        answers = [Scraped(target=one, series=None if one.who in self.silent else parse_series(p)) for one, p in pages]
+        return Scrape(at=self.now, processes=tuple(answers))
+
+    def rows(self, first: int, last: int, seconds: float = 0.1) -> None:
+        for step in range(first, last + 1):
+            self.check.take(row(step, seconds))
+
+
+def row(step: int, seconds: float) -> StepRow:
+    return StepRow(
+        step=step, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, tokens_per_second=1.0, step_seconds=seconds,
+        fetch_wait_seconds=0.0, optimizer_exposed_seconds=0.0, memory_bytes=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work() -> RecipeWork:
+    recipe = RecipeConfig(dim=16, num_layers=1, num_heads=2, seq_len=16, steps=40)
+    return recipe_work(recipe, 256, on_gpu=False)
+
+
+def test_it_is_compared_once_after_twenty_steps(work, tmp_path) -> None:
+    one = Checked(work, tmp_path)
+    one.rows(1, 1, seconds=9.0)  # the first is slow: the median does not mind
+    one.rows(2, PLAN_STEPS - 1)
+    assert (one.looks, one.said, read_plan(tmp_path)) == (0, [], None)
+    one.rows(PLAN_STEPS, 40)
+    assert (one.looks, len(one.said)) == (1, 1)
+    assert one.said[0].startswith("plan against measured, after 20 steps\nrank 0 gathered parameters ")
+    found = read_plan(tmp_path)
+    assert found is not None
+    assert found["steps"] == 20
+    by_name = {one["what"].partition(" (")[0]: one for one in found["compared"]}
+    assert by_name["step time"]["measured"] == pytest.approx(0.1)
+    assert by_name["optimizer 0 memory"]["ratio"] == pytest.approx(1.5)
+    assert [path.name for path in tmp_path.iterdir()] == [PLAN]
+
+
+def test_it_asks_again_a_second_later_who_has_not_told_yet(work, tmp_path) -> None:
+    one = Checked(work, tmp_path)
+    one.silent = {"optimizer 0"}
+    one.rows(1, 22)
+    assert (one.looks, one.said) == (1, [])
+    one.now, one.silent = 1.0, set()
+    one.rows(23, 24)
+    assert (one.looks, len(one.said)) == (2, 1)
+    assert "after 23 steps" in one.said[0]
+    assert "not told" not in one.said[0]
+
+
+def test_it_does_not_ask_for_ever_and_at_the_last_step_takes_what_there_is(work, tmp_path) -> None:
+    one = Checked(work, tmp_path)
+    one.silent = {"optimizer 0"}
+    for step in range(1, 40):
+        one.now += 1.0
+        one.rows(step, step)
+    assert (one.looks, len(one.said)) == (5, 1)
+    late = Checked(work, tmp_path)
+    late.silent = {"optimizer 0"}
+    late.rows(1, 40)
+    assert (late.looks, len(late.said)) == (2, 1)
+    assert "not told" in late.said[0]
+
+
+def test_without_speeds_or_on_other_hosts_no_bound_is_told(work, tmp_path) -> None:
+    for check in (Checked(work, tmp_path, None), Checked(work, tmp_path, FAST, "h", "other")):
+        check.rows(1, PLAN_STEPS)
+        assert "optimizer 0 memory" in check.said[0]
+        assert "step time" not in check.said[0]
+
+
+def test_a_run_without_telemetry_is_not_compared(work, tmp_path) -> None:
+    one = Checked(work, tmp_path)
+    one.check.started({**record("h"), "telemetry": None})
+    one.rows(1, 40)
+    assert (one.looks, one.said, list(tmp_path.iterdir())) == (0, [], [])
+
+
+def test_a_plan_file_that_is_damaged_is_none(tmp_path) -> None:
+    for text in ("{", "7", ""):
+        (tmp_path / PLAN).write_text(text)
+        assert read_plan(tmp_path) is None
+    (tmp_path / PLAN).write_text(json.dumps({"steps": 1}))
+    assert read_plan(tmp_path) == {"steps": 1}
+
+
+def test_the_host_is_measured_as_what_its_ranks_compute_on(work) -> None:
+    found = measure_hardware(work)
+    assert found is not None
+    assert (found.hosts, found.device_bytes, found.link) == (Hosts(), None, float("inf"))
+    assert found.flops > 1e8
+    on_gpu = work.recipe.replace(scaling={"use_gpu": True})
+    assert pickle.loads(pickle.dumps(replace(work, recipe=on_gpu))).layout == work.layout, "it travels to a process"
