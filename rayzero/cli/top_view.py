@@ -24,6 +24,10 @@ _COLOURS = dict(
 _FULL = 0.9  # of a limit: shown as trouble
 _LONG_WAIT = 0.2  # of a step: shown as trouble
 _NONE = "-"
+_NOBODY = (
+    "Nobody answers. The processes of a run on one host can be asked on that host alone, unless the run was started "
+    "with run.telemetry.bind=node."
+)
 
 Row = TypeVar("Row")
 
@@ -143,6 +147,8 @@ def _trouble(picture: Picture) -> RenderableType:
         Text(f"{who} was not heard of by the coordinator for {_seconds(age)}", "red")
         for who, age in picture.late.items()
     ]
+    if picture.silent and not (picture.ranks or picture.owners):
+        lines.insert(0, Text(_NOBODY, "red"))
     rest = len(lines) - _MOST_ROWS
     return Group(*lines[:_MOST_ROWS], *([Text(f"… and {rest} more", "red")] if rest > 0 else []))
 

@@ -158,6 +158,7 @@ def test_a_process_that_does_not_answer_is_named_and_the_others_are_shown() -> N
     nobody = draw_from("demo", None, Scrape(at=1.0, processes=(mute,)))
     assert (nobody.step, nobody.loss, nobody.tokens_per_second, nobody.bars) == (None, None, None, ())
     assert "demo  running  step - of 20  loss -" in seen(nobody)
+    assert ("Nobody answers" in seen(nobody), "Nobody answers" in seen(picture)) == (True, False)
 
 
 def test_the_screen_of_eighty_columns() -> None:
