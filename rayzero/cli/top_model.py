@@ -66,7 +66,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerRow:
-    """One optimizer actor; numbers that it does not tell are None."""
+    """One owner, of an actor or beside a rank (offload_fraction); numbers that it does not tell are None."""
 
     who: str
     update_seconds: float | None  # of one step's
@@ -147,7 +147,7 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
     steps = _steps_between(before, now) if before is not None else 0
     processes = _pair(before if steps else None, now)
     ranks = [process for process in processes if process.target.role is Role.RANK]
-    owners = [process for process in processes if process.target.role is Role.OPTIMIZER]
+    owners = [process for process in processes if process.now.get(OPTIMIZER_UPDATE_SECONDS, "_count") is not None]
     committed = _told(rank.now.get(LAST_STEP_TIMESTAMP) for rank in ranks)
     return Picture(
         run=run,
@@ -200,8 +200,9 @@ def _rank_row(rank: _Process) -> RankRow:
 
 def _owner_row(owner: _Process) -> OwnerRow:
     moved = _ratio(owner.grown(OPTIMIZER_BYTES), owner.grown(OPTIMIZER_UPDATE_SECONDS, "_sum"))
+    actor = owner.target.role is Role.OPTIMIZER
     return OwnerRow(
-        who=owner.target.who,
+        who=owner.target.who if actor else f"beside {owner.target.who}",
         update_seconds=owner.mean(OPTIMIZER_UPDATE_SECONDS),
         queue=owner.whole(OPTIMIZER_QUEUE_DEPTH),
         threads=owner.whole(OPTIMIZER_THREADS),

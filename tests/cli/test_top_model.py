@@ -161,6 +161,12 @@ def test_a_process_that_does_not_answer_is_named_and_the_others_are_shown() -> N
     assert ("Nobody answers" in seen(nobody), "Nobody answers" in seen(picture)) == (True, False)
 
 
+def test_an_owner_beside_a_rank_is_among_the_owners() -> None:
+    both = process(RANK, 0, rank(10, 5.0, 1000) | owner(8))
+    picture = draw_from("demo", None, Scrape(at=1.0, processes=(*BEFORE.processes[:2], both)))
+    assert [(one.who, one.version) for one in picture.owners] == [("optimizer 0", 10), ("beside rank 0", 8)]
+
+
 def test_the_screen_of_eighty_columns() -> None:
     text = seen(draw_from("demo", BEFORE, NOW))
     assert max(map(len, text.splitlines())) <= 80
