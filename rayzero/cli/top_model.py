@@ -147,7 +147,7 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
     steps = _steps_between(before, now) if before is not None else 0
     processes = _pair(before if steps else None, now)
     ranks = [process for process in processes if process.target.role is Role.RANK]
-    owners = [process for process in processes if process.now.get(OPTIMIZER_UPDATE_SECONDS, "_count") is not None]
+    owners = [process for process in processes if _is_owner(process)]
     committed = _told(rank.now.get(LAST_STEP_TIMESTAMP) for rank in ranks)
     return Picture(
         run=run,
@@ -196,6 +196,11 @@ def _rank_row(rank: _Process) -> RankRow:
         waits={cause: seconds for cause, seconds in waits.items() if seconds is not None},
         prefetch={result: int(rank.grown(PREFETCH_REQUESTS, result=result) or 0) for result in RESULTS},
     )
+
+
+def _is_owner(process: _Process) -> bool:
+    """Whether it is an actor's, or a rank's beside an owner: that tells of updates once it has done one."""
+    return process.target.role is Role.OPTIMIZER or process.now.get(OPTIMIZER_UPDATE_SECONDS, "_count") is not None
 
 
 def _owner_row(owner: _Process) -> OwnerRow:

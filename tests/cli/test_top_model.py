@@ -165,6 +165,9 @@ def test_an_owner_beside_a_rank_is_among_the_owners() -> None:
     both = process(RANK, 0, rank(10, 5.0, 1000) | owner(8))
     picture = draw_from("demo", None, Scrape(at=1.0, processes=(*BEFORE.processes[:2], both)))
     assert [(one.who, one.version) for one in picture.owners] == [("optimizer 0", 10), ("beside rank 0", 8)]
+    idle = process(OWNER, 1, {"rayzero_shards": 2})
+    (only,) = draw_from("demo", None, Scrape(at=1.0, processes=(idle,))).owners
+    assert (only.who, only.update_seconds, only.shards) == ("optimizer 1", None, 2)
 
 
 def test_the_screen_of_eighty_columns() -> None:
