@@ -84,14 +84,15 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     from rayzero.telemetry.scrape import scrape
 
     kept: tuple[Scrape, ...] = ()
-    steps = _steps_to_do(path)
+    steps, mute = _steps_to_do(path), 0
     while (record := run_status(path))["state"] == RunState.RUNNING:
         kept = keep((*kept, scrape(_targets(record), timeout_s=_ANSWER_S)), _WINDOW_S)
+        mute = 0 if any(one.series for one in kept[-1].processes) else mute + 1
         before = kept[0] if len(kept) > 1 else None
-        if before is not None or not once:
+        if mute != 1 and (before is not None or not once):  # a run that ends is mute before its record says so
             show(render(draw_from(record["run"], before, kept[-1]), state=record["state"], steps=steps))
-        if before is not None and once:
-            return False
+            if once:
+                return False
         sleep(interval)
     return True
 

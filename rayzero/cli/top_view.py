@@ -16,6 +16,7 @@ __all__ = ["render"]
 
 _MOST_ROWS = 16  # of one table: those that waited longest, that work longest, that are fullest
 _PHASE_BAR = 60  # letters
+_LEGEND_COLUMNS = 3
 _MEMORY_BAR = 30
 _LETTERS = dict(zip(PHASES, "dFwBpnoc", strict=True))
 _COLOURS = dict(
@@ -67,13 +68,18 @@ def _since(picture: Picture) -> Text:
 def _phases(phases: dict[str, float]) -> RenderableType:
     total = sum(phases.values())
     shown = {phase: seconds for phase, seconds in phases.items() if seconds / total >= 0.0005}
-    bar, legend = Text("phase  "), Text("       ")
+    bar, legend = Text("phase  "), Table.grid(padding=(0, 2, 0, 0))  # the first column is the indent
     for phase, letters in _shares(shown, _PHASE_BAR).items():
         bar.append(_LETTERS[phase] * letters, f"black on {_COLOURS[phase]}")
-    for phase, seconds in shown.items():
-        legend.append(_LETTERS[phase], f"bold {_COLOURS[phase]}")
-        legend.append(f" {phase} {seconds / total:.1%} {_seconds(seconds)}  ")
+    entries = [_entry(phase, seconds, seconds / total) for phase, seconds in shown.items()]
+    for first in range(0, len(entries), _LEGEND_COLUMNS):
+        legend.add_row("     ", *entries[first : first + _LEGEND_COLUMNS])
     return Group(bar, legend)
+
+
+def _entry(phase: str, seconds: float, share: float) -> Text:
+    named = Text(_LETTERS[phase], f"bold {_COLOURS[phase]}")
+    return named.append(f" {phase} {share:.1%} {_seconds(seconds)}", "default not bold")
 
 
 def _shares(parts: dict[str, float], length: int) -> dict[str, int]:

@@ -55,6 +55,10 @@ class FakeRun:
         target = Target(address=address, run="demo", role=role, node=HOST, index=index)
         self._targets = (*self._targets, target)
 
+    def fall_silent(self) -> None:
+        """Every exporter closes."""
+        self._cleanup.pop_all().close()
+
     def write(self, state: str, **more: Any) -> None:
         """Replace the record as a driver does."""
         targets = [{"address": target.address, "labels": target.labels} for target in self._targets]
@@ -120,6 +124,18 @@ def test_processes_that_discovery_tells_of_later_are_shown_and_one_that_is_mute_
     out = capsys.readouterr().out
     assert "rank 1 does not answer: no answer within 0.5 s" in out
     assert "\nrank 0 " in out
+
+
+def test_a_run_that_is_mute_is_shown_so_at_the_second_look_because_it_may_be_ending(run, monkeypatch, capsys) -> None:
+    after_the_first_look(monkeypatch, run.fall_silent, lambda: run.write("finished"))
+    top(str(run.path), once=False, interval=1.0)
+    assert "does not answer" not in capsys.readouterr().out
+    run.write("running")
+    after_the_first_look(monkeypatch, lambda: None)
+    top(str(run.path), once=True, interval=1.0)
+    out = capsys.readouterr().out
+    assert "rank 0 does not answer: Connection refused" in out
+    assert "Nobody answers." in out
 
 
 def test_without_its_coordinator_the_record_says_who_there_is(run, monkeypatch, capsys) -> None:
