@@ -48,6 +48,20 @@ def match_modules(
     return list(found.values())
 
 
+class _Hook:
+    """A module hook. Copied or pickled with its model it becomes one that does nothing: the copy has no offload."""
+
+    def __init__(self, act: Callable[..., None] | None) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        if self._act is not None:
+            self._act(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
+        return (_Hook, (None,))
+
+
 class Attachment:
     """The hooks of one ``ActivationOffload`` on its models.
 
@@ -62,11 +76,11 @@ class Attachment:
         self._input_bytes: dict[GroupKey, int] = {}
         matched = match_modules(models, patterns)
         for stage, model in enumerate(models):
-            self._handles.append(model.register_forward_pre_hook(self._chunk_opener(stage)))
+            self._handles.append(model.register_forward_pre_hook(_Hook(self._chunk_opener(stage))))
         for name, full, module in matched:
             self._attach(name, full, module)
         for model in models:
-            self._handles.append(model.register_forward_hook(self._close_chunk, always_call=True))
+            self._handles.append(model.register_forward_hook(_Hook(self._close_chunk), always_call=True))
 
     def remove(self) -> None:
         """Take every hook off again."""
@@ -93,9 +107,9 @@ class Attachment:
         self._offload._end_chunk()
 
     def _attach(self, name: str, full: str, module: nn.Module) -> None:
-        opener = partial(self._open_group, name, full)
+        opener = _Hook(partial(self._open_group, name, full))
         self._handles.append(module.register_forward_pre_hook(opener, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(self._close_group, always_call=True))
+        self._handles.append(module.register_forward_hook(_Hook(self._close_group), always_call=True))
 
     def _open_group(self, name: str, full: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

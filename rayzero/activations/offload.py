@@ -25,6 +25,7 @@ from rayzero.activations.copy_lane import CopyLane, Span, ThreadLane
 from rayzero.activations.cost import Choice, CostPlan
 from rayzero.activations.cost_book import CostBook
 from rayzero.activations.cuda_lane import CudaLane
+from rayzero.activations.elsewhere import Elsewhere, Hooks
 from rayzero.activations.entry import Entry, Place, Shelf, alive, in_place, shown, source_of
 from rayzero.activations.graph_marks import GraphMarks
 from rayzero.activations.group import Chunk, Group
@@ -51,7 +52,7 @@ class PackHook:
     def __init__(self, offload: ActivationOffload, group: Group) -> None:
         self.offload, self.group = offload, group
 
-    def __call__(self, tensor: Tensor) -> Held | Saved:
+    def __call__(self, tensor: Tensor) -> object:
         return self.offload._pack(self.group, tensor)
 
 
@@ -98,10 +99,12 @@ class ActivationOffload:
         lane: CopyLane | None = None,
         pool: HostPool | None = None,
         recorder: Recorder | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """``model``: the module, or one per virtual pipeline stage in forward order; its parameters and buffers never
         leave. ``offload_modules``: patterns of submodule names ("layers.*.mlp"), or group name -> pattern; each match
-        becomes a group by hooks. ``delay_groups``: names of groups whose commit waits inside ``delayed()``."""
+        becomes a group by hooks. ``delay_groups``: names of groups whose commit waits inside ``delayed()``.
+        ``elsewhere``: who keeps saved weights, where parameters come and go."""
         self.policy = policy or OffloadPolicy()
         models = [model] if isinstance(model, nn.Module) else list(model)
         if not models:
@@ -119,6 +122,7 @@ class ActivationOffload:
         self._reload = Reload(self._shelf, self._order, self._ledger, self.policy.prefetch)
         self._book = CostBook(self.policy, self._lane) if self.policy.device_budget_bytes is not None else None
         self._protected = Protected(models)
+        self._elsewhere = elsewhere
         self._lock = threading.RLock()
         self._ends: deque[Saved.End] = deque()  # handles that are gone; filled by __del__, emptied by _drain
         self._entries: dict[int, list[Entry]] = {}  # storage address -> entries saved from it
@@ -363,10 +367,16 @@ class ActivationOffload:
         )
 
     def _top_hooks_are_ours(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        passes_on = True
+        while self._elsewhere is not None and top is not None and passes_on:
+            passes_on, top = self._elsewhere.below(top)
         return top is None or (isinstance(top[0], PackHook) and top[0].offload is self)
 
-    def _pack(self, group: Group, tensor: Tensor) -> Held | Saved:
+    def _pack(self, group: Group, tensor: Tensor) -> object:
+        kept = self._elsewhere.pack(tensor) if self._elsewhere is not None else None
+        if kept is not None:
+            return kept
         if not self._eligible(tensor):
             return Held(tensor)
         small = _view_bytes(tensor) < self.policy.min_bytes
@@ -509,9 +519,12 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- backward
 
-    def _unpack(self, packed: Held | Saved) -> Tensor:
+    def _unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Held):
             return packed.read()
+        if not isinstance(packed, Saved):
+            assert self._elsewhere is not None
+            return self._elsewhere.unpack(packed)
         with self._lock, torch.no_grad():
             self._drain()
             self._note_read(packed.group)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rayzero.tensor_metadata import plain
+
 
 class Protected:
     """Recognises tensors by storage, as autograd saves detached views and not the objects themselves.
@@ -22,12 +24,13 @@ class Protected:
 
     def refresh(self) -> None:
         """Take the modules' parameters and buffers as they are now (they may have been replaced or moved)."""
-        self._of_modules = frozenset(
-            tensor.untyped_storage()._cdata
-            for module in self._modules
-            for tensor in (*module.parameters(), *module.buffers())
-            if tensor.layout is torch.strided
-        )
+        with plain():  # an engine's parameters would be brought up
+            self._of_modules = frozenset(
+                tensor.untyped_storage()._cdata
+                for module in self._modules
+                for tensor in (*module.parameters(), *module.buffers())
+                if tensor.layout is torch.strided
+            )
         self._marked = {cdata: ref for cdata, ref in self._marked.items() if not _expired(ref)}
 
     def mark(self, tensor: Tensor) -> None:

@@ -35,6 +35,23 @@ class ZeroConfig(ConfigModel):
     on the ranks' devices, each rank's an equal part, in whole shards: those used first in forward, whose update would
     be waited for first. In a run with optimizer actors it is zero_config's that counts."""
 
+    offload_activations: tuple[str, ...] = ()
+    """Patterns (fnmatch) of module names ("layers.*.mlp") whose saved activations wait in host memory between forward
+    and backward; the matches of a pattern are one group in summaries. Exact."""
+
+    activation_fraction: Share = 1.0
+    """Of their bytes, how many leave the device, 0 to 1, the earliest first."""
+
+    activation_min_bytes: Size = MIB
+    """Bytes: saved tensors smaller than this stay."""
+
+    activation_device_budget: Size | None = None
+    """Bytes of saved activations of those modules to hold on the device, instead of activation_fraction: whether a
+    module's are kept, offloaded or recomputed is chosen by measured times. None: no such choice is made."""
+
+    activation_host_budget: Size | None = None
+    """Bytes of host memory they may take; beyond it they stay on the device. None: no bound."""
+
     cpu_memory_budget: Size = 32 * GIB
     """Bytes of host memory each owner's plan may use (parameters, master, moments, gradient landing, staging)."""
 
@@ -136,7 +153,7 @@ class ZeroConfig(ConfigModel):
     """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
     as soon as it has memory for the unit, and owners send each shard with its publication: no round trip after it."""
 
-    @field_validator("units", "keep_fp32", mode="before")
+    @field_validator("units", "keep_fp32", "offload_activations", mode="before")
     @classmethod
     def _names(cls, value: object) -> object:
         if isinstance(value, str):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
 from rayzero.engine.device_memory import device_memory
 from rayzero.engine.gradients import GradientCollector
@@ -95,8 +96,9 @@ class Engine:
         self._closed = False
         self._in_forward = False
         self._loading: LoadedValues | None = None  # while a load_state_dict() runs
-        self._resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
+        self.resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
         self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
+        self.activations: ActivationOffload | None = None  # set by prepare where the config asks for it
         self.cache: UnitCache
         self.saved: SavedWeights
         self.registered: Registered | None = None
@@ -174,7 +176,7 @@ class Engine:
 
     def _push_hooks(self) -> bool:
         """No hooks where everything stays up until the step: weights that autograd saves are simply there."""
-        if self._resident:
+        if self.resident:
             return False
         if not saved_tensor_hooks_allowed():
             raise UnsupportedError(

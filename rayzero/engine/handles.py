@@ -71,49 +71,56 @@ class SavedWeights:
         """Take them off again."""
         pop_saved_tensor_hooks()
 
-    def _pack_weight(self, saved: Tensor) -> Handle | None:
+    def pack(self, saved: Tensor) -> Handle | None:
+        """A handle for a weight; None for any other tensor."""
         found = self._slots.get(storage_key(saved.untyped_storage()))
         if found is None:
             return None
         return Handle(found[0], found[1], saved, self._content())
 
-    def _unpack_weight(self, handle: Handle) -> Tensor:
+    def unpack(self, handle: Handle) -> Tensor:
+        """The weight, its unit up; RuntimeError where it has been written or is of another step."""
         unit = handle.unit
         if handle.content != self._content() or handle.version != unit.writes_of(handle.slot):
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
         self._fetch(unit)
         return unit.tensor(handle.slot, handle)
 
+    def below(self, hooks: tuple[PackHook, UnpackHook]) -> tuple[bool, tuple[PackHook, UnpackHook] | None]:
+        """Whether ``hooks`` are these, and if so those that other tensors go to."""
+        ours = getattr(hooks[0], "weights_of", None) is self
+        return ours, getattr(hooks[0], "below", None) if ours else hooks
+
     def _plain_hooks(self) -> tuple[PackHook, UnpackHook]:
         def pack(saved: Tensor) -> Any:
-            return self._pack_weight(saved) or (saved, saved._version)
+            return self.pack(saved) or (saved, saved._version)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is Handle:
-                return self._unpack_weight(packed)
+                return self.unpack(packed)
             saved, version = packed
             if saved._version != version:
                 raise _modified(tuple(saved.shape), version, None)
             return saved  # type: ignore[no-any-return]
 
-        return self._mark(pack), unpack
+        return self._mark(pack, None), unpack
 
     def _delegating_hooks(self, pack_below: PackHook, unpack_below: UnpackHook) -> tuple[PackHook, UnpackHook]:
         show = is_checkpoints(pack_below) or hasattr(pack_below, "weights_of")
 
         def pack(saved: Tensor) -> Any:
-            handle = self._pack_weight(saved)
+            handle = self.pack(saved)
             shown = pack_below(saved) if handle is None or show else None
             return shown if handle is None else handle
 
         def unpack(packed: Any) -> Tensor:
-            return self._unpack_weight(packed) if type(packed) is Handle else unpack_below(packed)
+            return self.unpack(packed) if type(packed) is Handle else unpack_below(packed)
 
-        return self._mark(pack), unpack
+        return self._mark(pack, (pack_below, unpack_below)), unpack
 
-    def _mark(self, pack: Any) -> PackHook:
-        """Say whose hook it is, for ``push``."""
-        pack.weights_of = self
+    def _mark(self, pack: Any, below: tuple[PackHook, UnpackHook] | None) -> PackHook:
+        """Say whose hook it is, and on top of which, for ``push`` and ``below``."""
+        pack.weights_of, pack.below = self, below
         return cast(PackHook, pack)
 
 

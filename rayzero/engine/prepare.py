@@ -11,8 +11,10 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from rayzero.activations.attach import match_modules
 from rayzero.checkpoint.weights import Weights, WeightSource
 from rayzero.config import ZeroConfig
+from rayzero.engine.activations import offload_activations
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
@@ -84,6 +86,7 @@ def prepare(
     _refuse_second(context)
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
+    match_modules([model], config.offload_activations)
     check_resume(context, model)
     start = Start(model, plan, context, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
@@ -98,6 +101,7 @@ def prepare(
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise
+    engine.activations = offload_activations(model, engine, config, context)
     _hook(model, plan, engine, config)
     _engines[model] = ref(engine)
     restore_rank(context, model, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 
 import pytest
@@ -375,6 +377,16 @@ def test_two_instances_share_nothing():
         assert first.summary().offloaded_bytes == second.summary().offloaded_bytes > 0
         assert everything_is_back(first)
         assert everything_is_back(second)
+
+
+def test_a_copy_of_the_model_has_no_offload():
+    model, x = transformer(), hidden()
+    with ActivationOffload(model, small(), offload_modules=BLOCKS) as offload:
+        want = gradients(model, x)
+        before = offload.summary().offloaded_bytes
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert equal(gradients(copied, x), want)
+        assert offload.summary().offloaded_bytes == before > 0
 
 
 def test_release_frees_what_is_dead_and_refuses_what_is_held():
