@@ -1,0 +1,34 @@
+"""What is measured of a host is its own speed, also while others use it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from rayzero.plan.hardware import _best, _cores, _product_speed, _undisturbed
+
+CPU = torch.device("cpu")
+
+
+def test_time_in_which_others_had_the_core_does_not_count() -> None:
+    """A sleep stands for them: the thread is off its core in both."""
+
+    def off_the_core() -> None:
+        time.sleep(0.03)
+
+    assert _best(off_the_core, CPU) >= 0.03
+    assert _undisturbed(off_the_core, CPU) < 0.02
+
+
+def test_one_thread_is_measured_alone_and_the_others_are_given_back() -> None:
+    before, seen = torch.get_num_threads(), set[int]()
+    _undisturbed(lambda: seen.add(torch.get_num_threads()), CPU)
+    assert seen == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_products_are_told_of_all_cores() -> None:
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    alone = _undisturbed(lambda: torch.mm(a, b), CPU)
+    assert _product_speed(CPU, torch.float32) > 0.3 * _cores() * 2 * 1024**3 / alone
