@@ -89,9 +89,11 @@ class Owner:
 
 
 @contextmanager
-def owner_of(spec: ModelSpec, *, load: bool = True, recorder: Recorder | None = None) -> Iterator[Owner]:
+def owner_of(
+    spec: ModelSpec, *, load: bool = True, recorder: Recorder | None = None, norms_every: int | None = None
+) -> Iterator[Owner]:
     """An attached and loaded owner of everything."""
-    service = ShardService(0, 1, recorder=recorder)
+    service = ShardService(0, 1, recorder=recorder, norms_every=norms_every)
     try:
         for rank in range(spec.world_size):
             service.attach(rank, spec)

@@ -1,0 +1,208 @@
+"""What telemetry costs: a step with recorder and exporter beside one that records nothing, and with scrapers at work.
+
+    python benchmarks/telemetry.py [--width 128] [--rows 64] [--rounds 9] [--steps 10] [--scrapes 100]
+
+The model of hooks.py (2,000 parameters in 100 units: a step with more events than most), one rank, the in-process
+store. Four contestants take turns A B C D A B C D ... in one process; a turn is a step that is not timed and ``--steps``
+that are:
+
+- null: ``NullRecorder``, no exporter.
+- on: ``MemoryRecorder`` and an exporter that nobody asks.
+- scraped: the same, asked for ``/metrics`` ``--scrapes`` times a second by a process of its own.
+- hanging: the same, with 64 connections that have asked and never read.
+
+Ratios to null within a round, medians over rounds with the least and the most: wall time; processor time of the whole
+process, exporter and owner included, which a loaded machine disturbs less; and that of the training thread. The
+scraper's own processor time is another process's and is not in them; on few cores wall time has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+from hooks import LINEARS, UNITS, Net, Step, Times, turn
+
+import rayzero
+from rayzero.cluster.exposure import ExposeSettings, Exposure
+from rayzero.engine.context import RankContext, running_in
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
+
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+HANGING = 64
+
+Round = dict[str, Times]  # by contestant
+
+
+def stepper(width: int, rows: int) -> Step:
+    """One training step of a model of its own, in the context at hand."""
+    torch.manual_seed(0)
+    model, x = Net(width), torch.randn(rows, width)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def exposed(recorder: MemoryRecorder) -> Exposure:
+    """An exporter as a rank has it."""
+    settings = ExposeSettings(
+        run="benchmark",
+        role=Role.RANK,
+        who="rank 0",
+        index=0,
+        node="localhost",
+        host="127.0.0.1",
+        port=0,
+        slab_dir=Path("/dev/shm"),
+        trace=False,
+    )
+    return Exposure(settings, recorder)
+
+
+# ---- scrapers ---------------------------------------------------------------------------------------------------
+
+
+def connect(address: str) -> socket.socket:
+    """A connection to an exporter."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def scrape(address: str, per_second: float, at_work: Event, ended: Event, counts: Any) -> None:
+    """A process's life: ask while ``at_work``, on one connection. ``counts``: answers, errors, requests that were late."""
+    connection = connect(address)
+    answers = connection.makefile("rb")
+    due = time.perf_counter()
+    while not ended.is_set():
+        if not at_work.is_set():
+            at_work.wait(0.2)
+            due = time.perf_counter()
+            continue
+        connection.sendall(REQUEST)
+        good = answers.readline() == b"HTTP/1.1 200 OK\r\n"
+        size = 0
+        while (line := answers.readline()) not in (b"\r\n", b""):
+            size = int(line.split()[1]) if line.startswith(b"Content-Length") else size
+        good &= len(answers.read(size)) == size > 0
+        counts[0 if good else 1] += 1
+        due += 1 / per_second
+        counts[2] += due < time.perf_counter()
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class Scraper:
+    """A process that scrapes while it is told to."""
+
+    def __init__(self, address: str, per_second: float) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._at_work, self._ended = spawn.Event(), spawn.Event()
+        self.counts = spawn.Array("q", 3)
+        args = (address, per_second, self._at_work, self._ended, self.counts)
+        self._process = spawn.Process(target=scrape, args=args, daemon=True)
+        self._process.start()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Scrape inside the context."""
+        self._at_work.set()
+        try:
+            yield
+        finally:
+            self._at_work.clear()
+
+    def close(self) -> None:
+        """End the process."""
+        self._ended.set()
+        self._process.join()
+
+
+@contextmanager
+def hanging(address: str) -> Iterator[None]:
+    """Connections that have asked ten times and never read."""
+    connections = [connect(address) for _ in range(HANGING)]
+    try:
+        for connection in connections:
+            connection.sendall(REQUEST * 10)
+        yield
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+# ---- the contest ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Hold the contest and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--scrapes", type=float, default=100.0, help="a second")
+    options = parser.parse_args()
+    recorder = MemoryRecorder()
+    with ExitStack() as stack:
+        stack.enter_context(running_in(RankContext(recorder=NullRecorder())))
+        null = stepper(options.width, options.rows)
+        stack.enter_context(running_in(RankContext(recorder=recorder)))
+        on = stepper(options.width, options.rows)
+        exposure = exposed(recorder)
+        stack.callback(exposure.close)
+        address = exposure.target.address
+        scraper = Scraper(address, options.scrapes)
+        stack.callback(scraper.close)
+        contestants: dict[str, tuple[Step, Callable[[], AbstractContextManager[None]]]] = {
+            "null": (null, nullcontext),
+            "on": (on, nullcontext),
+            "scraped": (on, scraper.at_work),
+            "hanging": (on, lambda: hanging(address)),
+        }
+        rounds = [play(contestants, options.steps) for _ in range(options.rounds)]
+    tell(rounds)
+    answers, errors, late = scraper.counts
+    print(
+        f"scraper: {answers:,} answers, {errors} errors, {late:,} times not as often as it should ({options.scrapes}/s)"
+    )
+
+
+def play(contestants: Mapping[str, tuple[Step, Callable[[], AbstractContextManager[None]]]], steps: int) -> Round:
+    """One turn each."""
+    found = {}
+    for name, (step, meanwhile) in contestants.items():
+        with meanwhile():
+            found[name] = turn(step, steps)
+    return found
+
+
+def tell(rounds: Sequence[Round]) -> None:
+    """Print a table."""
+    print(f"{UNITS} units, {2 * LINEARS * UNITS:,} parameters, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    for i, what in enumerate(("wall", "process", "thread")):
+        base = statistics.median(one["null"][i] for one in rounds)
+        print(f"{what:8s} null {base * 1e3:7.1f} ms", end="")
+        for name in list(rounds[0])[1:]:
+            ratios = sorted(one[name][i] / one["null"][i] for one in rounds)
+            middle = statistics.median(ratios)
+            print(f"   {name} {middle:.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})", end="")
+        print()
+
+
+if __name__ == "__main__":
+    main()
