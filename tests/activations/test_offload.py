@@ -95,6 +95,27 @@ def test_peak_saved_bytes_fall_to_those_coming_back():
     assert peak(prefetch=2, margin=3) == 3 * nbytes + 2 * nbytes
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_peak_of_a_transformer_falls_from_all_of_its_layers_to_those_coming_back(prefetch):
+    num_layers, x = 6, hidden()
+    model = transformer(num_layers=num_layers)
+    want = gradients(model, x)
+
+    def run(**kwargs) -> tuple[int, int]:
+        """Peak of saved bytes on the device, and those of one layer."""
+        policy = small(max_in_flight=0, prefetch=prefetch, **kwargs)
+        with ActivationOffload(model, policy, offload_modules={"layer": "layers.?"}) as offload:
+            for _ in range(2):
+                offload.reset_peak()
+                assert equal(gradients(model, x), want)
+            found = offload.summary()
+        return found.peak_device_bytes, found.groups["layer"].saved_bytes // (2 * num_layers)
+
+    (plain, layer), (offloaded, same) = run(fraction=0.0), run()
+    assert (plain, same) == (num_layers * layer, layer)
+    assert plain - offloaded == (num_layers - 1 - prefetch) * layer
+
+
 def test_parameters_buffers_marked_and_foreign_tensors_stay():
     model = nn.Linear(64, 64)
     model.register_buffer("table", torch.randn(64, 64))
