@@ -23,7 +23,7 @@ def offload_activations(
         return None
     offload = ActivationOffload(
         model,
-        policy_of(config, context.rank),
+        policy_of(config, context.rank, poison=engine.poison),
         offload_modules=config.offload_activations,
         recorder=context.recorder,
         elsewhere=None if engine.resident else engine.saved,
@@ -32,12 +32,13 @@ def offload_activations(
     return offload
 
 
-def policy_of(config: ZeroConfig, rank: int) -> OffloadPolicy:
-    """A config's settings as the offload has them."""
+def policy_of(config: ZeroConfig, rank: int, *, poison: bool) -> OffloadPolicy:
+    """A config's settings as the offload has them. ``poison``: fill host buffers with NaN before use and after."""
     return OffloadPolicy(
         min_bytes=config.activation_min_bytes,
         fraction=config.activation_fraction,
         device_budget_bytes=config.activation_device_budget,
         host_cap_bytes=config.activation_host_budget,
         rank=rank,
+        poison=poison,
     )

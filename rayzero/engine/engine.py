@@ -78,7 +78,7 @@ class Engine:
         self._clock = clock
         self._passes = PassSpans(recorder.spans, lambda: self.version)
         self._unwatch: list[End] = []
-        self._poison = poison
+        self.poison = poison
         self.residency = Residency(
             layout.units,
             budget=config.gpu_param_memory_budget,
@@ -122,7 +122,7 @@ class Engine:
             recorder=self._recorder,
             clock=self._clock,
             version=version,
-            keeps=not self._poison,
+            keeps=not self.poison,
             groups=layer_groups(self.layout, MAX_GROUPS),
             note=self._note,
             check=self.step_state.raise_if_failed,

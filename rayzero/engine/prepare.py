@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,11 +33,14 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.touch import ShardedParameter, guard_class, guard_for
 from rayzero.engine.unit_init import Init
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.layout.model_layout import UnitLayout
+from rayzero.layout.model_layout import ModelLayout, UnitLayout
+from rayzero.layout.shard_map import device_shards
 from rayzero.layout.units import UnitPlan, UnitRule, build_layout
 from rayzero.messages import ModelSpec
 from rayzero.optimizer.ownership import device_owners
 from rayzero.store.protocol import ParameterStore
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,6 +91,7 @@ def prepare(
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations)
+    _tell_fraction(plan.layout, config, context.rank)
     check_resume(context, model)
     start = Start(model, plan, context, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
@@ -153,6 +158,22 @@ def _check_fraction(config: ZeroConfig, context: RankContext) -> None:
             f"offload_fraction={ours:g} was given to rayzero.prepare(), but the run was started with {started:g}; give "
             "it in the run's own config (ZeroTrainer: zero_config, run_ranks: config)"
         )
+
+
+def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
+    """Shards are whole: say what part of the optimizer stays on devices, and warn where that is none."""
+    if config.host_fraction == 1 or rank != 0:
+        return
+    kept = sum(layout.shards[index].numel for index in device_shards(layout, config.host_fraction))
+    trained = sum(unit.numel for unit in layout.units if unit.trainable)
+    log.log(
+        logging.INFO if kept else logging.WARNING,
+        "offload_fraction=%g: %.3g of the optimizer stays on the ranks' devices, in whole shards of at most %d bytes%s",
+        config.host_fraction,
+        kept / max(trained, 1),
+        config.shard_bytes,
+        "" if kept else "; lower shard_bytes or offload_fraction",
+    )
 
 
 def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

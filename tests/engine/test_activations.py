@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import ZeroConfig
+from rayzero.activations import ThreadLane, offload
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
@@ -66,8 +69,8 @@ def trained(
         if not gradients:
             gradients = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
     assert optimizer.engine.residency.peak <= config.gpu_param_memory_budget
-    offload = optimizer.engine.activations
-    return rayzero.full_state_dict(model), gradients, events, offload and offload.summary()
+    activations = optimizer.engine.activations
+    return rayzero.full_state_dict(model), gradients, events, activations and activations.summary()
 
 
 @pytest.mark.parametrize("up", [False, True])
@@ -141,6 +144,23 @@ def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     totals = got[3].groups["layers.?"]
     assert totals.recomputed == 2 * 2  # layers 0 and 3, in two steps
     assert totals.offloaded_bytes == (4 + 2 * 1) * 6 * ROW  # all in the first step, then layer 1
+
+
+@pytest.mark.parametrize("up", [False, True])
+def test_random_delays_in_the_copies_change_no_bit(up, monkeypatch):
+    rng = random.Random(5)
+
+    def delay(direction: str, label: str) -> None:
+        if rng.random() < 0.1:
+            time.sleep(rng.choice((2e-4, 2e-3)))  # the fault under test
+
+    base = seeded(lambda: Net(num_layers=4))
+    config = offloading(base, up=up, patterns=("layers.?", "layers.?.down"))
+    (want,) = run_ranks(lambda ctx: trained(ctx, base, config.replace(offload_activations=()), 25), 1, 1)
+    monkeypatch.setattr(offload, "_lane_for", lambda models: ThreadLane(before_copy=delay))
+    (got,) = run_ranks(lambda ctx: trained(ctx, base, config, 25), 1, 1)
+    assert got[3].offloaded_bytes > 0
+    assert same_bits(got[0], want[0])
 
 
 class Fails(nn.Module):

@@ -180,6 +180,23 @@ def test_a_fraction_that_the_runs_owners_were_not_started_for_is_refused():
         run_ranks(prepare, 1, 1)
 
 
+def test_what_stays_on_the_devices_is_told_and_nothing_at_all_is_a_warning(caplog):
+    def prepare(fraction: float) -> list[tuple[str, str]]:
+        caplog.clear()
+        model = seeded(Net)
+        with caplog.at_level("INFO", "rayzero.engine.prepare"), running_in(RankContext()):
+            rayzero.prepare(model, adamw(model.parameters()), SMALL.replace(offload_fraction=fraction))
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    ((level, message),) = prepare(0.0)
+    assert level == "INFO"
+    assert message.startswith("offload_fraction=0: 1 of the optimizer stays on the ranks' devices, in whole shards")
+    ((level, message),) = prepare(0.9999)
+    assert level == "WARNING"
+    assert message.endswith("; lower shard_bytes or offload_fraction")
+    assert prepare(1.0) == []
+
+
 # ---- checkpoints
 
 
