@@ -43,7 +43,7 @@ __all__ = ["run_ranks"]
 
 T = TypeVar("T")
 Loop = Callable[[RankContext], T]
-Connect = Callable[[int, Recorder], ParameterStore]  # (rank, recorder) -> its store
+Connect = Callable[[int, Recorder, int], ParameterStore]  # (rank, recorder, number of the model) -> its store
 Transport = Literal["inproc", "grpc", "shm"]
 
 
@@ -64,7 +64,7 @@ def run_ranks(
 
     processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
     transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory; or a
-    function (rank, recorder) that connects a rank to owners of your own.
+    function (rank, recorder, model) that connects a rank to owners of your own, for its first prepared model (0), ...
     config: what ``rayzero.prepare`` uses where the loop gives it none; owners beside ranks are started for its
     ``offload_fraction``. threads: torch threads of each rank process and of each owner. stall_timeout: seconds a rank
     waits for a peer that makes no progress.
@@ -124,9 +124,9 @@ class _Ending:
     reason: str | None = None
 
 
-def _connected(context: RankContext, connect: Connect, ending: _Ending) -> ParameterStore:
+def _connected(context: RankContext, connect: Connect, ending: _Ending, model: int) -> ParameterStore:
     """A store that closes with its rank's context, however far prepare() comes: the others may end it there."""
-    store = connect(context.rank, context.recorder)
+    store = connect(context.rank, context.recorder, model)
     context.on_close(store.close)
     if ending.reason is not None:  # the context was closed before there was a store
         store.close(ending.reason)
@@ -155,13 +155,20 @@ class _Outcome:
 
 @contextmanager
 def _local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
+    from rayzero.store.by_model import ByModel
     from rayzero.store.inprocess import InProcessStore, LocalOwners
 
-    owners = LocalOwners(num_optimizers, threads=threads, devices=[torch.device("cpu")] * beside_ranks)
+    def make(_: int) -> LocalOwners:
+        return LocalOwners(num_optimizers, threads=threads, devices=[torch.device("cpu")] * beside_ranks)
+
+    models = ByModel(make)
     try:
-        yield lambda rank, recorder: InProcessStore(rank, owners, stall_timeout=stall_timeout, recorder=recorder)
+        yield lambda rank, recorder, model: InProcessStore(
+            rank, models[model], stall_timeout=stall_timeout, recorder=recorder
+        )
     finally:
-        owners.close()
+        for owners in models.close():
+            owners.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +180,7 @@ class _Addresses:
     stall_timeout: float
     share: Path | None
 
-    def __call__(self, rank: int, recorder: Recorder) -> ParameterStore:
+    def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
         from rayzero.store.remote import RemoteStore
 
         return RemoteStore(
@@ -183,6 +190,7 @@ class _Addresses:
             stall_timeout=self.stall_timeout,
             share=self.share,
             recorder=recorder,
+            model=model,
         )
 
 
@@ -190,20 +198,17 @@ class _Addresses:
 def _served_owners(
     share: Path | None, num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float
 ) -> Iterator[Connect]:
-    from rayzero.optimizer.service import ShardService
-    from rayzero.store.grpc_server import OwnerServer
-    from rayzero.store.shared_owner import SharedOwner
+    from rayzero.store.grpc_server import serve_models
+    from rayzero.store.hosted import HostedModels
 
     token = secrets.token_hex(16)
     with ExitStack() as stack:
         servers = []
         num_owners = num_optimizers + beside_ranks
         for owner in range(num_owners):
-            shared = SharedOwner(owner, num_owners, share) if share is not None else None
-            make_memory = shared.make_memory if shared is not None else None
-            service = ShardService(owner, num_owners, threads=threads, make_memory=make_memory)
-            stack.callback(service.close)
-            server = OwnerServer(service, token=token, shared=shared)
+            models = HostedModels(owner, num_owners, share=share, threads=threads)
+            stack.callback(models.close)
+            server = serve_models(models, token=token)
             stack.callback(server.stop)
             servers.append(server)
         addresses = tuple(server.address for server in servers)

@@ -101,7 +101,7 @@ def build_store(sizes: tuple[int, ...], seat: Seat) -> Player:
     torch.set_num_threads(seat.threads)
     connect = get_context().connect
     assert connect is not None
-    return StorePlayer(connect(), spec_of(sizes))
+    return StorePlayer(connect(0), spec_of(sizes))
 
 
 def _store_programs(sizes: tuple[int, ...], options: OursOptions, seats: Sequence[Seat]) -> list[Program]:

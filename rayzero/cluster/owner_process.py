@@ -1,4 +1,4 @@
-"""What a process of a run needs to be an owner: a :class:`ShardService`, its memory and the server in front of it."""
+"""What a process of a run needs to be an owner: its prepared models' shards, and the server in front."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.grpc_server import OwnerServer, serve_models
+from rayzero.store.hosted import HostedModels
 from rayzero.store.same_host import why_no_sharing
-from rayzero.store.shared_owner import SharedOwner
 from rayzero.telemetry.recorder import Recorder
 
 __all__ = ["OwnerSettings", "ServedOwner"]
@@ -37,13 +36,12 @@ class ServedOwner:
     def __init__(self, settings: OwnerSettings, recorder: Recorder) -> None:
         self._settings = settings
         share = settings.share if settings.share is not None and why_no_sharing(settings.share) is None else None
-        self._shared = SharedOwner(settings.owner, settings.num_owners, share) if share is not None else None
-        self.service = ShardService(
+        self.models = HostedModels(
             settings.owner,
             settings.num_owners,
+            share=share,
             threads=settings.threads,
             memory_budget=settings.memory_budget,
-            make_memory=self._shared.make_memory if self._shared is not None else None,
             recorder=recorder,
             norms_every=settings.norms_every,
             device=torch.device(settings.device),
@@ -52,7 +50,7 @@ class ServedOwner:
 
     def serve(self, host: str) -> str:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
-        self._server = OwnerServer(self.service, token=self._settings.token, host=host, shared=self._shared)
+        self._server = serve_models(self.models, token=self._settings.token, host=host)
         return self._server.address
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
@@ -64,4 +62,4 @@ class ServedOwner:
         """Close the port, free the shards. Idempotent."""
         if self._server is not None:
             self._server.stop()
-        self.service.close()
+        self.models.close()

@@ -110,9 +110,14 @@ def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRec
         path = None if checkpoint is None else checkpoint.path
         channel.put(Report(rank=settings.rank, metrics=plain_metrics(metrics), checkpoint=path))
 
-    def connect() -> ParameterStore:
+    def connect(model: int) -> ParameterStore:
         return connect_store(
-            settings.rank, settings.addresses, token=settings.token, config=settings.config, recorder=recorder
+            settings.rank,
+            settings.addresses,
+            token=settings.token,
+            config=settings.config,
+            recorder=recorder,
+            model=model,
         )
 
     return RankContext(

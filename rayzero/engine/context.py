@@ -37,8 +37,8 @@ class RankContext:
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
     loop_state: dict[str, Any] | None = None  # after prepare(): what this rank gave to save_checkpoint then
     config: ZeroConfig | None = None  # what prepare() uses where it is given no config
-    connect: Callable[[], ParameterStore] | None = None  # a store of this rank; None: in-process, world size 1
-    prepared: bool = False  # whether the run's owners hold a model of this rank
+    connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
+    prepared: int = 0  # models of this rank that the run's owners hold
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``
     recorder: Recorder = field(default_factory=MemoryRecorder)
     reports: list[dict[str, Any]] = field(default_factory=list)

@@ -63,11 +63,13 @@ class Engine:
         device: torch.device,
         recorder: Recorder,
         clock: StepClock,
+        number: int = 0,
         poison: bool = False,
     ) -> None:
         self.model = model
         self.layout = layout
         self.rank = rank
+        self.number = number  # of the prepared model within its run
         self.store = store
         self.step_state = step
         self.config = config

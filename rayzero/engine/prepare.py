@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -27,7 +28,7 @@ from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.residency import stays_up
-from rayzero.engine.snapshot import check_resume, restore_rank
+from rayzero.engine.snapshot import check_resume, of_model, restore_rank
 from rayzero.engine.starting import Start
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.touch import ShardedParameter, guard_class, guard_for
@@ -39,6 +40,8 @@ from rayzero.layout.units import UnitPlan, UnitRule, build_layout
 from rayzero.messages import ModelSpec
 from rayzero.optimizer.ownership import device_owners
 from rayzero.store.protocol import ParameterStore
+from rayzero.telemetry.further import FurtherRecorder
+from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +79,8 @@ def prepare(
         numbers, while the parameters of a unit exist. Every rank that is given one runs it, so that their random
         generators agree afterwards.
 
-    Inside a trainer the run's owners are used; alone, an in-process store with one owner. A run that resumes needs
+    Inside a trainer the run's owners are used; alone, an in-process store with one owner. Several models of a run are
+    prepared one after the other, in the same order on every rank. A run that resumes needs
     neither weights nor init, and uses neither. Raises UnsupportedError, ConfigError or CheckpointError, naming the
     parameter or setting, before anything is changed (for an iterable of tensors: when a wrong one comes).
     """
@@ -87,21 +91,23 @@ def prepare(
     config.require_supported()
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
-    _refuse_second(context)
+    number = context.prepared if context.connect is not None else 0  # alone, each model has owners of its own
+    resume = None if context.resume is None else of_model(context.resume, number)
+    recorder = FurtherRecorder(context.recorder) if number else context.recorder
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations)
     _tell_fraction(plan.layout, config, context.rank)
-    check_resume(context, model)
-    start = Start(model, plan, context, _as_weights(weights), init)
+    check_resume(resume, model)
+    start = Start(model, plan, context.rank, resume, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
-    spec = _spec(plan, params, optimizer, config, context)
+    spec = _spec(plan, params, optimizer, config, context, number, resume)
     device = _device(model, context)
-    store = context.connect() if context.connect is not None else _alone(config, context, device)
+    store = context.connect(number) if context.connect is not None else _alone(config, context, device)
     try:
         attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
-        engine = _engine(model, store, plan, spec, config, context, device, attached.version)
+        engine = _engine(model, store, plan, spec, config, context, device, attached.version, number, recorder)
         engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, attached.version)
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
@@ -109,10 +115,10 @@ def prepare(
     engine.activations = offload_activations(model, engine, config, context)
     _hook(model, plan, engine, config)
     _engines[model] = ref(engine)
-    restore_rank(context, model, device)
+    restore_rank(context, resume, model, device)
     _move_buffers(model, device)
     context.on_close(engine.close)
-    context.prepared = True
+    context.prepared += 1
     return model, ZeroOptimizer(optimizer, engine)
 
 
@@ -195,14 +201,6 @@ def _as_weights(given: WeightSource | None) -> Weights | None:
     return given if given is None or isinstance(given, Weights) else Weights(given)
 
 
-def _refuse_second(context: RankContext) -> None:
-    if context.connect is not None and context.prepared:
-        raise UnsupportedError(
-            "rayzero.prepare() was called a second time in this run, whose optimizer actors hold one prepared model: "
-            "prepare one nn.ModuleDict of both models with one optimizer that has their parameters as groups"
-        )
-
-
 def _has_stepped(state: Mapping[str, Any]) -> bool:
     """Whether a parameter's state is worth keeping; Adagrad, say, makes its state before the first step."""
     return bool(state) and float(state.get("step", 1)) > 0
@@ -226,11 +224,13 @@ def _spec(
     optimizer: torch.optim.Optimizer,
     config: ZeroConfig,
     context: RankContext,
+    number: int,
+    resume: Path | None,
 ) -> ModelSpec:
     kind = type(optimizer)
     on_device = not config.offload_grads  # summed before they are pushed
     return ModelSpec(
-        run=context.run,
+        run=f"{context.run} model {number}" if number else context.run,  # it names shared memory too
         layout=plan.layout,
         world_size=context.world_size,
         optimizer=f"{kind.__module__}:{kind.__qualname__}",
@@ -241,7 +241,7 @@ def _spec(
         shard_map=config.shard_map,
         kernel=config.kernel,
         offload_fraction=config.host_fraction,
-        restore_from=None if context.resume is None else str(context.resume),
+        restore_from=None if resume is None else str(resume),
     )
 
 
@@ -308,9 +308,11 @@ def _engine(
     context: RankContext,
     device: torch.device,
     version: int,
+    number: int,
+    recorder: Recorder,
 ) -> Engine:
     lane = make_lane(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
-    clock = StepClock(context.recorder, step=version)
+    clock = StepClock(recorder, step=version)
     step = RankStep(
         store,
         lane,
@@ -319,7 +321,7 @@ def _engine(
         num_units=len(plan.layout.units),
         step=version,
         clock=clock,
-        spans=context.recorder.spans,
+        spans=recorder.spans,
     )
     return Engine(
         model,
@@ -330,7 +332,8 @@ def _engine(
         step=step,
         config=config,
         device=device,
-        recorder=context.recorder,
+        recorder=recorder,
+        number=number,
         clock=clock,
         poison=os.environ.get("RAYZERO_DEBUG") == "1",
     )

@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import check_target, discard_staging, staging_path, write_rank_state
 from rayzero.engine.context import RankContext
@@ -30,14 +31,16 @@ def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state:
     """Write the present version, optimizer state and every rank's loop state as the checkpoint ``directory``.
 
     Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own, JSON-able
-    values. Returns when the checkpoint is complete: nothing exists under ``directory`` before that.
+    values. Returns when the checkpoint is complete: nothing exists under ``directory`` before that. The further models
+    of a run are saved after its first, with the same ``directory``, in which each has a folder of its own.
 
     Raises UnsupportedError for another optimizer than prepare()'s, ConfigError for a ``loop_state`` that is no
     mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
     written, or where ``loop_state`` is not JSON-able. A save that failed leaves no files."""
     _check_arguments(optimizer, loop_state)
     engine = optimizer.engine
-    directory = Path(directory)
+    directory = of_model(Path(directory), engine.number)
+    _require_first(directory, engine.number)
     check_target(directory)
     state, tensors = _rng_state(engine.device)
     entry = write_rank_state(
@@ -70,14 +73,28 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def restore_rank(context: RankContext, model: nn.Module, device: torch.device) -> None:
+def of_model(directory: Path, number: int) -> Path:
+    """Where the checkpoint ``directory`` of a run has its prepared model ``number``."""
+    return directory / f"model-{number}" if number else directory
+
+
+def _require_first(directory: Path, number: int) -> None:
+    """A further model's checkpoint lies in the first one's, which replaces what was there."""
+    if number and not (directory.parent / MANIFEST).is_file():
+        raise CheckpointError(
+            f"cannot save the run's prepared model {number} to {directory.parent}, which is no checkpoint: "
+            "save the model that was prepared first there before"
+        )
+
+
+def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, device: torch.device) -> None:
     """Bring back what this rank's file holds: buffers, random number generators, ``context.loop_state``.
 
     A rank that the checkpoint has no file of (it was written by fewer ranks) takes rank 0's loop state and buffers,
     and keeps its generators."""
-    if context.resume is None:
+    if resume is None:
         return
-    with CheckpointReader(context.resume) as reader:
+    with CheckpointReader(resume) as reader:
         known = context.rank < reader.world_size
         state, tensors = reader.rank_state(context.rank if known else 0)
         fill_buffers(model, reader.buffers(context.rank if known else 0))
@@ -86,14 +103,14 @@ def restore_rank(context: RankContext, model: nn.Module, device: torch.device) -
         _set_rng_state(state["rng"], tensors, device)
 
 
-def check_resume(context: RankContext, model: nn.Module) -> None:
+def check_resume(resume: Path | None, model: nn.Module) -> None:
     """Raise CheckpointError where the checkpoint to resume from is missing, damaged or of another model.
 
     Owners compare what they own; what only the checkpoint has, no owner sees."""
-    if context.resume is None:
+    if resume is None:
         return
     known = {name for name, _ in model.named_parameters()}
-    with CheckpointReader(context.resume) as reader:
+    with CheckpointReader(resume) as reader:
         for unit in reader.layout.units:
             for slot in unit.slots:
                 if slot.name not in known:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain, pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from rayzero.checkpoint.fit import Wanted, misfits
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.weights import NamedWeights, Weights
-from rayzero.engine.context import RankContext
 from rayzero.engine.meta import fill_buffers
 from rayzero.engine.unit_init import Init, UnitInit
 from rayzero.engine.weight_stream import Load, require_fit, take_stream, unit_vector
@@ -31,14 +31,22 @@ class Start:
     """The first values of one rank's model. Knows names and sources; not owners or steps. [Note: starting]"""
 
     def __init__(
-        self, model: nn.Module, plan: UnitPlan, context: RankContext, weights: Weights | None, init: Init | None
+        self,
+        model: nn.Module,
+        plan: UnitPlan,
+        rank: int,
+        resume: Path | None,
+        weights: Weights | None,
+        init: Init | None,
     ) -> None:
-        """Raises CheckpointError, ConfigError or UnsupportedError, naming all that does not fit; changes nothing."""
+        """``resume``: the model's checkpoint to continue from; None: a fresh start.
+
+        Raises CheckpointError, ConfigError or UnsupportedError, naming all that does not fit; changes nothing."""
         self._model = model
         self._plan = plan
         self._wanted = wanted_by(model)
         self._params = dict(model.named_parameters())
-        self._resumed = _buffers_of(context)  # None: a fresh start
+        self._resumed = _buffers_of(resume)  # None: a fresh start
         if self._resumed is not None:
             weights = None  # the owners restore; what was started from is of no interest
         self._stream = weights if weights is not None and weights.is_stream else None
@@ -47,7 +55,7 @@ class Start:
         self._init = init
         self._source_name = _source_names(self._wanted, self._weights)
         self._check_sources(weights)
-        self._check_values(context.rank)
+        self._check_values(rank)
 
     # ---- looking
 
@@ -142,11 +150,11 @@ def require_weights(model: nn.Module, path: str) -> None:
     require_fit(weights, model, misfits(wanted_by(model), weights.decls, strict=True))
 
 
-def _buffers_of(context: RankContext) -> frozenset[str] | None:
+def _buffers_of(resume: Path | None) -> frozenset[str] | None:
     """Names of the buffers in the checkpoint to resume from; None: there is none."""
-    if context.resume is None:
+    if resume is None:
         return None
-    with CheckpointReader(context.resume) as reader:
+    with CheckpointReader(resume) as reader:
         return frozenset(reader.buffers())
 
 

@@ -100,15 +100,19 @@ def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumula
     return entries * max((s.numel * layout.units[s.unit].dtype.itemsize for s in trained), default=0)
 
 
-def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, owners_on_host: int = 1) -> None:
+def check_plan(
+    plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken: int = 0, owners_on_host: int = 1
+) -> None:
     """Raise MemoryPlanError, with the sum and the setting to change, when the plan does not fit.
 
-    budget: bytes, ``cpu_memory_budget``; None: only the host counts.
+    budget: bytes, ``cpu_memory_budget``; None: only the host counts. taken: bytes of it that the owner's other models
+    have.
     owners_on_host: owners that share the host; each may take an equal part of what is free."""
     who = f"optimizer {plan.owner} of {plan.num_owners}"
-    if budget is not None and plan.total > budget:
+    if budget is not None and plan.total > budget - taken:
+        others = f", of which other prepared models have {format_bytes(taken)}" if taken else ""
         raise MemoryPlanError(
-            f"{who} needs {plan.describe()}, but cpu_memory_budget is {format_bytes(budget)}; "
+            f"{who} needs {plan.describe()}, but cpu_memory_budget is {format_bytes(budget)}{others}; "
             "raise cpu_memory_budget or num_optimizers"
         )
     free = limits.available // owners_on_host

@@ -49,6 +49,7 @@ def build_model(
     memory_budget: int | None,
     make_memory: MakeMemory,
     *,
+    memory_taken: int = 0,
     own_gradients: bool,
     device: torch.device,
 ) -> OwnedModel:
@@ -69,7 +70,7 @@ def build_model(
         num_states=len(rule.state_kinds),
         own_gradients=own_gradients,
     )
-    check_plan(plan, host_limits(), memory_budget)
+    check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
     check_device(plan, device)
     memory = make_memory(spec, rule.kernel, plan)
     memory = DeviceMemory(memory, device) if on_device else memory

@@ -80,18 +80,20 @@ class ShardService:
         *,
         threads: int = 1,
         memory_budget: int | None = None,
+        memory_taken: int = 0,
         make_memory: MakeMemory | None = None,
         recorder: Recorder | None = None,
         norms_every: int | None = None,
         device: torch.device = CPU,
     ) -> None:
         """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: what
-        the host has free. ``make_memory``: where its tensors lie; None: in this process alone. ``norms_every``:
-        steps between measurements of norms by layer group; None: never. ``device``: where masters and states lie if it
-        is one of the owners beside ranks (``offload_fraction``)."""
+        the host has free.
+        ``memory_taken``: bytes of the budget that other models have. ``make_memory``: where its tensors lie; None: in
+        this process alone. ``norms_every``: steps between measurements of norms by layer group; None: never.
+        ``device``: where masters and states lie if it is one of the owners beside ranks (``offload_fraction``)."""
         self.owner = owner
         self.num_owners = num_owners
-        self._memory_budget = memory_budget
+        self._memory_budget, self._memory_taken = memory_budget, memory_taken
         self._make_memory = make_memory or (lambda spec, kernel, plan: PrivateMemory())
         self.recorder = recorder or NullRecorder()
         self._norms_every = norms_every
@@ -136,6 +138,7 @@ class ShardService:
                     self.num_owners,
                     self._memory_budget,
                     self._make_memory,
+                    memory_taken=self._memory_taken,
                     own_gradients=own_gradients,
                     device=self._device,
                 )

@@ -34,12 +34,14 @@ from rayzero.store.rpc import (
     STORE_SERVICE,
     from_failure,
     methods,
+    model_of,
     to_failure,
     to_status,
     token_matches,
 )
 from rayzero.store.wire import Assembly, Bytes, byte_view, decode_header, encode_shard
 from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
+from rayzero.telemetry.recorder import Recorder
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -318,23 +320,43 @@ class LeadCalls:
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
-def _guarded(method: str, behaviour: Behaviour, state: OwnerState) -> Behaviour:
-    """``behaviour`` for callers with the run's token, counted; its errors of our tree become a status with metadata."""
-    recorder = state.service.recorder
+class ModelCalls:
+    """All that is asked of an owner for one prepared model."""
+
+    def __init__(self, state: OwnerState) -> None:
+        self._running = state.running
+        self._served: dict[str, RankCalls | LeadCalls] = {
+            STORE_SERVICE: RankCalls(state),
+            OWNER_SERVICE: LeadCalls(state),
+        }
+
+    async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
+        """Do what a method is for: ``GetDecision`` is the function ``get_decision``."""
+        behaviour: Behaviour = getattr(self._served[service], _function_name(method))
+        with self._running():
+            return await behaviour(request, context)
+
+
+FindModel = Callable[[int], Awaitable[ModelCalls]]  # by number
+
+
+def _guarded(service: str, method: str, find: FindModel, token: str, recorder: Recorder) -> Behaviour:
+    """The method for callers with the run's token, counted; its errors of our tree become a status with metadata."""
 
     def count(code: grpc.StatusCode, began: float) -> None:
         recorder.add(GRPC_REQUESTS, method=method, code=code.name)
         recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=method)
 
     async def guarded(request: Any, context: Context) -> Any:
-        if not token_matches(context.invocation_metadata() or (), state.token):
+        metadata = context.invocation_metadata() or ()
+        if not token_matches(metadata, token):
             log.warning("refused a call from %s: wrong or missing token", context.peer())
             recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
         began = time.perf_counter()
         try:
-            with state.running():
-                answer = await behaviour(request, context)
+            calls = await find(model_of(metadata))
+            answer = await calls.answer(service, method, request, context)
             count(grpc.StatusCode.OK, began)
             return answer
         except asyncio.CancelledError:  # the caller is gone
@@ -348,18 +370,17 @@ def _guarded(method: str, behaviour: Behaviour, state: OwnerState) -> Behaviour:
     return guarded
 
 
-def generic_handlers(state: OwnerState) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
-    """Both services of store.proto: a method ``GetDecision`` is the function ``get_decision``."""
-    served: dict[str, RankCalls | LeadCalls] = {STORE_SERVICE: RankCalls(state), OWNER_SERVICE: LeadCalls(state)}
+def generic_handlers(find: FindModel, token: str, recorder: Recorder) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
+    """Both services of store.proto, for every prepared model that ``find`` gives."""
     return tuple(
         grpc.method_handlers_generic_handler(
             service,
             {
-                name: method.handler(_guarded(name, getattr(calls, _function_name(name)), state))
+                name: method.handler(_guarded(service, name, find, token, recorder))
                 for name, method in methods(service).items()
             },
         )
-        for service, calls in served.items()
+        for service in (STORE_SERVICE, OWNER_SERVICE)
     )
 
 

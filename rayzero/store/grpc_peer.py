@@ -36,11 +36,19 @@ class RemotePeer:
     is chained to them must not block."""
 
     def __init__(
-        self, owner: int, address: str, *, token: str, tls: TlsFiles | None = None, timeout_s: float = 600.0
+        self,
+        owner: int,
+        address: str,
+        *,
+        token: str,
+        tls: TlsFiles | None = None,
+        timeout_s: float = 600.0,
+        model: int = 0,
     ) -> None:
+        """``timeout_s``: deadline of calls that compute. ``model``: the number of the prepared model it is led for."""
         self.owner = owner
         self._name = f"optimizer {owner} at {address}"
-        self._metadata = token_metadata(token)
+        self._metadata = token_metadata(token, model)
         self._timeout_s = timeout_s  # of collecting and of writing a checkpoint's shards
         self._loop = shared_loop()
         self._aborts: list[Future[None]] = []

@@ -1,4 +1,4 @@
-"""An owner's gRPC server: one ``ShardService`` behind an address."""
+"""An owner's gRPC server: its prepared models behind one address."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rayzero.errors import ConfigError, StoreError
-from rayzero.optimizer.lead import StepLead
-from rayzero.optimizer.peers import OwnerPeer
 from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_handlers import generic_handlers
-from rayzero.store.grpc_peer import RemotePeer
-from rayzero.store.local_peer import LocalPeer
+from rayzero.store.by_model import ByModel
+from rayzero.store.grpc_handlers import ModelCalls, generic_handlers
+from rayzero.store.hosted import Host, Hosted, HostedModels
 from rayzero.store.loop import shared_loop
-from rayzero.store.notices import NoticeBoard
-from rayzero.store.owner_state import OwnerState
 from rayzero.store.rpc import OWNER_SERVICE, SERVER_OPTIONS, STORE_SERVICE, TlsFiles
+from rayzero.store.served_model import ServedModel, ServerTerms
 from rayzero.store.shared_owner import SharedOwner
-from rayzero.store.shared_peer import SharedPeer
 
 _QUICK_S = 30.0  # starting and stopping a server
 _GRACE_S = 2.0  # for calls to end when the server stops
@@ -32,10 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class OwnerServer:
-    """Serves one ``ShardService`` (and, on the owner of shard 0, the ``StepLead``) over gRPC.
+    """Serves one owner over gRPC: the ``ShardService`` of each prepared model and, on the owner of shard 0, its
+    ``StepLead``.
 
-    Knows its address, its peers and when it is stopping; not what a call does (grpc_handlers.py). All servers of a
-    process share one event-loop thread. The service is not its own: whoever made it closes it, after ``stop()``.
+    Knows its address, its models and when it is stopping; not what a call does (grpc_handlers.py). All servers of a
+    process share one event-loop thread. Services are not its own: whoever made them closes them, after ``stop()``.
     """
 
     def __init__(
@@ -49,43 +46,58 @@ class OwnerServer:
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
         shared: SharedOwner | None = None,
+        further: Host | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
+        ``service``, ``shared``: of the run's first prepared model; ``shared``: its memory, to be shared with ranks of
+        the same host. ``further``: makes those of the models after it; None: they are refused.
         ``token``: what every caller must send, not empty. ``poll_s``: how long a call that waits for other ranks is
         held before its caller is told to ask again. ``peer_timeout_s``: deadline of the lead's calls that compute.
-        ``shared``: the service's memory, to be shared with ranks of the same host.
         ``interceptors``: grpc.aio server interceptors, around every call. Raises StoreError when the port is taken.
         """
         if not token:
             raise ConfigError("token must not be empty: it is all that keeps others on this network out of the run")
         self._loop = shared_loop()
-        self._peers: list[RemotePeer] = []
-        self._token, self._tls, self._peer_timeout_s = token, tls, peer_timeout_s
-        board = NoticeBoard(self._loop.loop)
-        self._state = OwnerState(
-            service=service,
-            board=board,
-            token=token,
-            poll_s=poll_s,
-            local=LocalPeer(service, board.abort),
-            shared=shared,
-        )
-        self.address = self._loop.run(self._start(host, port, tls, list(interceptors)), _QUICK_S)
-        service.on_publish(board.publish)
-        if shared is not None:
-            shared.serve(service, self._state.steps.begin_bytes)
+        self._owner, self._recorder = service.owner, service.recorder
+        self._further, self._stopped = further, False
+        self._terms = ServerTerms(token=token, tls=tls, poll_s=poll_s, peer_timeout_s=peer_timeout_s)
+        self._addresses: tuple[str, ...] | None = None
+        self._models = ByModel(self._serve)
+        self._first = ServedModel(0, Hosted(service, shared), self._terms)
+        assert self._models[0] is self._first
+        self.address = self._loop.run(self._start(host, port, list(interceptors)), _QUICK_S)
         if tls is None and not _is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", service.owner, self.address)
 
-    async def _start(self, host: str, port: int, tls: TlsFiles | None, interceptors: list[Any]) -> str:
+    def _serve(self, number: int) -> ServedModel:
+        """One model, from its first call on."""
+        if not number:
+            return self._first
+        if self._further is None:
+            raise StoreError(f"optimizer {self._owner} serves one prepared model, it was asked for model {number}")
+        served = ServedModel(number, self._further(number), self._terms)
+        if self._addresses is not None:
+            served.connect_peers(self._addresses)
+        return served
+
+    async def _find(self, number: int) -> ModelCalls:
+        """A model by its number. One that is new is made off the event loop: it opens channels."""
+        served = self._models.known(number)
+        if served is None:
+            served = await self._first.state.compute(lambda: self._models[number])
+        return served.calls
+
+    async def _start(self, host: str, port: int, interceptors: list[Any]) -> str:
         self._server = grpc.aio.server(
-            handlers=generic_handlers(self._state), interceptors=interceptors, options=SERVER_OPTIONS
+            handlers=generic_handlers(self._find, self._terms.token, self._recorder),
+            interceptors=interceptors,
+            options=SERVER_OPTIONS,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        bound = self._bind(_joined(host, port), tls)
+        bound = self._bind(_joined(host, port), self._terms.tls)
         await self._server.start()
         for name in (STORE_SERVICE, OWNER_SERVICE):
             await self._health.set(name, HealthCheckResponse.SERVING)
@@ -97,44 +109,31 @@ class OwnerServer:
                 return self._server.add_insecure_port(address)
             return self._server.add_secure_port(address, tls.server_credentials())
         except RuntimeError as exc:
-            raise StoreError(f"optimizer {self._state.service.owner} cannot listen on {address}: {exc}") from exc
+            raise StoreError(f"optimizer {self._owner} cannot listen on {address}: {exc}") from exc
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Tell this owner where all owners listen (by index, itself included), before the first rank attaches.
 
         The owner of shard 0 leads with it; on the others it is unused."""
-        service = self._state.service
-        if len(addresses) != service.num_owners:
-            raise ConfigError(f"{len(addresses)} addresses for {service.num_owners} owners")
-        self._peers = [
-            RemotePeer(owner, address, token=self._token, tls=self._tls, timeout_s=self._peer_timeout_s)
-            for owner, address in enumerate(addresses)
-            if owner != service.owner
-        ]
-        shared = self._state.shared
-        peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
-        peers.insert(service.owner, self._state.local)
-        record = shared.record if shared is not None else None
-        self._state.lead = StepLead(peers, record, service.recorder)
+        self._first.connect_peers(addresses)
+        self._addresses = tuple(addresses)
 
     def stop(self) -> None:
         """Stop listening, end every call and stream, close the connections to peers. Idempotent."""
-        if self._state.stopping:
+        if self._stopped:
             return
-        self._state.stopping = True
-        self._state.local.abort(StoreError(f"optimizer {self._state.service.owner} was stopped"))
-        if self._state.leads and self._state.lead is not None:  # it ends the run for all; who leads nobody does not
-            self._state.lead.close()
-        self._loop.run(self._stop(), _QUICK_S)
-        for peer in self._peers:
-            peer.close()
-        if self._state.shared is not None:
-            self._state.shared.close()
-        self._state.pool.shutdown(wait=True)
+        self._stopped = True
+        served = self._models.close()
+        for model in served:
+            model.end()
+        self._loop.run(self._stop(served), _QUICK_S)
+        for model in served:
+            model.close()
 
-    async def _stop(self) -> None:
+    async def _stop(self, served: Sequence[ServedModel]) -> None:
         await self._health.enter_graceful_shutdown()
-        self._state.end_calls()
+        for model in served:
+            model.state.end_calls()
         await self._server.stop(_GRACE_S)  # what is left is answering; without grace callers would see a reset link
 
     def __enter__(self) -> OwnerServer:
@@ -142,6 +141,12 @@ class OwnerServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def serve_models(models: HostedModels, **options: Any) -> OwnerServer:
+    """A server in front of all that an owner has. ``options``: see ``OwnerServer``."""
+    service, shared = models[0]
+    return OwnerServer(service, shared=shared, further=models.__getitem__, **options)
 
 
 def _joined(host: str, port: int) -> str:

@@ -69,11 +69,14 @@ class OwnerLink:
 
     Knows the owner's address, how to call it and what its failures mean; not units, shards or steps."""
 
-    def __init__(self, rank: int, owner: int, address: str, *, token: str, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, rank: int, owner: int, address: str, *, token: str, tls: TlsFiles | None, model: int = 0
+    ) -> None:
+        """``model``: the number of the prepared model that every call is about."""
         self.owner = owner
-        self.name = f"optimizer {owner} at {address}"
+        self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self.rank = rank
-        self._metadata = token_metadata(token)
+        self._metadata = token_metadata(token, model)
         options = (*CHANNEL_OPTIONS, ("grpc.service_config", _service_config()))
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=options)

@@ -58,11 +58,10 @@ def _computing_pool() -> ThreadPoolExecutor:
 
 @dataclass
 class OwnerState:
-    """What the handlers of one server share."""
+    """What the handlers of one prepared model share."""
 
     service: ShardService
     board: NoticeBoard
-    token: str
     poll_s: float  # how long a long poll waits before it answers "ask again"
     local: LocalPeer
     shared: SharedOwner | None = None  # where this owner shares memory with its host

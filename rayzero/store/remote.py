@@ -93,6 +93,7 @@ class RemoteStore(DirectMemory):
         *,
         token: str,
         tls: TlsFiles | None = None,
+        model: int = 0,
         stall_timeout: float = 600.0,
         chunk_bytes: int = WireOptions().chunk_bytes,
         wire_compression: str = "none",
@@ -103,6 +104,7 @@ class RemoteStore(DirectMemory):
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
+        ``model``: which of the run's prepared models it is for, by number.
         ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory of memory that is shared with
         owners of this host; None: gRPC with all. ``share_with_all``: an owner elsewhere is an error."""
@@ -111,7 +113,9 @@ class RemoteStore(DirectMemory):
             raise ConfigError("a store needs the address of at least one owner")
         self._rank, self._stall_s = rank, stall_timeout
         self._recorder = recorder or NullRecorder()
-        self._links = [OwnerLink(rank, i, address, token=token, tls=tls) for i, address in enumerate(addresses)]
+        self._links = [
+            OwnerLink(rank, i, address, token=token, tls=tls, model=model) for i, address in enumerate(addresses)
+        ]
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
         self._order = PushOrder()

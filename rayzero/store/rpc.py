@@ -27,6 +27,7 @@ MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB are fastest
 POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 
 TOKEN_KEY = "rayzero-token"
+MODEL_KEY = "rayzero-model"
 _ERROR_KEY = "rayzero-error"
 _MESSAGE_KEY = "rayzero-message-bin"
 _MAX_MESSAGE_CHARS = 8192  # of an error's text; metadata is no place for more
@@ -137,9 +138,18 @@ class TlsFiles:
         )
 
 
-def token_metadata(token: str) -> Metadata:
-    """What a caller sends with every call."""
-    return ((TOKEN_KEY, token),)
+def token_metadata(token: str, model: int = 0) -> Metadata:
+    """What a caller sends with every call. ``model``: the number of the prepared model that it is about."""
+    return ((TOKEN_KEY, token), (MODEL_KEY, str(model)))
+
+
+def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    """Which prepared model a call is about. Raises StoreError where that is no number."""
+    sent = next((value for key, value in metadata if key == MODEL_KEY), "0")
+    try:
+        return int(sent)
+    except ValueError:
+        raise StoreError(f"{MODEL_KEY} of a call is {sent!r}; it must be the number of a prepared model") from None
 
 
 def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bool:

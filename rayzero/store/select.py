@@ -23,9 +23,11 @@ def connect_store(
     token: str,
     config: ZeroConfig,
     recorder: Recorder,
+    model: int = 0,
     tls: TlsFiles | None = None,
 ) -> ParameterStore:
-    """A rank's store for owners in other processes at ``addresses`` (by owner index).
+    """A rank's store for owners in other processes at ``addresses`` (by owner index), for the prepared model
+    of number ``model``.
 
     Raises UnsupportedError where ``config.transport`` names one that cannot reach them."""
     if config.transport == "inproc":
@@ -44,6 +46,7 @@ def connect_store(
         addresses,
         token=token,
         tls=tls,
+        model=model,
         stall_timeout=config.stall_timeout,
         chunk_bytes=config.chunk_bytes,
         wire_compression=config.wire_compression,

@@ -65,7 +65,7 @@ def once(condition: Callable[..., bool]) -> Callable[..., bool]:
 def store() -> Any:
     owners = LocalOwners(2)
     store = FaultyStore(0, owners)
-    with running_in(RankContext(connect=lambda: store)):
+    with running_in(RankContext(connect=lambda _: store)):
         yield store
     owners.close()
 

@@ -33,7 +33,7 @@ def recorder() -> Iterator[MemoryRecorder]:
     """Of a rank alone, whose one owner is in this process."""
     recorder = MemoryRecorder()
     owners = LocalOwners(2)
-    with running_in(RankContext(connect=lambda: InProcessStore(0, owners, recorder=recorder), recorder=recorder)):
+    with running_in(RankContext(connect=lambda _: InProcessStore(0, owners, recorder=recorder), recorder=recorder)):
         yield recorder
     owners.close()
 

@@ -120,7 +120,7 @@ def beside() -> Iterator[tuple[LocalOwners, MemoryRecorder]]:
     owners = LocalOwners(2, recorder=recorder, devices=[torch.device("cpu")])
     config = SMALL.replace(offload_fraction=0.5)
     store = InProcessStore(0, owners)
-    with running_in(RankContext(connect=lambda: store, config=config)) as context:
+    with running_in(RankContext(connect=lambda _: store, config=config)) as context:
         loop(context, seeded(Net), steps=1)
         yield owners, recorder
     owners.close()

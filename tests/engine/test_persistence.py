@@ -62,7 +62,7 @@ class FarStore(InProcessStore):
 def store() -> Iterator[FarStore]:
     owners, recorder = LocalOwners(2), MemoryRecorder()
     store = FarStore(owners, recorder)
-    with running_in(RankContext(connect=lambda: store, recorder=recorder)):
+    with running_in(RankContext(connect=lambda _: store, recorder=recorder)):
         yield store
     owners.close()
 
@@ -210,7 +210,7 @@ def test_no_schedule_has_more_up_than_the_budget_or_other_bits(
     config = ZeroConfig(gpu_param_memory_budget=least + spare, prefetch_buffer_size=depth)
     owners, recorder = LocalOwners(2), MemoryRecorder()
     store = FarStore(owners, recorder) if far else InProcessStore(0, owners, recorder=recorder)
-    with running_in(RankContext(connect=lambda: store, recorder=recorder)):
+    with running_in(RankContext(connect=lambda _: store, recorder=recorder)):
         model, optimizer = prepared(base, config)
         plain_optimizer = sgd(plain)
         for order in steps:

@@ -93,8 +93,8 @@ class Connect:
     addresses: tuple[str, ...]
     token: str
 
-    def __call__(self, rank: int, recorder: Recorder) -> ParameterStore:
-        return RemoteStore(rank, self.addresses, token=self.token, share=SHARED_MEMORY, recorder=recorder)
+    def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
+        return RemoteStore(rank, self.addresses, token=self.token, share=SHARED_MEMORY, recorder=recorder, model=model)
 
 
 def serve(owner: int, token: str, pipe: Connection) -> None:

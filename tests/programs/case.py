@@ -41,6 +41,7 @@ class Run:
     clip_value: Callable[[float], None]  # clip the elements of the averaged gradients
     full_parameters: Callable[..., AbstractContextManager[None]]  # (modify=False)
     full_state: Callable[[], dict[str, Tensor]]  # the complete state_dict
+    others: tuple[Run, ...] = ()  # of the case's further models, on the same rank
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's inputs and targets (4, 8) of a step."""
@@ -96,6 +97,7 @@ class Case:
     name: str = field(kw_only=False)
     program: Program = field(default=train, kw_only=False)
     build: Callable[[], nn.Module] = Net
+    others: tuple[Callable[[], nn.Module], ...] = ()  # further models, each prepared with an optimizer of its own
     start: Start = whole  # (the model, rank) -> what the rank has of it, and weights= or init= that bring the rest
     optimizer: Callable[[nn.Module], Optimizer] = sgd
     backwards: int = 1  # backward passes per step at most: bf16 needs to know (gradient_accumulation_steps)

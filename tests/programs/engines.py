@@ -24,6 +24,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import RayZeroError
+from rayzero.store.protocol import ParameterStore
+from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 
 from .case import Case, Run, difference
@@ -98,23 +100,38 @@ def _outcomes(case: Case, setting: Setting) -> list[Outcome]:
             lambda: run_ranks(loop, setting.ranks, OWNERS, transport, processes=True, stall_timeout=STALL_S),
             PROCESSES_LIMIT_S,
         )
-    models = [seeded(case.build) for _ in range(setting.ranks)]  # here: ranks that are threads share the generator
+    models = [_models(case) for _ in range(setting.ranks)]  # here: ranks that are threads share the generator
 
     def loop(context: RankContext) -> Outcome:
         return train_rank(case, setting, models[context.rank], context)
 
     with STORES[setting.store](setting.ranks, OWNERS, stall_timeout=STALL_S) as stores:
-        return limited(lambda: run_ranks(loop, setting.ranks, OWNERS, lambda rank, recorder: stores[rank]), LIMIT_S)
+
+        def connect(rank: int, _: Recorder, model: int) -> ParameterStore:
+            return stores.connect(rank, model)
+
+        return limited(lambda: run_ranks(loop, setting.ranks, OWNERS, connect), LIMIT_S)
 
 
-def train_rank(case: Case, setting: Setting, model: nn.Module, context: RankContext) -> Outcome:
+def _models(case: Case) -> list[nn.Module]:
+    return [seeded(build) for build in (case.build, *case.others)]
+
+
+def train_rank(case: Case, setting: Setting, models: list[nn.Module], context: RankContext) -> Outcome:
     """One rank's program under RayZero."""
     if case.draws:
         torch.manual_seed(context.rank)
+    run, *others = [_prepared(case, setting, model, context) for model in models]
+    run.others = tuple(others)
+    seen = case.program(run)
+    return run.full_state(), seen
+
+
+def _prepared(case: Case, setting: Setting, model: nn.Module, context: RankContext) -> Run:
     model, given = case.start(model, context.rank)
     config = _config(case, setting, model)
     model, optimizer = rayzero.prepare(model, case.optimizer(model), config, units=case.units, **given)
-    run = Run(
+    return Run(
         engine="rayzero",
         rank=context.rank,
         world_size=context.world_size,
@@ -125,8 +142,6 @@ def train_rank(case: Case, setting: Setting, model: nn.Module, context: RankCont
         full_parameters=functools.partial(rayzero.full_parameters, model),
         full_state=functools.partial(rayzero.full_state_dict, model),
     )
-    seen = case.program(run)
-    return rayzero.full_state_dict(model), seen
 
 
 def _config(case: Case, setting: Setting, model: nn.Module) -> ZeroConfig:
@@ -143,7 +158,7 @@ def _config(case: Case, setting: Setting, model: nn.Module) -> ZeroConfig:
 
 def _train_in_process(name: str, setting: Setting, context: RankContext) -> Outcome:
     case = find(setting.category, name)
-    return train_rank(case, setting, seeded(case.build), context)
+    return train_rank(case, setting, _models(case), context)
 
 
 def find(category: str, name: str) -> Case:

@@ -144,30 +144,35 @@ def _telling_of_hangs(rank: int, pipe: Connection, limit_s: float) -> Iterator[N
 def _train(case: Case, rank: int) -> bytes | Failed:
     refused = True
     try:
-        model = seeded(case.build)
+        models = [seeded(build) for build in (case.build, *case.others)]
         if case.draws:
             torch.manual_seed(rank)
-        model, given = case.start(model, rank)
-        _shard(model, case)
-        _bring(model, **given)
+        started = [case.start(model, rank) for model in models]
+        for model, given in started:
+            _shard(model, case)
+            _bring(model, **given)
         refused = False
-        optimizer = case.optimizer(model)
-        run = Run(
-            engine="fsdp2",
-            rank=rank,
-            world_size=RANKS,
-            model=model,
-            optimizer=optimizer,
-            clip=lambda max_norm: _full(nn.utils.clip_grad_norm_(model.parameters(), max_norm)),
-            clip_value=lambda value: nn.utils.clip_grad_value_(model.parameters(), value),
-            full_parameters=lambda modify=False: _unsharded(model),
-            full_state=lambda: _state(model),
-        )
+        run, *others = [_run(case, rank, model) for model, _ in started]
+        run.others = tuple(others)
         seen = _full(case.program(run))
-        return pickle.dumps((_state(model), seen))
+        return pickle.dumps((run.full_state(), seen))
     except Exception as exc:  # told to the parent, whatever it is
         traceback.clear_frames(exc.__traceback__)
         return Failed(f"{type(exc).__name__}: {exc}", refused)
+
+
+def _run(case: Case, rank: int, model: nn.Module) -> Run:
+    return Run(
+        engine="fsdp2",
+        rank=rank,
+        world_size=RANKS,
+        model=model,
+        optimizer=case.optimizer(model),
+        clip=lambda max_norm: _full(nn.utils.clip_grad_norm_(model.parameters(), max_norm)),
+        clip_value=lambda value: nn.utils.clip_grad_value_(model.parameters(), value),
+        full_parameters=lambda modify=False: _unsharded(model),
+        full_state=lambda: _state(model),
+    )
 
 
 def _shard(model: nn.Module, case: Case) -> None:

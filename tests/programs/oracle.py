@@ -112,9 +112,12 @@ class _Turn:
 
 
 class _Replica:
-    """One rank's plain model and optimizer; ``optimizer.step()`` averages over the replicas first."""
+    """One of a rank's plain models and its optimizer; ``optimizer.step()`` averages over the replicas first."""
 
-    def __init__(self, case: Case, rank: int, meeting: _Meeting, precision: str) -> None:
+    def __init__(
+        self, case: Case, rank: int, meeting: _Meeting, precision: str, build: Callable[[], nn.Module] | None = None
+    ) -> None:
+        """``build``: of a further model; None: the case's own."""
         self._case = case
         self._rank = rank
         self._meeting = meeting
@@ -122,7 +125,8 @@ class _Replica:
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}  # bf16: fp32 sums of what backwards brought
         self._nodes: list[Any] = []  # held, else autograd makes new ones without our hooks
-        self.model = seeded(case.build)
+        self.model = seeded(build or case.build)
+        self._others = [] if build else [_Replica(case, rank, meeting, precision, other) for other in case.others]
         self.optimizer = case.optimizer(self.model)
         if precision == "bf16":
             self._to_bf16()
@@ -141,7 +145,12 @@ class _Replica:
     def train(self) -> Outcome:
         if self._case.draws:
             torch.manual_seed(self._rank)
-        run = Run(
+        seen = self._case.program(self.run())
+        return self._state(), seen
+
+    def run(self) -> Run:
+        """What the program is given of this model."""
+        return Run(
             engine="torch",
             rank=self._rank,
             world_size=self._meeting._world_size,
@@ -151,9 +160,8 @@ class _Replica:
             clip_value=self._clip_value,
             full_parameters=lambda modify=False: nullcontext(),
             full_state=self._state,
+            others=tuple(other.run() for other in self._others),
         )
-        seen = self._case.program(run)
-        return self._state(), seen
 
     def _clip(self, max_norm: float) -> Tensor:
         self._gather()

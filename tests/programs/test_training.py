@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from engine.models import VOCAB, token_loss, tokens
+from engine.models import VOCAB, Net, token_loss, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
@@ -54,6 +54,58 @@ def averaged_by_tokens(run: Run, step: int) -> Tensor:
         loss.backward()
         total += loss.detach()
     return total
+
+
+# ---- several models ---------------------------------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    """A score of every row of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(VOCAB, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 1, bias=False))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.layers(logits)
+
+
+def adversarial(run: Run) -> list[Tensor]:
+    """Two models in turn: the critic takes two steps for each of the generator's, which learns through the critic."""
+    (critic,) = run.others
+    seen = []
+    for step in range(6):
+        logits = run.model(run.batch(step)[0])
+        if step % 3 == 2:
+            loss = -critic.model(logits).float().tanh().mean()
+        else:
+            both = torch.cat([logits.detach().float(), F.one_hot(run.batch(step)[1], VOCAB).float()])
+            score = critic.model(both).float().tanh()
+            loss = score[:4].mean() - score[4:].mean()
+        loss.backward()
+        (run if step % 3 == 2 else critic).optimizer.step()
+        for each in (run, critic):
+            each.optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
+
+
+def apart(run: Run) -> Any:
+    """Two models of one shape learn from different batches; the second one every other step."""
+    (other,) = run.others
+    for step in range(4):
+        token_loss(run.model, run.batch(step)).backward()
+        run.update()
+        if step % 2:
+            token_loss(other.model, run.batch(10 + step)).backward()
+            other.update()
+    return other.full_state()
+
+
+def two_models(run: Run) -> Any:
+    """What both are in the end, beside the losses."""
+    seen = adversarial(run)
+    return seen, [other.full_state() for other in run.others]
 
 
 # ---- hyper-parameters -------------------------------------------------------------------------------------------
@@ -403,6 +455,8 @@ CASES: list[Case] = [
     Case("step(closure)", closures, ranks=(1,), precisions=("fp32",)),  # the oracle averages before the closure
     Case("step hooks", step_hooks),
     Case("evaluation between backward and step", evaluate_between),
+    Case("two prepared models, interleaved", two_models, others=(Critic,), backwards=2),
+    Case("two prepared models of one kind, interleaved", apart, others=(Net,)),
     Case("a failure in forward, then a right step", partial(failing, in_forward), ranks=(2,)),
     Case("a failure in backward, then a right step", partial(failing, in_backward), ranks=(2,)),
     Case("a failure in a parameter's hook, then a right step", partial(failing, in_parameter_hook), ranks=(2,)),

@@ -7,33 +7,49 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 from rayzero.memory.slabs import SHARED_MEMORY
-from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_server import OwnerServer
+from rayzero.store.by_model import ByModel
+from rayzero.store.grpc_server import serve_models
+from rayzero.store.hosted import HostedModels
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.store.protocol import ParameterStore
 from rayzero.store.remote import RemoteStore
 from rayzero.store.same_host import why_no_sharing
-from rayzero.store.shared_owner import SharedOwner
 
 TOKEN = "the token of this test run"
 
-StoreFactory = Callable[..., AbstractContextManager[list[ParameterStore]]]
+
+class Stores(list[ParameterStore]):
+    """The ranks' stores of a run's first prepared model, in rank order; ``connect`` gives those of the others."""
+
+    def __init__(self, connect: Callable[[int, int], ParameterStore], world_size: int, stack: ExitStack) -> None:
+        """``connect(rank, model)`` makes one, which is closed with ``stack``."""
+        self._connect, self._stack = connect, stack
+        super().__init__(self._open(rank, 0) for rank in range(world_size))
+
+    def connect(self, rank: int, model: int) -> ParameterStore:
+        """A rank's store of one model."""
+        return self._open(rank, model) if model else self[rank]
+
+    def _open(self, rank: int, model: int) -> ParameterStore:
+        store = self._connect(rank, model)
+        self._stack.callback(store.close)
+        return store
+
+
+StoreFactory = Callable[..., AbstractContextManager[Stores]]
 
 
 @contextmanager
 def inprocess(
     world_size: int, num_owners: int, *, stall_timeout: float = 60.0, owner_threads: int = 1
-) -> Iterator[list[ParameterStore]]:
+) -> Iterator[Stores]:
     """``world_size`` ranks over ``num_owners`` owners in this process; everything is closed at the end."""
     with ExitStack() as stack:
-        owners = LocalOwners(num_owners, threads=owner_threads)
-        stack.callback(owners.close)
-        stores: list[ParameterStore] = []
-        for rank in range(world_size):
-            store = InProcessStore(rank, owners, stall_timeout=stall_timeout)
-            stack.callback(store.close)
-            stores.append(store)
-        yield stores
+        models = ByModel(lambda _: LocalOwners(num_owners, threads=owner_threads))
+        stack.callback(lambda: [owners.close() for owners in models.close()])
+        yield Stores(
+            lambda rank, model: InProcessStore(rank, models[model], stall_timeout=stall_timeout), world_size, stack
+        )
 
 
 @contextmanager
@@ -45,24 +61,23 @@ def over_grpc(
     owner_threads: int = 1,
     broadcast: str = "pull",
     shares: Callable[[int], bool] = lambda owner: False,
-) -> Iterator[list[ParameterStore]]:
+) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
     shares memory with the ranks, as owners of their host do; the others are as on other hosts."""
     somewhere = SHARED_MEMORY if any(shares(owner) for owner in range(num_owners)) else None
     with ExitStack() as stack:
         servers = []
         for owner in range(num_owners):
-            shared = SharedOwner(owner, num_owners) if shares(owner) else None
-            make_memory = shared.make_memory if shared is not None else None
-            service = ShardService(owner, num_owners, threads=owner_threads, make_memory=make_memory)
-            stack.callback(service.close)
-            servers.append(stack.enter_context(OwnerServer(service, token=TOKEN, shared=shared)))
+            share = SHARED_MEMORY if shares(owner) else None
+            models = HostedModels(owner, num_owners, share=share, threads=owner_threads)
+            stack.callback(models.close)
+            servers.append(stack.enter_context(serve_models(models, token=TOKEN)))
         addresses = [server.address for server in servers]
         for server in servers:
             server.connect_peers(addresses)
-        stores: list[ParameterStore] = []
-        for rank in range(world_size):
-            store = RemoteStore(
+
+        def connect(rank: int, model: int) -> ParameterStore:
+            return RemoteStore(
                 rank,
                 addresses,
                 token=TOKEN,
@@ -70,10 +85,10 @@ def over_grpc(
                 chunk_bytes=1000,
                 broadcast=broadcast,
                 share=somewhere,
+                model=model,
             )
-            stack.callback(store.close)
-            stores.append(store)
-        yield stores
+
+        yield Stores(connect, world_size, stack)
 
 
 STORES: dict[str, StoreFactory] = {

@@ -1,0 +1,53 @@
+"""What a run keeps for each of its prepared models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from rayzero.errors import StoreClosedError, StoreError
+
+T = TypeVar("T")
+
+
+class ByModel(Generic[T]):
+    """One of something for each prepared model, by number: the order of the ``prepare()`` calls, equal on all ranks.
+
+    Made when first asked for, each once. Knows numbers; not what it makes. Thread-safe."""
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        """``make(number)`` is called with this locked, for 0, then 1, and so on."""
+        self._make = make
+        self._made: list[T] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __getitem__(self, number: int) -> T:
+        """That of model ``number``. Raises StoreError for a number that skips some, StoreClosedError for a new one
+        after ``close``."""
+        if (found := self.known(number)) is not None:
+            return found
+        with self._lock:
+            if not 0 <= number <= len(self._made):
+                raise StoreError(f"there is no prepared model {number}: the next one is {len(self._made)}")
+            if number == len(self._made):
+                if self._closed:
+                    raise StoreClosedError(f"prepared model {number} comes too late: the run has ended")
+                self._made.append(self._make(number))
+            return self._made[number]
+
+    def known(self, number: int) -> T | None:
+        """That of model ``number`` if it was made; waits for nothing."""
+        return self._made[number] if 0 <= number < len(self._made) else None
+
+    @property
+    def made(self) -> Sequence[T]:
+        """All there are now, in order."""
+        return tuple(self._made)
+
+    def close(self) -> Sequence[T]:
+        """Make no more; all there are, for who has to end them. Idempotent."""
+        with self._lock:
+            self._closed = True
+        return self.made
