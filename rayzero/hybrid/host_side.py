@@ -23,6 +23,7 @@ from rayzero.hybrid.buckets import Bucket, range_of
 from rayzero.hybrid.hyper import HyperLink
 from rayzero.hybrid.lane import Inline, Lane, Moment, Ticket
 from rayzero.hybrid.rules import Rule
+from rayzero.hybrid.split import Piece
 from rayzero.tensor_metadata import plain
 
 GradientOf = Callable[[Tensor], Tensor | None]
@@ -108,7 +109,7 @@ class HostSide:
                 ticket.join()
             run.bucket.gradient_memory(dtype)
         if stale:
-            pieces = [range_of(found[index], run.bucket.pieces[index]) for index in stale]
+            pieces = [_sent_range(found[index], run.bucket.pieces[index]) for index in stale]
             run.sends.append(run.lane.send(run.bucket, stale, pieces))
             run.sent |= {index: (found[index], found[index]._version) for index in stale}
         return present
@@ -180,6 +181,11 @@ class HostSide:
     def close(self) -> None:
         """Finish what is queued; no thread is left. Idempotent."""
         self._worker.shutdown(wait=True)
+
+
+def _sent_range(grad: Tensor, piece: Piece) -> Tensor:
+    """``range_of`` a gradient: itself where it is whole and has no graph, which saves a call for each parameter."""
+    return grad if piece.whole and not grad.requires_grad else range_of(grad, piece)
 
 
 def _target(param: Tensor, run: BucketRun, index: int) -> Tensor:

@@ -12,7 +12,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.hybrid.buckets import Bucket
 from rayzero.hybrid.hyper import Group
 from rayzero.hybrid.tails import Tails, lines
-from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, merge
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment
 from rayzero.optimizer.elementwise import build, probe
 
 State = dict[str, Any]
@@ -75,6 +75,7 @@ class TileAdam:
             for g, own in zip(self.group_indices, members, strict=True)
         ]
         self._group_at = {i: at for at, own in enumerate(members) for i in own}
+        self._lengths = [lines(piece.numel) for piece in bucket.pieces]
         self._steps = [0] * len(bucket.pieces)
         self._begun = [False] * len(bucket.pieces)
         self._moments: dict[str, Tensor] = {}  # kind -> fp32, flat like the bucket
@@ -104,23 +105,27 @@ class TileAdam:
             max_exp_avg_sq=self._moments.get("max_exp_avg_sq"),
             params=None if bucket.params is bucket.master else bucket.params,
         )
-        lined = [index for index in present if lines(bucket.pieces[index].numel)]
-        segments = merge(self._segment(index, options) for index in lined)
-        self._kernel.update(memory, [gradients], segments, scale, lambda done, total: None)
+        self._kernel.update(memory, [gradients], self._segments(present, options), scale, lambda done, total: None)
         assert self._tails is not None, "they are made with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
 
     def _options(self) -> list[AdamOptions]:
         return [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in self.param_groups]
 
-    def _segment(self, index: int, options: Sequence[AdamOptions]) -> Segment:
-        return Segment(
-            offset=self._bucket.offsets[index],
-            length=lines(self._bucket.pieces[index].numel),
-            ranks=(0,),
-            options=options[self._group_at[index]],
-            step=self._steps[index],
-        )
+    def _segments(self, present: Sequence[int], options: Sequence[AdamOptions]) -> list[Segment]:
+        """What is updated, neighbours that are updated alike as one: thousands of small pieces are few segments."""
+        runs: list[tuple[int, int, int, int]] = []  # start, end, group, step
+        for index in present:
+            start, at, step = self._bucket.offsets[index], self._group_at[index], self._steps[index]
+            end = start + self._lengths[index]
+            if runs and runs[-1][1:] == (start, at, step):
+                runs[-1] = runs[-1][0], end, at, step
+            elif end > start:
+                runs.append((start, end, at, step))
+        return [
+            Segment(offset=start, length=end - start, ranks=(0,), options=options[at], step=step)
+            for start, end, at, step in runs
+        ]
 
     def _allocate(self, *, amsgrad: bool) -> None:
         for kind in _MOMENTS[: 3 if amsgrad else 2]:

@@ -226,22 +226,23 @@ def test_a_checkpoint_of_one_fraction_goes_on_with_another(first, then, tmp_path
     assert digest == whole[1]
 
 
-def test_states_are_written_and_read_beside_a_rank_as_anywhere():
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_are_written_and_read_beside_a_rank_as_anywhere(precision):
     base = seeded(Net)
-    trained = run_ranks(lambda ctx: loop(ctx, base, steps=3), 1, 1, config=SMALL)[0][2]
+    config = SMALL.replace(precision=precision)
+    trained = run_ranks(lambda ctx: loop(ctx, base, steps=3), 1, 1, config=config)[0][2]
 
     def load(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model = copy.deepcopy(base)
         model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
         optimizer.load_state_dict(trained)
         with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
+            model.layers[0].up.weight[0].mul_(0.5)  # what else its unit has keeps fp32 masters
         token_loss(model, tokens(9)).backward()
         optimizer.step()
         return rayzero.full_state_dict(model), optimizer.state_dict()
 
-    want, got = (run_ranks(load, 1, 1, config=SMALL.replace(offload_fraction=f))[0] for f in (1.0, 0.0))
+    want, got = (run_ranks(load, 1, 1, config=config.replace(offload_fraction=f))[0] for f in (1.0, 0.0))
     assert same_bits(got[0], want[0])
     assert same_states(got[1], want[1])
 
