@@ -9,10 +9,11 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
+from rayzero.telemetry.recorder import Recorder
 
 
 def offload_activations(
-    model: nn.Module, engine: Engine, config: ZeroConfig, context: RankContext
+    model: nn.Module, engine: Engine, config: ZeroConfig, context: RankContext, recorder: Recorder
 ) -> ActivationOffload | None:
     """Install ``config.offload_activations``; None without. Ends with the context.
 
@@ -25,7 +26,7 @@ def offload_activations(
         model,
         policy_of(config, context.rank, poison=engine.poison),
         offload_modules=config.offload_activations,
-        recorder=context.recorder,
+        recorder=recorder,
         elsewhere=None if engine.resident else engine.saved,
     )
     context.on_close(lambda _: offload.close())

@@ -112,7 +112,7 @@ def prepare(
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise
-    engine.activations = offload_activations(model, engine, config, context)
+    engine.activations = offload_activations(model, engine, config, context, recorder)
     _hook(model, plan, engine, config)
     _engines[model] = ref(engine)
     restore_rank(context, resume, model, device)
