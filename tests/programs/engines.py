@@ -78,7 +78,7 @@ def run_rayzero(case: Case, setting: Setting) -> Result:
     except TimeoutError as exc:
         return Result("hangs", str(exc))
     except Exception as exc:
-        return Result("error", "".join(traceback.format_exception(exc)))
+        return Result("error", f"{type(exc).__name__}: {exc}\n" + "".join(traceback.format_exception(exc)))
     return compare(case, outcomes, oracle(case, setting.ranks, setting.precision))
 
 
