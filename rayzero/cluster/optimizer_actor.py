@@ -17,9 +17,9 @@ from rayzero.cluster.measured import Measured
 from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.supervision import optimizer_name
 from rayzero.kernels.bandwidth import measure_bandwidth
+from rayzero.memory.malloc import keep_message_buffers
 from rayzero.memory.process_memory import resident_bytes
 from rayzero.store.hosted import HostedModels
-from rayzero.store.malloc import keep_message_buffers
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.names import (
     HOST_BANDWIDTH_LIMIT,

@@ -37,6 +37,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.layout.shard_map import device_shards
 from rayzero.layout.units import UnitPlan, UnitRule, build_layout
+from rayzero.memory.malloc import give_back_freed
 from rayzero.messages import ModelSpec
 from rayzero.optimizer.ownership import device_owners
 from rayzero.store.protocol import ParameterStore
@@ -119,6 +120,7 @@ def prepare(
     _move_buffers(model, device)
     context.on_close(engine.close)
     context.prepared += 1
+    give_back_freed()  # the model's own memory, which nobody needs any more
     return model, ZeroOptimizer(optimizer, engine)
 
 

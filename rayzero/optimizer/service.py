@@ -169,6 +169,12 @@ class ShardService:
         return 0 if self._model is None else self._model.plan.total
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether every shard has values."""
+        with self._lock:
+            return all(owned.state is not ShardState.EMPTY for owned in self._shards())
+
+    @property
     def kernel(self) -> str:
         """Who computes updates here, after the first attach."""
         return self._attached().rule.kernel

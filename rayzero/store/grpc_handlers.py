@@ -21,6 +21,7 @@ import torch
 
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
+from rayzero.memory.malloc import give_back_freed
 from rayzero.messages import COMPUTE, PROTOCOL_VERSION, Contribution
 from rayzero.optimizer.lead import StepLead
 from rayzero.store import translate
@@ -216,6 +217,9 @@ class RankCalls:
                 values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
                 await _receive(chunks, index, values.nbytes, byte_view(values))
                 await self._s.compute(self._s.service.load, index, values)
+        if self._s.service.is_loaded:  # what came is of no more use: as much again as the model's weights
+            del values
+            await self._s.compute(give_back_freed)
         return pb.LoadResponse()
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:

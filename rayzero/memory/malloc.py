@@ -1,4 +1,4 @@
-"""How the C library's allocator treats the buffers that gRPC makes for every message."""
+"""What the C library's allocator does with memory that was freed: kept for the next message, or given back."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def keep_message_buffers() -> bool:
     return all(
         (mallopt(_MMAP_THRESHOLD, 1 << 30), mallopt(_TRIM_THRESHOLD, (1 << 31) - 1), mallopt(_TOP_PAD, 64 << 20))
     )
+
+
+def give_back_freed() -> bool:
+    """Give the kernel all memory that was freed and is kept; once, after the start's large buffers. False: no glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

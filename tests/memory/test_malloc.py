@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from rayzero.store.malloc import keep_message_buffers
+from rayzero.memory.malloc import keep_message_buffers
 
 def faults():
     for _ in range(3):  # what is kept is kept from the first round on
