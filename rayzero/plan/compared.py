@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Compared, ...]:
     rows = [row for rank in ranks for row in _of_rank(plan, rank)]
     rows += [_of_owner(plan, owner) for owner in owners]
     if len(plan.hosts) == 1:
-        rows.append(_of_host(plan, [*ranks, *owners]))
+        rows += _of_host(plan, [*ranks, *owners])
     return tuple(rows)
 
 
@@ -92,7 +92,7 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
 
 
 def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
-    """What its resident memory grew by: it tells that as a part of its own plan."""
+    """What its resident memory grew by (it tells that as a part of its own plan), less what nobody uses."""
     index = owner.target.index or 0
     planned = plan.owners[index].total
     error = None if owner.series is None else owner.series.get(PLAN_ERROR_RATIO, what="host")
@@ -101,21 +101,31 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
         unit="bytes",
         kind="planned",
         planned=planned,
-        measured=None if error is None else planned * (1 + error),
+        measured=None if error is None else planned * (1 + error) - _unused(owner),
     )
 
 
-def _of_host(plan: RunBytes, processes: Iterable[Scraped]) -> Compared:
-    """What all ranks and owners took beyond what they were before the run; pages that they share count once."""
+def _of_host(plan: RunBytes, processes: Sequence[Scraped]) -> Iterator[Compared]:
+    """What all ranks and owners took beyond what they were before the run, pages that they share once; apart from it,
+    what malloc keeps of what they freed, which is no plan's to foresee."""
     grown = [_grown(one) for one in processes]
     known = [size for size in grown if size is not None]
     (host,) = plan.hosts
-    return Compared(
+    unused = sum(_unused(one) for one in processes)
+    everybody = len(known) == len(grown)
+    yield Compared(
         what="host memory beyond the programs",
         unit="bytes",
         kind="planned",
         planned=host.total - host.processes,
-        measured=sum(known) if len(known) == len(grown) else None,
+        measured=sum(known) - unused if everybody else None,
+    )
+    yield Compared(
+        what="freed memory that malloc keeps",
+        unit="bytes",
+        kind="planned",
+        planned=0,
+        measured=unused if everybody else None,
     )
 
 
@@ -124,6 +134,11 @@ def _grown(one: Scraped) -> float | None:
         return None
     now, before = one.series.get(PROCESS_MEMORY_BYTES, kind="pss"), one.series.get(MEMORY_BYTES, kind="process")
     return None if now is None or before is None else now - before
+
+
+def _unused(one: Scraped) -> float:
+    """Bytes that are resident and belong to nobody."""
+    return (one.series.get(MEMORY_BYTES, kind="unused") if one.series is not None else None) or 0.0
 
 
 def _amount(row: Compared, value: float | None) -> str:

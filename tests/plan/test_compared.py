@@ -33,16 +33,17 @@ def process(role: Role, index: int | None, page: str | None) -> Scraped:
     return Scraped(target=target, series=None if page is None else parse_series(page))
 
 
-def memory(pss: int, before: int) -> str:
+def memory(pss: int, before: int, unused: int = 0) -> str:
     return f'rayzero_process_memory_bytes{{kind="pss"}} {pss}\n' + (
         f'rayzero_memory_bytes{{kind="process",tier="ram"}} {before}\n'
         'rayzero_memory_bytes{kind="master",tier="ram"} 7\n'
+        f'rayzero_memory_bytes{{kind="unused",tier="ram"}} {unused}\n'
     )
 
 
 RANK = process(Role.RANK, 0, memory(5000, 4000) + "rayzero_prefetch_window_bytes 3000\n")
 OWNERS = tuple(
-    process(Role.OPTIMIZER, index, memory(6000, 5500) + f'rayzero_plan_error_ratio{{what="host"}} {error}\n')
+    process(Role.OPTIMIZER, index, memory(6000, 5500, 100) + f'rayzero_plan_error_ratio{{what="host"}} {error}\n')
     for index, error in enumerate((0.5, -0.25))
 )
 EVERYONE = (process(Role.COORDINATOR, None, memory(10**6, 1)), *OWNERS, RANK)
@@ -56,13 +57,15 @@ def test_bytes_of_ranks_owners_and_the_host() -> None:
     rows = compared(*EVERYONE)
     assert list(rows) == [
         "rank 0 gathered parameters", "optimizer 0 memory", "optimizer 1 memory", "host memory beyond the programs",
+        "freed memory that malloc keeps",
     ]  # fmt: skip
     figures = {what: (row.kind, row.planned, row.measured, row.ratio) for what, row in rows.items()}
     assert figures["rank 0 gathered parameters"] == ("at most", 4000, 3000, 0.75)
-    assert figures["optimizer 0 memory"] == ("planned", 900, 1350, 1.5)
-    assert figures["optimizer 1 memory"] == ("planned", 1000, 750, 0.75)
+    assert figures["optimizer 0 memory"] == ("planned", 900, 1250, 1250 / 900)
+    assert figures["optimizer 1 memory"] == ("planned", 1000, 650, 0.65)
     grown = 1000 + 500 + 500
-    assert figures["host memory beyond the programs"] == ("planned", 2000, grown, 1.0)
+    assert figures["host memory beyond the programs"] == ("planned", 2000, grown - 200, 0.9)
+    assert figures["freed memory that malloc keeps"] == ("planned", 0, 200, None)
 
 
 def test_a_gpu_rank_tells_its_allocators_peak() -> None:
