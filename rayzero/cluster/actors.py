@@ -26,6 +26,7 @@ from rayzero.cluster.optimizer_actor import OptimizerActor
 from rayzero.cluster.owner_process import OwnerSettings
 from rayzero.cluster.placement import Placement
 from rayzero.cluster.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.session import alive_nodes
 from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
@@ -159,7 +160,8 @@ class RunActors:
                     self._processes.append(psutil.Process(member.pid))
 
     def _open_ports(self) -> Routing:
-        one_node = len({member.node for member in self.members.values()}) == 1
+        nodes = {member.node for member in self.members.values()}
+        one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)  # others' ranks may be anywhere
         hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
         opened = {who: control(actor.serve).remote(hosts[who]) for who, actor in self._serving.items()}
         addresses = tuple(self.ask(opened, START_S).values())

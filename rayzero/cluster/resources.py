@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -26,6 +26,7 @@ __all__ = [
     "Strategy",
     "describe_nodes",
     "missing_resources",
+    "plan_optimizers",
     "plan_resources",
 ]
 
@@ -133,6 +134,13 @@ def plan_resources(scaling: ScalingConfig, nodes: Sequence[Node], placement: Pla
         return _plan(scaling, share, placement)
 
     return planned(_largest_share(scaling, nodes, planned))
+
+
+def plan_optimizers(scaling: ScalingConfig) -> ResourcePlan:
+    """Shares for optimizer actors alone, close together, of a run whose ranks others place. ``cpus_per_optimizer``: 1
+    where the config leaves it open."""
+    plan = _plan(scaling, 1.0, "packed")
+    return replace(plan, num_workers=0, groups=tuple(group for group in plan.groups if group.rank is None))
 
 
 def missing_resources(plan: ResourcePlan, nodes: Sequence[Node]) -> str | None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.cluster.labels import matches
-from rayzero.cluster.resources import Node, missing_resources, plan_resources
+from rayzero.cluster.resources import Node, missing_resources, plan_optimizers, plan_resources
 from rayzero.config import ScalingConfig
 
 LAPTOP = [Node(cpus=2)]
@@ -17,6 +17,12 @@ def test_two_cores_hold_two_ranks_and_two_optimizers_in_fractions():
     plan = plan_resources(ScalingConfig(num_workers=2, num_optimizers=2), LAPTOP)
     assert (plan.worker.cpus, plan.optimizer.cpus) == (0.5, 0.5)
     assert (plan.worker.threads, plan.optimizer.threads) == (1, 1)
+    assert missing_resources(plan, LAPTOP) is None
+
+
+def test_optimizers_alone_have_a_place_and_no_rank_takes_one():
+    plan = plan_optimizers(ScalingConfig(num_workers=7, num_optimizers=2))
+    assert (plan.cpus, plan.num_workers, [plan.place_of_optimizer(k) for k in (0, 1)]) == (2, 0, [(0, 0), (0, 1)])
     assert missing_resources(plan, LAPTOP) is None
 
 

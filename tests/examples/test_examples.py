@@ -53,6 +53,14 @@ def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
     assert "the base is as it was: True" in said
 
 
+@pytest.mark.ray
+def test_ray_train_goes_on_from_the_checkpoint_of_its_workers() -> None:
+    said = run("ray_train.py", "--steps", "40")
+    assert re.findall(r"^step +(\d+)", said, re.M) == ["40", "80"]
+    first, second = map(float, re.findall(r"loss ([\d.]+)", said))
+    assert second < first < 3.9, "4 is the variance of the targets"
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_help_says_what_is_shown_and_readme_links_to_it(name: str) -> None:
     assert "usage:" in run(name, "--help")

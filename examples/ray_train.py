@@ -1,0 +1,82 @@
+"""Ray Train's TorchTrainer with RayZero: two workers learn a small regression, stop, and go on from the checkpoint.
+
+Prints the losses that Ray Train was told, and that the second fit goes on where the first one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rayzero
+
+
+def loop(config: dict[str, Any]) -> None:
+    """What every worker of Ray Train runs."""
+    from ray import train
+
+    with config["owners"].rank(resume=config["resume"]) as context:  # the one line more
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        done = 0 if context.loop_state is None else context.loop_state["steps"]
+        for step in range(done + 1, done + config["steps"] + 1):
+            torch.manual_seed(1000 * step + train.get_context().get_world_rank())
+            inputs = torch.randn(64, 32)
+            loss = F.mse_loss(model(inputs), inputs[:, :4].sum(1, keepdim=True))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last = step == done + config["steps"]
+            checkpoint = None
+            if last:
+                saved = rayzero.save_checkpoint(optimizer, Path(config["place"]) / f"step-{step}", {"steps": step})
+                checkpoint = train.Checkpoint.from_directory(saved.path) if context.rank == 0 else None
+            if last or step in (1, done + 1):
+                train.report({"step": step, "loss": loss.item()}, checkpoint=checkpoint)
+
+
+def fit(workers: int, optimizers: int, steps: int, place: Path, resume: str | None) -> Any:
+    """One run of Ray Train; its result."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from rayzero.integrations.ray_train import optimizer_actors
+
+    with optimizer_actors(num_optimizers=optimizers, cpus_per_optimizer=0.5) as owners:
+        trainer = TorchTrainer(
+            loop,
+            train_loop_config={"owners": owners, "steps": steps, "place": str(place), "resume": resume},
+            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
+            run_config=RunConfig(name=f"from-{resume is not None:d}", storage_path=str(place / "ray_train")),
+        )
+        return trainer.fit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--optimizers", type=int, default=1)
+    args = parser.parse_args()
+
+    import ray
+
+    with tempfile.TemporaryDirectory() as folder, ray.init(include_dashboard=False, log_to_driver=False):
+        place, resume = Path(folder), None
+        for _ in range(2):
+            result = fit(args.workers, args.optimizers, args.steps, place, resume)
+            resume = result.checkpoint.path
+            print(
+                f"step {result.metrics['step']:3d}  loss {result.metrics['loss']:.3f}  checkpoint {Path(resume).name}"
+            )
+
+
+if __name__ == "__main__":
+    main()
