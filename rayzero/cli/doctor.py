@@ -112,13 +112,17 @@ def _version(package: str) -> str | None:
 
 
 def cpu() -> Finding:
-    """Cores this process may use, and the vector instructions torch uses."""
+    """Cores this process may use, on how many NUMA nodes, and the vector instructions torch uses."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
+    from rayzero.cluster.numa import numa_nodes
+
+    allowed = os.sched_getaffinity(0)
+    cores, nodes = len(allowed), sum(bool(node & allowed) for node in numa_nodes())
+    on = f" on {nodes} NUMA nodes" if nodes > 1 else ""
     quota = _cpu_quota()
     limit = f", cgroup allows {quota:g}" if quota is not None else ""
-    detail = f"{cores} cores{limit}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    detail = f"{cores} cores{on}{limit}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     return Finding(name="cpu", ok=None, detail=detail)
 
 

@@ -143,7 +143,9 @@ class RunActors:
     def _make_owner(self, owner: int, settings: OwnerSettings, *, measure_bandwidth: bool) -> None:
         actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
         options = self._placement.optimizer_options(owner)
-        actor = actor_class.options(**options).remote(settings, measure_bandwidth=measure_bandwidth)
+        actor = actor_class.options(**options).remote(
+            settings, measure_bandwidth=measure_bandwidth, bind_numa=self._placement.plan.bind_numa
+        )
         self.owners[optimizer_name(owner)] = actor
 
     def _make_rank(self, rank: int, beside: OwnerSettings | None) -> None:

@@ -143,6 +143,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             run_dir=request.directory.path,
             resume=request.directory.resume,
             use_gpu=request.scaling.use_gpu,
+            bind_numa=request.scaling.bind_numa,
             config=request.zero,
             addresses=routing.addresses,
             token=actors.token,

@@ -14,6 +14,7 @@ import torch
 from rayzero.cluster.coordinator import Member, this_process
 from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.numa import bind
 from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.supervision import optimizer_name
 from rayzero.kernels.bandwidth import measure_bandwidth
@@ -41,8 +42,10 @@ class OptimizerActor:
 
     Born idle: ``serve`` opens the port, ``watch`` lasts until ``stop``."""
 
-    def __init__(self, settings: OwnerSettings, *, measure_bandwidth: bool) -> None:
-        """``measure_bandwidth``: of the host's memory, when it starts."""
+    def __init__(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> None:
+        """``measure_bandwidth``: of the host's memory, when it starts. ``bind_numa``: to one node's CPUs."""
+        if bind_numa:
+            bind(optimizer_name(settings.owner), settings.owner, settings.threads)
         self._settings = settings
         self._measure_bandwidth = measure_bandwidth
         self._recorder = MemoryRecorder()

@@ -14,6 +14,7 @@ from rayzero.cluster.coordinator import Member, this_process
 from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.numa import bind, cpus_near_gpu
 from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
 from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
@@ -40,6 +41,7 @@ class RankSettings:
     run_dir: Path
     resume: Path | None
     use_gpu: bool
+    bind_numa: bool
     config: ZeroConfig
     addresses: tuple[str, ...]  # of the owners, by index
     token: str = field(repr=False)  # owners ask for it in every call
@@ -85,6 +87,9 @@ class RankWorker:
 
     def run(self, settings: RankSettings, packed_loop: PackedLoop, coordinator: Any) -> RankOutcome:
         """Run the loop to its end, well or not; what it raises is in the outcome, never raised from here."""
+        if settings.bind_numa:
+            near = cpus_near_gpu(0) if settings.use_gpu else None
+            bind(rank_name(self._rank), self._rank, self._threads, near)
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
         context = self._context = _context(settings, channel, self._recorder)

@@ -98,6 +98,7 @@ class ResourcePlan:
     num_workers: int
     num_optimizers: int
     groups: tuple[Group, ...]  # those with ranks first, in rank order
+    bind_numa: bool = True
 
     @property
     def cpus(self) -> float:
@@ -230,6 +231,7 @@ def _plan(scaling: ScalingConfig, share: float, placement: Placement) -> Resourc
         num_workers=scaling.num_workers,
         num_optimizers=scaling.num_optimizers,
         groups=tuple(_groups(scaling, worker, optimizer, placement)),
+        bind_numa=scaling.bind_numa,
     )
 
 

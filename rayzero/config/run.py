@@ -34,6 +34,9 @@ class ScalingConfig(ConfigModel):
     threads_per_optimizer: Count | None = None
     """Compute threads of each optimizer actor; None: its CPUs, at least one."""
 
+    bind_numa: Flag = True
+    """On hosts with several NUMA nodes: bind each process to the CPUs of one, ranks with a GPU to that beside it."""
+
     memory_per_worker: Size | None = None
     """Bytes of host memory Ray reserves for each rank worker; None: none (`rayzero train` fills in what it plans)."""
 

@@ -1,0 +1,81 @@
+"""Which CPUs a process computes on, on hosts with more than one NUMA node: those of one node, its memory beside them.
+
+[Note: first touch] Linux gives a page the memory of the node whose CPU touches it first. A process that is bound before
+it makes its slabs therefore has them on its own node, and needs no memory policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["bind", "choose_cpus", "cpus_near_gpu", "numa_nodes", "parse_cpus"]
+
+NODES = Path("/sys/devices/system/node")
+DEVICES = Path("/sys/bus/pci/devices")
+
+log = logging.getLogger(__name__)
+
+
+def parse_cpus(listed: str) -> frozenset[int]:
+    """The kernel's lists of CPUs: "0-3,8"."""
+    spans = [part.partition("-") for part in listed.strip().split(",") if part]
+    return frozenset(cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1))
+
+
+def numa_nodes(root: Path = NODES) -> tuple[frozenset[int], ...]:
+    """The CPUs of each NUMA node that has some, in the kernel's order; empty where the kernel tells of none."""
+    found = sorted(root.glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
+    cpus = [parse_cpus((folder / "cpulist").read_text(encoding="ascii")) for folder in found]
+    return tuple(filter(None, cpus))
+
+
+def choose_cpus(
+    index: int,
+    threads: int,
+    nodes: Sequence[AbstractSet[int]],
+    allowed: AbstractSet[int],
+    near: AbstractSet[int] | None,
+) -> frozenset[int] | None:
+    """What process ``index`` of its kind is bound to: the node that is ``near``, else the nodes in turn, each as far as
+    it is ``allowed``. None where that is no choice: one node, or none with a CPU for each of its ``threads``."""
+    usable = [frozenset(node & allowed) for node in nodes if node & allowed]
+    if len(usable) < 2:
+        return None
+    wide = [node for node in usable if len(node) >= threads]
+    close = [node for node in wide if near is not None and node <= near]
+    fitting = close or wide
+    return fitting[index % len(fitting)] if fitting else None
+
+
+def cpus_near_gpu(index: int, root: Path = DEVICES) -> frozenset[int] | None:
+    """The CPUs beside a CUDA device of this process; None where the kernel does not tell."""
+    told: Any = torch.cuda.get_device_properties(index)
+    address = f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+    try:
+        return parse_cpus((root / address / "local_cpulist").read_text(encoding="ascii")) or None
+    except OSError:
+        return None
+
+
+def bind(who: str, index: int, threads: int, near: AbstractSet[int] | None = None) -> frozenset[int] | None:
+    """Bind every thread that this process has, and so every one it will have, as ``choose_cpus`` says; the CPUs, or
+    None where it stays as it was. Before the process makes its memory. [Note: first touch]"""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    cpus = choose_cpus(index, threads, numa_nodes(), os.sched_getaffinity(0), near)
+    if cpus is None:
+        return None
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue  # it has ended since
+    log.info("%s is bound to the CPUs %s of one NUMA node", who, sorted(cpus))
+    return cpus
