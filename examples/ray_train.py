@@ -1,6 +1,6 @@
 """Ray Train's TorchTrainer with RayZero: two workers learn a small regression, stop, and go on from the checkpoint.
 
-Prints the losses that Ray Train was told, and that the second fit goes on where the first one ended.
+Prints the last loss that Ray Train was told; the second fit goes on where the first one ended.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--optimizers", type=int, default=1)
+    parser.add_argument("--fits", type=int, default=2, help="each goes on from the last one's checkpoint")
     args = parser.parse_args()
 
     import ray
 
     with tempfile.TemporaryDirectory() as folder, ray.init(include_dashboard=False, log_to_driver=False):
         place, resume = Path(folder), None
-        for _ in range(2):
+        for _ in range(args.fits):
             result = fit(args.workers, args.optimizers, args.steps, place, resume)
             resume = result.checkpoint.path
             print(

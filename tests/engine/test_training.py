@@ -87,7 +87,7 @@ def test_models_that_ranks_prepare_in_another_order_are_told_apart_by_name() -> 
         run_ranks(loop, 2, 2)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
 def test_both_models_of_a_run_are_saved_to_one_checkpoint_and_resume(transport: Any, tmp_path: Path) -> None:
     models = [seeded(Net), seeded(Critic)]
     place = tmp_path / "step-3"

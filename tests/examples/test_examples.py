@@ -55,11 +55,9 @@ def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
 
 
 @pytest.mark.ray
-def test_ray_train_goes_on_from_the_checkpoint_of_its_workers() -> None:
-    said = run("ray_train.py", "--steps", "40")
-    assert re.findall(r"^step +(\d+)", said, re.M) == ["40", "80"]
-    first, second = map(float, re.findall(r"loss ([\d.]+)", said))
-    assert second < first < 3.9, "4 is the variance of the targets"
+def test_ray_train_learns_and_keeps_the_checkpoint_of_its_workers() -> None:
+    said = run("ray_train.py", "--steps", "40", "--fits", "1")  # the next one: tests/integrations/test_ray_train.py
+    assert re.search(r"^step  40  loss [01]\.\d+  checkpoint checkpoint_", said, re.M), "it begins with 4"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
