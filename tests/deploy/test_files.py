@@ -61,6 +61,36 @@ def test_prometheus_reads_its_configuration(tmp_path: Path) -> None:
     assert "SUCCESS: 1 rule files found" in said
 
 
+def test_prometheus_reads_its_configuration_without_containers_from_where_it_lies() -> None:
+    said = run("promtool", "check", "config", "deploy/prometheus/local.yaml", cwd=ROOT)
+    assert "SUCCESS: 1 rule files found" in said
+
+
+def test_without_containers_prometheus_looks_where_the_submitted_run_writes_its_targets() -> None:
+    page = five_commands()
+    submitted = re.search(r"rayzero train recipe.yaml (.*)", page)[1].replace('"$PWD', f'"{ROOT}').replace('"', "")
+    writes = load_recipe(DEPLOY / "recipe.yaml", submitted.split()).run.discovery_dir
+    config = ROOT / re.search(r"--config\.file=(\S+)", page)[1]
+    ours, rays = yaml.safe_load(config.read_text())["scrape_configs"]
+    (pattern,) = ours["file_sd_configs"][0]["files"]
+    assert (config.parent / pattern).resolve() == writes / "*.json"
+    assert rays["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
+
+
+def test_without_containers_the_token_is_settled_before_ray_starts_and_nothing_is_written_where_no_folder_is() -> None:
+    page = five_commands()
+    assert page.index("export RAY_AUTH_MODE=token") < page.index("ray start --head") < page.index("ray job submit")
+    assert re.findall(r"> (\S+)", page) == ["/dev/null"], "runs/ is not there before the job has started"
+
+
+def five_commands() -> str:
+    """Those of the page's part on one machine without containers."""
+    text = (DEPLOY / "README.md").read_text().partition("## One machine, no containers")[2]
+    block = text.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    assert len(block.splitlines()) == 5
+    return block
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_kuberay_takes_the_manifest(path: Path) -> None:
     manifest = yaml.safe_load(path.read_text())
