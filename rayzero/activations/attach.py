@@ -31,18 +31,19 @@ class CostFacts(TypedDict):
 
 
 def match_modules(
-    models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str]
+    models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str], setting: str = "offload_modules"
 ) -> list[tuple[str, str, nn.Module]]:
     """(group name, full module name, module) of every match, each module once, the first pattern wins.
 
-    A list of patterns names its groups by the patterns. ConfigError for a pattern that matches nothing."""
+    A list of patterns names its groups by the patterns. ConfigError, which names
+    ``setting``, for a pattern that matches nothing."""
     named = dict(patterns) if isinstance(patterns, Mapping) else {pattern: pattern for pattern in patterns}
     found: dict[int, tuple[str, str, nn.Module]] = {}
     for name, pattern in named.items():
         matches = [(full, module) for model in models for full, module in model.named_modules()]
         matches = [(full, module) for full, module in matches if fnmatchcase(full, pattern)]
         if not matches:
-            raise ConfigError(f"offload_modules: {pattern!r} matches no submodule of {_names(models)}")
+            raise ConfigError(f"{setting}: {pattern!r} matches no submodule of {_names(models)}")
         for full, module in matches:
             found.setdefault(id(module), (name, full, module))
     return list(found.values())

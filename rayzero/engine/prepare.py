@@ -88,6 +88,7 @@ def prepare(
     _check_arguments(model, optimizer, config)
     self_test()
     context = get_context()
+    _refuse_torn(context)
     config = config or context.config or ZeroConfig()
     config.require_supported()
     _check_fraction(config, context)
@@ -97,7 +98,7 @@ def prepare(
     recorder = FurtherRecorder(context.recorder) if number else context.recorder
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
-    match_modules([model], config.offload_activations)
+    match_modules([model], config.offload_activations, "offload_activations")
     _tell_fraction(plan.layout, config, context.rank)
     check_resume(resume, model)
     start = Start(model, plan, context.rank, resume, _as_weights(weights), init)
@@ -107,17 +108,18 @@ def prepare(
     store = context.connect(number) if context.connect is not None else _alone(config, context, device)
     try:
         attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
-        start.bring(store.load if attached.needs_load and context.rank == 0 else None)
-        engine = _engine(model, store, plan, spec, config, context, device, attached.version, number, recorder)
-        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, attached.version)
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise
-    engine.activations = offload_activations(model, engine, config, context, recorder)
-    _hook(model, plan, engine, config)
-    _engines[model] = ref(engine)
-    restore_rank(context, resume, model, device)
-    _move_buffers(model, device)
+    with _whole_or_torn(store, context):
+        start.bring(store.load if attached.needs_load and context.rank == 0 else None)
+        engine = _engine(model, store, plan, spec, config, context, device, attached.version, number, recorder)
+        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, attached.version)
+        engine.activations = offload_activations(model, engine, config, context, recorder)
+        _hook(model, plan, engine, config)
+        _engines[model] = ref(engine)
+        restore_rank(context, resume, model, device)
+        _move_buffers(model, device)
     context.on_close(engine.close)
     context.prepared += 1
     give_back_freed()  # the model's own memory, which nobody needs any more
@@ -158,6 +160,26 @@ def _check_arguments(model: object, optimizer: object, config: object) -> None:
             raise ConfigError(f"rayzero.prepare: {name} must be a {whole}, got {type(value).__name__}")
 
 
+def _refuse_torn(context: RankContext) -> None:
+    if context.torn is not None:
+        raise UnsupportedError(
+            f"an earlier rayzero.prepare() of this run failed when its owners had begun to take the model "
+            f"({context.torn}), and they keep what they have; end this run and start another"
+        )
+
+
+@contextmanager
+def _whole_or_torn(store: ParameterStore, context: RankContext) -> Iterator[None]:
+    """Owners take a model's values once: another one after a failure would silently train the first one's."""
+    try:
+        yield
+    except BaseException as exc:
+        store.close(f"prepare failed: {exc}")
+        if context.connect is not None:  # alone, each model has owners of its own
+            context.torn = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+        raise
+
+
 def _check_fraction(config: ZeroConfig, context: RankContext) -> None:
     """Owners beside ranks are started with the run."""
     ours, started = config.host_fraction, (context.config or ZeroConfig()).host_fraction
@@ -172,13 +194,15 @@ def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
     """Shards are whole: say what part of the optimizer stays on devices, and warn where that is none."""
     if config.host_fraction == 1 or rank != 0:
         return
-    kept = sum(layout.shards[index].numel for index in device_shards(layout, config.host_fraction))
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
+    if trained == 0:
+        return
+    kept = sum(layout.shards[index].numel for index in device_shards(layout, config.host_fraction))
     log.log(
         logging.INFO if kept else logging.WARNING,
         "offload_fraction=%g: %.3g of the optimizer stays on the ranks' devices, in whole shards of at most %d bytes%s",
         config.host_fraction,
-        kept / max(trained, 1),
+        kept / trained,
         config.shard_bytes,
         "" if kept else "; lower shard_bytes or offload_fraction",
     )

@@ -24,6 +24,7 @@ from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.messages import CheckpointInfo
 
+_FURTHER = "model-"  # and its number: the folder of a further prepared model's checkpoint
 _TORCH, _CUDA, _NUMPY, _PYTHON = "rng.torch", "rng.cuda", "rng.numpy", "rng.python"
 
 
@@ -75,7 +76,7 @@ def _type_name(value: object) -> str:
 
 def of_model(directory: Path, number: int) -> Path:
     """Where the checkpoint ``directory`` of a run has its prepared model ``number``."""
-    return directory / f"model-{number}" if number else directory
+    return directory / f"{_FURTHER}{number}" if number else directory
 
 
 def _require_first(directory: Path, number: int) -> None:
@@ -109,6 +110,7 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
     Owners compare what they own; what only the checkpoint has, no owner sees."""
     if resume is None:
         return
+    _require_model(resume)
     known = {name for name, _ in model.named_parameters()}
     with CheckpointReader(resume) as reader:
         for unit in reader.layout.units:
@@ -118,6 +120,16 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
                         f"{reader.directory} has a parameter {slot.name!r} of shape {slot.shape}, but the model has "
                         "none of that name: it is a checkpoint of another model"
                     )
+
+
+def _require_model(resume: Path) -> None:
+    """The first model's checkpoint is whole without the others', whose saves come after it."""
+    whole = resume.parent
+    if not resume.is_dir() and resume.name.startswith(_FURTHER) and (whole / MANIFEST).is_file():
+        raise CheckpointError(
+            f"the checkpoint {whole} holds no prepared model {resume.name.removeprefix(_FURTHER)}: its run "
+            "had fewer models or ended between two saves; resume from an earlier checkpoint (RunConfig(resume=DIR))"
+        )
 
 
 # ---- buffers and names ------------------------------------------------------------------------------------------

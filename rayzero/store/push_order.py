@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rayzero.messages import Contribution
-from rayzero.optimizer.futures import DONE, fail, settle
+from rayzero.optimizer.futures import DONE, fail, failed, settle
 
 Try = tuple[int, int]  # (step, attempt)
 
@@ -21,6 +21,7 @@ class _Lane:
     current: Try = (-1, 0)
     next_seq: int = 0
     parked: dict[int, Future[None]] = field(default_factory=dict)  # seq -> its turn
+    error: Exception | None = None  # of the push whose turn it was
 
 
 class PushOrder:
@@ -34,13 +35,14 @@ class PushOrder:
         self._lanes: dict[tuple[int, int], _Lane] = {}  # (owner, unit)
 
     def turn(self, owner: int, push: Contribution) -> Future[None]:
-        """Done when ``push`` may be sent to ``owner``; repeats and pushes of an older attempt may be at once."""
+        """Done when ``push`` may be sent to ``owner``; repeats and pushes of an older attempt may be at once. Failed
+        where one before it in its attempt has failed."""
         turn: Future[None] = DONE
         with self._lock:
             lane = self._lanes.setdefault((owner, push.unit), _Lane())
             passed_over = self._enter(lane, (push.step, push.attempt))
             if _try(push) == lane.current and push.seq > lane.next_seq:
-                turn = lane.parked[push.seq] = Future()
+                turn = failed(lane.error) if lane.error is not None else lane.parked.setdefault(push.seq, Future())
         for other in passed_over:
             settle(other, None)
         return turn
@@ -50,7 +52,7 @@ class PushOrder:
         if new <= lane.current:
             return []
         parked = list(lane.parked.values())
-        lane.current, lane.next_seq, lane.parked = new, 0, {}
+        lane.current, lane.next_seq, lane.parked, lane.error = new, 0, {}, None
         return parked
 
     @contextmanager
@@ -65,7 +67,7 @@ class PushOrder:
 
     def end(self, owner: int, push: Contribution, error: Exception | None) -> None:
         """A push has landed, and it is the next one's turn; or it failed, and so do those behind it."""
-        for turn in self._end(owner, push, landed=error is None):
+        for turn in self._end(owner, push, error):
             if error is None:
                 settle(turn, None)
             else:
@@ -80,12 +82,13 @@ class PushOrder:
         for turn in parked:
             fail(turn, error)
 
-    def _end(self, owner: int, push: Contribution, *, landed: bool) -> list[Future[None]]:
+    def _end(self, owner: int, push: Contribution, error: Exception | None) -> list[Future[None]]:
         with self._lock:
             lane = self._lanes[owner, push.unit]
             if _try(push) != lane.current or push.seq != lane.next_seq:
                 return []
-            if not landed:
+            lane.error = error
+            if error is not None:
                 parked, lane.parked = list(lane.parked.values()), {}
                 return parked
             lane.next_seq += 1

@@ -181,9 +181,9 @@ def test_a_fraction_that_the_runs_owners_were_not_started_for_is_refused():
 
 
 def test_what_stays_on_the_devices_is_told_and_nothing_at_all_is_a_warning(caplog):
-    def prepare(fraction: float) -> list[tuple[str, str]]:
+    def prepare(fraction: float, *, trained: bool = True) -> list[tuple[str, str]]:
         caplog.clear()
-        model = seeded(Net)
+        model = seeded(Net).requires_grad_(trained)
         with caplog.at_level("INFO", "rayzero.engine.prepare"), running_in(RankContext()):
             rayzero.prepare(model, adamw(model.parameters()), SMALL.replace(offload_fraction=fraction))
         return [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -195,6 +195,7 @@ def test_what_stays_on_the_devices_is_told_and_nothing_at_all_is_a_warning(caplo
     assert level == "WARNING"
     assert message.endswith("; lower shard_bytes or offload_fraction")
     assert prepare(1.0) == []
+    assert prepare(0.0, trained=False) == [], "there is nothing to keep, and no setting would change that"
 
 
 # ---- checkpoints

@@ -119,6 +119,18 @@ def test_both_models_of_a_run_are_saved_to_one_checkpoint_and_resume(transport: 
             assert all(same_bits(moments[key], its_moments[key]) for key in its_moments)
 
 
+def test_a_run_that_ended_between_two_saves_says_so_when_it_is_resumed(tmp_path: Path) -> None:
+    models = [seeded(Net), seeded(Critic)]
+
+    def loop(context: RankContext) -> None:
+        pairs = [rayzero.prepare(model, adamw(model.parameters())) for model in copy.deepcopy(models)]
+        rayzero.save_checkpoint(pairs[0][1], tmp_path / "step-0", {})
+
+    run_ranks(loop, 1, 2)
+    with pytest.raises(CheckpointError, match=r"step-0 holds no prepared model 1.*; resume from an earlier checkpoint"):
+        run_ranks(loop, 1, 2, resume=tmp_path / "step-0")
+
+
 def test_a_rank_that_dies_between_two_models_fails_both_by_name() -> None:
     models = [seeded(Net), seeded(Critic)]
 

@@ -70,3 +70,19 @@ def test_the_end_of_the_store_ends_every_wait() -> None:
     parked = [order.turn(owner, push(1)) for owner in (0, 1)]
     order.fail(AccumulationError("over"))
     assert all(isinstance(turn.exception(0), AccumulationError) for turn in parked)
+
+
+def test_a_push_after_one_that_failed_fails_too_until_a_new_attempt_or_a_repeat_that_lands() -> None:
+    order = PushOrder()
+    order.turn(0, push(0))
+    with pytest.raises(AccumulationError), order.sending(0, push(0)):
+        raise AccumulationError("unplanned")
+    for later in (1, 2):
+        with pytest.raises(AccumulationError, match="unplanned"):
+            order.turn(0, push(later)).result(0)
+    assert order.turn(0, push(0, attempt=1)).done()
+    assert not order.turn(0, push(1, attempt=1)).done()
+    with pytest.raises(AccumulationError), order.sending(0, push(0, attempt=1)):
+        raise AccumulationError("unplanned")
+    land(order, push(0, attempt=1))
+    assert order.turn(0, push(1, attempt=1)).result(0) is None
