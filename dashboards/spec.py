@@ -17,8 +17,10 @@ VARIABLES = {
     "<i>": "$__rate_interval",
 }
 
+_CHECKPOINT = "rayzero_checkpoint_last_success_timestamp_seconds{<run>}"  # not there before a run's first
+
 ANNOTATIONS = {
-    "Checkpoints": ("changes(rayzero_checkpoint_last_success_timestamp_seconds{<run>}[1m]) > 0", "blue"),
+    "Checkpoints": (f"changes({_CHECKPOINT}[1m]) > 0 or ({_CHECKPOINT} unless {_CHECKPOINT} offset 1m)", "blue"),
     "Starts": ("count by (run) (rayzero_step{<run>} unless rayzero_step{<run>} offset 1m)", "purple"),
 }
 """Marks on every dashboard: name -> when, colour."""

@@ -113,6 +113,22 @@ def test_promtool_agrees(command: tuple[str, ...], promtool: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_checkpoints_are_marked_the_first_of_a_run_too(promtool: str, tmp_path: Path) -> None:
+    """The metric is not there before a run's first checkpoint: a change of its value alone would miss that one."""
+    (marks,) = {found.expr for found in on_boards() if found.where.endswith(": Checkpoints")}
+    expr = with_values(marks)
+    values = "_x8 100+0x15 700+0x15"  # one every 15 s: checkpoints at 2m and 6m
+    name = 'rayzero_checkpoint_last_success_timestamp_seconds{run="a"}'
+    asked = [
+        {"expr": f"count({expr})", "eval_time": at, "exp_samples": [{"labels": "{}", "value": 1}] if marked else []}
+        for at, marked in (("90s", False), ("2m30s", True), ("4m30s", False), ("6m30s", True), ("8m30s", False))
+    ]
+    test = {"interval": "15s", "input_series": [{"series": name, "values": values}], "promql_expr_test": asked}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_provisioning_names_what_is_there() -> None:
     provider = yaml.safe_load((ROOT / "provisioning/dashboards/rayzero.yaml").read_text())["providers"][0]
     source = yaml.safe_load((ROOT / "provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
