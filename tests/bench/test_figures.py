@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import os
+import subprocess
+import sys
 
 from rayzero.bench.figures import Busy, Spread, about, plain, resident_bytes
 
@@ -17,12 +18,28 @@ def test_plain_values_go_into_json():
     assert plain({"a": [Spread(1.0, 0.0, 2.0)]}) == {"a": [{"median": 1.0, "least": 0.0, "most": 2.0}]}
 
 
+HOLDER = """
+import mmap, sys
+held = mmap.mmap(-1, 64 << 20)
+print(flush=True)
+sys.stdin.readline()
+for at in range(0, len(held), mmap.PAGESIZE):
+    held[at] = 1
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_resident_bytes_count_what_was_written():
-    size = 64 << 20
-    before = resident_bytes(os.getpid())
-    with mmap.mmap(-1, size) as held:
-        held.write(bytes(size))
-        assert resident_bytes(os.getpid()) - before > 0.9 * size
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        before = resident_bytes(other.pid)
+        other.stdin.write(b"\n")
+        other.stdin.flush()
+        other.stdout.readline()
+        assert (64 << 20) <= resident_bytes(other.pid) - before < (66 << 20)
+        other.stdin.write(b"\n")
+        other.stdin.flush()
 
 
 def test_own_work_is_not_counted_as_others():

@@ -179,7 +179,7 @@ def test_on_a_terminal_ctrl_c_leaves_the_screen_and_the_last_picture(run) -> Non
     reader.start()
     try:
         run.step()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while said.count(b"step 1 ") < 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
