@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rayzero.recipes.planning import RecipePlan, RecipeWork
 
 _SPEEDS = {"flops": 1e12, "link": 1e9, "memory": 1e9}  # that a GPU machine must be described with; option's unit
+_SIZES = {"device_bytes": "--gpu-memory", "host_bytes": "--host-memory", "shm_bytes": "--shm"}  # of Hardware -> option
 
 
 def plan(
@@ -41,10 +43,12 @@ def plan(
     from rayzero.recipes.planning import plan_recipe
 
     speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
-    sizes = {"device_bytes": gpu_memory, "host_bytes": host_memory, "shm_bytes": shm}
+    sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
+    _require_speeds(speeds)
+    large = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     _require_described(hosts, gpus, speeds, gpu_memory)
     work = _work(arguments or [], gpus)
-    hardware = _hardware(work, hosts, gpus, speeds, sizes)
+    hardware = _hardware(work, hosts, gpus, speeds, large)
     planned = plan_recipe(work, hardware)
     typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
     check_fits(planned.bytes, hardware)
@@ -62,6 +66,20 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
     return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, on_gpu=on_gpu)
 
 
+def _require_speeds(speeds: dict[str, float | None]) -> None:
+    """Raise ConfigError for a speed that no machine has; seconds are divided by it."""
+    for name, speed in speeds.items():
+        if speed is not None and not (math.isfinite(speed) and speed > 0):
+            raise ConfigError(f"--{name} is {speed:g} but must be a number above 0")
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return int(str(parse_bytes(text)))
+    except ValueError as error:
+        raise ConfigError(f"{_SIZES[name]} is {text!r} but {error}") from error
+
+
 def _require_described(hosts: int, gpus: int | None, speeds: dict[str, float | None], gpu_memory: str | None) -> None:
     """Raise ConfigError where machines are asked for that this host cannot be measured for."""
     import torch
@@ -76,14 +94,13 @@ def _require_described(hosts: int, gpus: int | None, speeds: dict[str, float | N
 
 
 def _hardware(
-    work: RecipeWork, hosts: int, gpus: int | None, speeds: dict[str, float | None], sizes: dict[str, str | None]
+    work: RecipeWork, hosts: int, gpus: int | None, speeds: dict[str, float | None], large: dict[str, int]
 ) -> Hardware:
     from rayzero.plan.hardware import Hosts
     from rayzero.recipes.planning import recipe_hardware
 
     here = recipe_hardware(work)
     fast = {name: value * _SPEEDS.get(name, 1e9) for name, value in speeds.items() if value is not None}
-    large = {name: parse_bytes(text) for name, text in sizes.items() if text is not None}
     described: dict[str, Any] = {**fast, **large}
     return replace(
         here, hosts=Hosts(count=hosts, gpus_each=here.hosts.gpus_each if gpus is None else gpus), **described

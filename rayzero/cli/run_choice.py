@@ -10,10 +10,14 @@ RUNS = Path("runs")  # RunConfig's storage_path by default
 
 
 def newest_run(parent: Path = RUNS) -> Path:
-    """The run in ``parent`` that was started last; raises ConfigError where there is none."""
+    """The run in ``parent`` that was started last; raises ConfigError where there is none, or where a damaged record
+    does not say when its run was started."""
     from rayzero.cluster.status import list_runs
 
-    records = list_runs(parent)
+    try:
+        records = list_runs(parent)
+    except ConfigError as error:
+        raise ConfigError(f"the newest run cannot be told: {error}; name a run, or move that one away") from error
     if not records:
         raise ConfigError(f"no runs in {parent.absolute()}; name the folder that a run was written to")
     return parent / str(records[-1]["run"])

@@ -97,7 +97,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
     if not _is_record(record):
         raise ConfigError(
-            f"{path / RECORD} is not a run's record: run, state, started_at or driver is missing or wrong"
+            f"{path / RECORD} is not a run's record: run, state, started_at, driver or telemetry is missing or wrong"
         )
     found: dict[str, Any] = record
     return found
@@ -113,7 +113,15 @@ def _is_record(record: object) -> bool:
         all(isinstance(text, str) for text in texts)
         and isinstance(started, int | float)
         and isinstance(driver.get("pid"), int)
+        and _is_telemetry(record.get("telemetry"))
     )
+
+
+def _is_telemetry(told: object) -> bool:
+    """None: the run tells nothing of itself."""
+    if told is None:
+        return True
+    return isinstance(told, dict) and isinstance(told.get("http_sd"), str) and isinstance(told.get("targets"), list)
 
 
 def _resume_from(config: RunConfig, path: Path) -> Path | None:

@@ -17,6 +17,7 @@ from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.exposure import TRACE_PATH
 from rayzero.cluster.status import run_status
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.telemetry.discovery import read_discovery
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.spans import ASKED_S, Recorded
 from rayzero.telemetry.trace_file import trace_of
@@ -39,7 +40,7 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
         raise ConfigError(_not_running(name, record["state"], run_dir / TRACE_FILE))
     if not record.get("telemetry"):
         raise ConfigError(f"run {name!r} tells nothing of itself: it has run.telemetry.enabled=false")
-    addresses = _traced(_get(record["telemetry"]["http_sd"], name))
+    addresses = _traced(record["telemetry"]["http_sd"], name)
     with ThreadPoolExecutor(len(addresses)) as pool:
         ask = partial(_ask_all, pool, addresses, name)
         ask()
@@ -59,14 +60,16 @@ def _not_running(name: str, state: str, kept: Path) -> str:
     )
 
 
-def _traced(groups: list[dict[str, Any]]) -> dict[str, str]:
+def _traced(http_sd: str, run: str) -> dict[str, str]:
     """By who it is, the address of every process that has spans: ranks first."""
-    found = {}
-    for group in groups:
-        labels = group["labels"]
-        if labels["role"] in _TRACED:
-            found[f"{labels['role']} {labels.get('rank', labels.get('actor'))}"] = group["targets"][0]
-    return dict(sorted(found.items(), key=lambda item: (item[0].split()[0] != Role.RANK, len(item[0]), item[0])))
+    try:
+        targets = read_discovery(json.dumps(_get(http_sd, run)).encode())
+    except ValueError as error:
+        raise RunFailedError(f"run {run!r} does not answer at {http_sd}: {error}") from error
+    found = sorted((one for one in targets if one.role in _TRACED), key=lambda one: (one.role != Role.RANK, one.index))
+    if not found:
+        raise RunFailedError(f"run {run!r} tells of no rank or owner at {http_sd} yet; ask again when it trains")
+    return {one.who: one.address for one in found}
 
 
 def _ask_all(pool: ThreadPoolExecutor, addresses: Mapping[str, str], run: str) -> dict[str, Recorded]:

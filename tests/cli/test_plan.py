@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from rayzero.cli import main
+
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
 
 
@@ -43,3 +47,25 @@ def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
     assert "bytes of each GPU" in done.stdout
     assert "a rank needs" in done.stderr
     assert "on its GPU, which has 1 MiB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wrong"),
+    [
+        ("--flops", "0", "is 0 but must be a number above 0"),
+        ("--memory", "-1", "is -1 but must be a number above 0"),
+        ("--network", "nan", "is nan but must be a number above 0"),
+        ("--link", "inf", "is inf but must be a number above 0"),
+        ("--host-memory", "lots", "is 'lots' but must be bytes: a whole number"),
+        ("--shm", "-1GiB", "is '-1GiB' but must be bytes: a whole number"),
+        ("--gpu-memory", "0.3B", "is '0.3B' but must be a whole number of bytes"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused_by_its_option(option, value, wrong, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rayzero", "plan", *SMALL, option, value])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert err.startswith(f"rayzero: {option} {wrong}")
+    assert err.count("\n") == 1

@@ -12,6 +12,7 @@ import time
 import pytest
 import ray
 
+from rayzero.cli.run_choice import newest_run
 from rayzero.cluster.run_dir import RunDirectory, read_record
 from rayzero.cluster.session import ray_session
 from rayzero.cluster.status import run_status
@@ -102,6 +103,23 @@ def test_a_record_without_what_it_must_have_is_named(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.json is not a run's record"):
         read_record(tmp_path)
+
+
+@pytest.mark.parametrize("told", [{}, [], {"http_sd": 5, "targets": []}, {"http_sd": "http://h:1/sd", "targets": None}])
+def test_telemetry_that_cannot_be_followed_is_a_damaged_record(tmp_path, told):
+    record = {"run": "x", "state": "running", "started_at": 0, "driver": {"pid": 1, "host": "h"}}
+    (tmp_path / "run.json").write_text(json.dumps(record | {"telemetry": told}))
+    with pytest.raises(ConfigError, match=r"is not a run's record: .* telemetry is missing or wrong"):
+        read_record(tmp_path)
+
+
+def test_a_damaged_record_among_runs_says_what_to_do_where_the_newest_is_asked_for(tmp_path):
+    record = {"run": "good", "state": "finished", "started_at": 0, "driver": {"pid": 1, "host": "h"}}
+    for name, text in (("good", json.dumps(record)), ("half", '{"run": "ha')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"newest run cannot be told: cannot read .*half/run\.json: .*; name a run"):
+        newest_run(tmp_path)
 
 
 def test_a_running_record_whose_pid_was_given_to_a_younger_process_is_a_lost_run(tmp_path):

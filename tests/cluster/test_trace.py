@@ -22,6 +22,8 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -255,6 +257,21 @@ def test_a_run_that_does_not_answer_is_one_line(tmp_path) -> None:
     gone = {"http_sd": "http://127.0.0.1:9/sd", "targets": []}
     with pytest.raises(RunFailedError, match=r"run 'demo' does not answer at http://127.0.0.1:9/sd: .*refused"):
         trace_run(record_of(tmp_path, state="running", telemetry=gone), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [(b"[]", "tells of no rank or owner at .* yet"), (b"[1]", "this is not service")],
+)
+def test_discovery_that_names_nobody_or_is_none_is_one_line(said, why, tmp_path) -> None:
+    page = Page("application/json", lambda: said)
+    exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages={"/sd": page})
+    try:
+        told = {"http_sd": f"http://{exporter.address}/sd", "targets": []}
+        with pytest.raises(RunFailedError, match=f"^run 'demo' .*{why}"):
+            trace_run(record_of(tmp_path, state="running", telemetry=told), 1.0)
+    finally:
+        exporter.close()
 
 
 def test_spans_are_kept_from_the_first_time_that_somebody_asks(tmp_path) -> None:
