@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.activations.codec import codec_for
 from rayzero.activations.group import Group, GroupKey
-from rayzero.errors import ConfigError
+from rayzero.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from rayzero.activations.offload import ActivationOffload, GroupScope
@@ -35,8 +36,8 @@ def match_modules(
 ) -> list[tuple[str, str, nn.Module]]:
     """(group name, full module name, module) of every match, each module once, the first pattern wins.
 
-    A list of patterns names its groups by the patterns. ConfigError, which names
-    ``setting``, for a pattern that matches nothing."""
+    A list of patterns names its groups by the patterns. ConfigError, which names ``setting``, for a pattern that
+    matches nothing; UnsupportedError for a match inside what torch.compile() made: it would trace the hooks."""
     named = dict(patterns) if isinstance(patterns, Mapping) else {pattern: pattern for pattern in patterns}
     found: dict[int, tuple[str, str, nn.Module]] = {}
     for name, pattern in named.items():
@@ -46,7 +47,20 @@ def match_modules(
             raise ConfigError(f"{setting}: {pattern!r} matches no submodule of {_names(models)}")
         for full, module in matches:
             found.setdefault(id(module), (name, full, module))
+    compiled = [full for model in models for full, module in model.named_modules() if _is_compiled(module)]
+    for name, full, _ in found.values():
+        if any(full != one and full.startswith(f"{one}." if one else "") for one in compiled):
+            raise UnsupportedError(
+                f"{setting}: {named[name]!r} matches {full!r}, which is inside what torch.compile() made; give a "
+                "pattern that matches only that as a whole, or compile with module.compile()"
+            )
     return list(found.values())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` returns; without loading the compiler, where nobody has."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 class _Hook:

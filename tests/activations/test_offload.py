@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero.activations
 from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane, summary
+from rayzero.activations.attach import match_modules
 from rayzero.activations.chunk_order import ChunkKey
-from rayzero.errors import ConfigError, RayZeroError
+from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
 from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from tests.activations.models import Exps, Transformer, equal, gradients, transformer
@@ -651,6 +652,16 @@ def test_the_summary_is_a_table_and_json(capsys):
     assert "attn" in shown
     assert f"{2 * found[0].offloaded_bytes / 2**20:.2f}" in shown
     assert json.loads(summary.to_json(found))[0]["groups"]["mlp"]["offloaded_bytes"] > 0
+
+
+def test_a_match_inside_what_torch_compile_made_is_refused():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[0] = torch.compile(model[0])
+    with pytest.raises(UnsupportedError, match=r"'0\*' matches '0._orig_mod', which is inside what torch.compile\(\)"):
+        match_modules([model], ["0*"])
+    assert [full for _, full, _ in match_modules([model], ["?"])] == ["0", "1"]
+    with pytest.raises(UnsupportedError, match=r"'_orig_mod\.1'"):
+        match_modules([torch.compile(model)], ["_orig_mod.1"])
 
 
 def test_a_pattern_without_match_and_no_model_are_refused():
