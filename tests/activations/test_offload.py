@@ -654,6 +654,7 @@ def test_the_summary_is_a_table_and_json(capsys):
     assert json.loads(summary.to_json(found))[0]["groups"]["mlp"]["offloaded_bytes"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # loading the compiler
 def test_a_match_inside_what_torch_compile_made_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     model[0] = torch.compile(model[0])
