@@ -33,10 +33,14 @@ from rayzero.store.hosted import HostedModels
         ({"transport": "inproc"}, "transport='inproc' reaches owners in the same process, Ray Train's workers"),
     ],
 )
-def test_what_needs_owners_in_the_workers_is_refused_before_ray_starts(settings: dict[str, Any], said: str) -> None:
+def test_what_needs_owners_in_the_workers_is_refused_before_ray_starts(
+    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray was started"))
+    before = ray.is_initialized()  # by other tests of this process
     with pytest.raises(UnsupportedError, match=said), optimizer_actors(ZeroConfig(**settings)):
         pass
-    assert not ray.is_initialized()
+    assert ray.is_initialized() is before
 
 
 @contextmanager
