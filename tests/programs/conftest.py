@@ -72,6 +72,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _anomaly_mode_ends() -> Iterator[None]:
+    """It is the process's: ranks that are threads enter and leave it across each other, and one may restore "on"."""
+    yield
+    torch.autograd.set_detect_anomaly(False)
+
+
 @pytest.fixture(scope="session")
 def fsdp2_ranks() -> Iterator[Fsdp2Ranks]:
     """Two processes that train cases under FSDP2, one after the other."""
