@@ -47,9 +47,10 @@ def match_modules(
             raise ConfigError(f"{setting}: {pattern!r} matches no submodule of {_names(models)}")
         for full, module in matches:
             found.setdefault(id(module), (name, full, module))
-    compiled = [full for model in models for full, module in model.named_modules() if _is_compiled(module)]
-    for name, full, _ in found.values():
-        if any(full != one and full.startswith(f"{one}." if one else "") for one in compiled):
+    compiled = [module for model in models for module in model.modules() if _is_compiled(module)]
+    inside = {id(inner) for outer in compiled for inner in outer.modules() if inner is not outer}
+    for name, full, module in found.values():
+        if id(module) in inside:
             raise UnsupportedError(
                 f"{setting}: {named[name]!r} matches {full!r}, which is inside what torch.compile() made; give a "
                 "pattern that matches only that as a whole, or compile with module.compile()"

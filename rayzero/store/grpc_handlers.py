@@ -213,14 +213,16 @@ class RankCalls:
         """Take initial weights, one shard at a time."""
         async for header, chunks in _sections(requests, pb.LoadRequest):
             for index in header.shards:
-                shard, unit = self._s.shard(index, header.unit)
-                values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
-                await _receive(chunks, index, values.nbytes, byte_view(values))
-                await self._s.compute(self._s.service.load, index, values)
+                await self._load_shard(index, header.unit, chunks)
         if self._s.service.is_loaded:  # what came is of no more use: as much again as the model's weights
-            del values
             await self._s.compute(give_back_freed)
         return pb.LoadResponse()
+
+    async def _load_shard(self, index: int, unit_index: int, chunks: Requests) -> None:
+        shard, unit = self._s.shard(index, unit_index)
+        values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
+        await _receive(chunks, index, values.nbytes, byte_view(values))
+        await self._s.compute(self._s.service.load, index, values)
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Keep the values of a write to come."""

@@ -663,6 +663,8 @@ def test_a_match_inside_what_torch_compile_made_is_refused():
     assert [full for _, full, _ in match_modules([model], ["?"])] == ["0", "1"]
     with pytest.raises(UnsupportedError, match=r"'_orig_mod\.1'"):
         match_modules([torch.compile(model)], ["_orig_mod.1"])
+    stages = [torch.compile(nn.Sequential(nn.Linear(4, 4))), nn.Sequential(nn.Linear(4, 4))]
+    assert [module for _, _, module in match_modules(stages, ["0"])] == [stages[1][0]], "another stage is compiled"
 
 
 def test_a_pattern_without_match_and_no_model_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -37,6 +39,7 @@ from rayzero.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, Mo
 from rayzero.optimizer.service import ShardService
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.grpc_handlers import RankCalls
 from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.remote import RemoteStore
 from rayzero.store.rpc import (
@@ -627,3 +630,14 @@ def test_masters_and_values_of_rank_0_reach_the_others() -> None:
         ranks = start(stores, spec)
         assert equal(ranks[1].fetch(0), initial_values(spec))
         assert equal(ranks[1].fetch(0, MASTER), initial_values(spec))
+
+
+def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        yield pb.LoadRequest(header=pb.LoadRequest.Header(unit=0)).SerializeToString()  # and no shard
+
+    async def compute(act: Callable[[], object]) -> object:
+        return act()
+
+    state: Any = SimpleNamespace(service=SimpleNamespace(is_loaded=True), compute=compute)  # an owner without shards
+    assert asyncio.run(RankCalls(state).load(nothing(), None)) == pb.LoadResponse()
