@@ -98,7 +98,7 @@ class ResourcePlan:
     num_workers: int
     num_optimizers: int
     groups: tuple[Group, ...]  # those with ranks first, in rank order
-    bind_numa: bool = True
+    bind_numa: bool
 
     @property
     def cpus(self) -> float:

@@ -26,7 +26,7 @@ from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.messages import COMPUTE, Contribution
-from rayzero.optimizer.futures import chain, failed, settled
+from rayzero.optimizer.futures import failed, settled
 from rayzero.store.protocol import ParameterStore
 
 _SMALL = 1 << 20  # bytes: copying them takes about 0.1 ms, a thread switch under the GIL up to 1 ms
@@ -108,14 +108,18 @@ class HostLane:
         target = _target(self._store, self._staging, unit, contribution, grads)
         if target is None:
             return None
-        if unit.size_bytes <= _SMALL:
+        small = unit.size_bytes <= _SMALL
+        if small and target.staged is None:
             return self._send(unit, contribution, list(grads), target)
         landed: Future[None] = Future()
 
         def send(its: list[Tensor | None]) -> None:
-            chain(self._send(unit, contribution, its, target), landed)
+            _follow(self._send(unit, contribution, its, target), landed, target)
 
-        _submit(self._worker, landed, target, send, list(grads))
+        if small:
+            send(list(grads))
+        else:
+            _submit(self._worker, landed, target, send, list(grads))
         return landed
 
     def _send(
@@ -125,15 +129,9 @@ class HostLane:
             if not target.filled:
                 gather_into(target.flat, unit, grads)
             grads.clear()
-            sent = self._store.push(contribution, target.flat)
+            return self._store.push(contribution, target.flat)
         except Exception as exc:  # of the push, perhaps in the worker: the rank's next wait raises it
-            target.release()
             return failed(exc)
-        if target.staged is None:
-            return sent
-        landed: Future[None] = Future()
-        _follow(sent, landed, target)
-        return landed
 
     def drain(self) -> None:
         """See :class:`Lane`. Nothing is copied out of the owners' memory."""

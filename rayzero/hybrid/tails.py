@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rayzero.hybrid.buckets import Bucket
 from rayzero.kernels import AdamOptions
+from rayzero.kernels.torch_kernel import fused_adam
 from rayzero.layout.model_layout import ALIGN
 
 
@@ -51,21 +52,14 @@ class Tails:
         ranges = [self._ranges[index] for index in members]
         grads = [self._bucket.grads[start:stop].float() for start, stop in ranges]
         masters, means, squares, *largest = [[flat[start:stop] for start, stop in ranges] for flat in self._flats]
-        fused = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
-        fused(
+        fused_adam(
+            options,
             masters,
             grads if scale == 1.0 else torch._foreach_mul(grads, scale),
             means,
             squares,
             largest[0] if options.amsgrad else [],
             [torch.tensor(float(step))] * len(members),
-            lr=options.lr,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            weight_decay=options.weight_decay,
-            eps=options.eps,
-            amsgrad=options.amsgrad,
-            maximize=options.maximize,
         )
         if self._bucket.params is not self._bucket.master:
             torch._foreach_copy_([self._bucket.params[start:stop] for start, stop in ranges], masters)

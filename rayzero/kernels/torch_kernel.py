@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.kernels.base import AdamMemory, Segment
+from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP
@@ -114,6 +114,34 @@ class TorchKernel:
             yield segment, start, min(start + self._tile, last)
 
 
+def fused_adam(
+    options: AdamOptions,
+    masters: list[Tensor],
+    grads: list[Tensor] | tuple[Tensor, ...],
+    means: list[Tensor],
+    squares: list[Tensor],
+    largest: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Torch's fused operation, which updates the lists in place; ``largest``: read with amsgrad only."""
+    fused = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+    fused(
+        masters,
+        grads,
+        means,
+        squares,
+        largest if options.amsgrad else [],
+        steps,
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=options.amsgrad,
+        maximize=options.maximize,
+    )
+
+
 class _Progress:
     """Counts the tiles of one call, in whichever thread they end."""
 
@@ -159,21 +187,13 @@ class _Hand:
             memory.params[start:stop].copy_(master)
 
     def _adam(self, memory: AdamMemory, master: Tensor, grad: Tensor, segment: Segment, start: int, stop: int) -> None:
-        options = segment.options
-        fused = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
         largest = [memory.max_exp_avg_sq[start:stop]] if memory.max_exp_avg_sq is not None else []
-        fused(
+        fused_adam(
+            segment.options,
             [master],
             [grad],
             [memory.exp_avg[start:stop]],
             [memory.exp_avg_sq[start:stop]],
-            largest if options.amsgrad else [],
+            largest,
             [self._step.fill_(segment.step)],
-            lr=options.lr,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            weight_decay=options.weight_decay,
-            eps=options.eps,
-            amsgrad=options.amsgrad,
-            maximize=options.maximize,
         )

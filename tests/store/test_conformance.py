@@ -25,7 +25,7 @@ from rayzero.errors import (
     StoreError,
 )
 from rayzero.messages import COMPUTE, MASTER, Action, Clamp, Edit, EditKind, ModelSpec, StepInputs
-from store.stores import STORES, StoreFactory
+from store.stores import StoreFactory
 from store.toy import (
     HYPER,
     UNITS,
@@ -43,11 +43,6 @@ from store.toy import (
 )
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(params=list(STORES))
-def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
-    return STORES[request.param]
 
 
 def train(make_stores: StoreFactory, spec: ModelSpec, num_owners: int, schedule: Sequence[Sequence[Grads]]) -> Grads:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayzero.errors import RankLeftError, StallError, StepMismatchError, StoreError
 from rayzero.messages import COMPUTE, GROUP, MASTER, STEP
-from store.stores import STORES, StoreFactory
+from store.stores import StoreFactory
 from store.toy import (
     HYPER,
     WAIT,
@@ -28,11 +28,6 @@ from store.toy import (
 )
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(params=list(STORES))
-def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
-    return STORES[request.param]
 
 
 def values_of(rank: Rank, unit: int, kind: str) -> Tensor:
