@@ -6,12 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any
-from urllib.request import urlopen
 
 from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.exposure import TRACE_PATH
@@ -19,6 +14,7 @@ from rayzero.cluster.status import run_status
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.telemetry.discovery import read_discovery
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import read_pages
 from rayzero.telemetry.spans import ASKED_S, Recorded
 from rayzero.telemetry.trace_file import trace_of
 
@@ -26,7 +22,7 @@ __all__ = ["TRACE_FILE", "trace_run", "write_trace"]
 
 TRACE_FILE = "trace.json"  # in the folder of a run that kept one
 
-_ANSWER_S = 10.0
+_ANSWER_S = 10.0  # for a whole page, however slowly its bytes come
 _TRACED = (Role.RANK, Role.OPTIMIZER)  # the coordinator has no part in a step
 
 
@@ -41,13 +37,11 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
     if not record.get("telemetry"):
         raise ConfigError(f"run {name!r} tells nothing of itself: it has run.telemetry.enabled=false")
     addresses = _traced(record["telemetry"]["http_sd"], name)
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        ask = partial(_ask_all, pool, addresses, name)
-        ask()
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, ASKED_S / 2))
-            found = ask()
+    found = _ask_all(addresses, name)
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, ASKED_S / 2))
+        found = _ask_all(addresses, name)
     return found
 
 
@@ -63,7 +57,7 @@ def _not_running(name: str, state: str, kept: Path) -> str:
 def _traced(http_sd: str, run: str) -> dict[str, str]:
     """By who it is, the address of every process that has spans: ranks first."""
     try:
-        targets = read_discovery(json.dumps(_get(http_sd, run)).encode())
+        targets = read_discovery(_pages({"the coordinator": http_sd}, run)["the coordinator"])
     except ValueError as error:
         raise RunFailedError(f"run {run!r} does not answer at {http_sd}: {error}") from error
     found = sorted((one for one in targets if one.role in _TRACED), key=lambda one: (one.role != Role.RANK, one.index))
@@ -72,19 +66,29 @@ def _traced(http_sd: str, run: str) -> dict[str, str]:
     return {one.who: one.address for one in found}
 
 
-def _ask_all(pool: ThreadPoolExecutor, addresses: Mapping[str, str], run: str) -> dict[str, Recorded]:
-    answers = pool.map(lambda address: _get(f"http://{address}{TRACE_PATH}", run), addresses.values())
-    return {who: Recorded.from_json(answer) for who, answer in zip(addresses, answers, strict=True)}
+def _ask_all(addresses: Mapping[str, str], run: str) -> dict[str, Recorded]:
+    pages = _pages({who: f"http://{address}{TRACE_PATH}" for who, address in addresses.items()}, run)
+    return {who: _recorded(who, page, run) for who, page in pages.items()}
 
 
-def _get(url: str, run: str) -> Any:
+def _recorded(who: str, page: bytes, run: str) -> Recorded:
     try:
-        with urlopen(url, timeout=_ANSWER_S) as answer:
-            return json.load(answer)
-    except (OSError, HTTPException, ValueError) as error:
-        raise RunFailedError(
-            f"run {run!r} does not answer at {url}: {error}; has it just ended, or is this another network?"
-        ) from error
+        return Recorded.from_json(json.loads(page))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunFailedError(f"{who} of run {run!r} answers with no spans: {type(error).__name__}: {error}") from error
+
+
+def _pages(urls: Mapping[str, str], run: str) -> dict[str, bytes]:
+    """By who it is, what each one answers; all are asked at once, and one that does not answer is named."""
+    found: dict[str, bytes] = {}
+    for (who, url), page in zip(urls.items(), read_pages([*urls.values()], timeout_s=_ANSWER_S), strict=True):
+        if isinstance(page, str):
+            raise RunFailedError(
+                f"{who} of run {run!r} does not answer at {url}: {page}; has the run just ended, or is this another "
+                "network?"
+            )
+        found[who] = page
+    return found
 
 
 def write_trace(path: Path, run: str, processes: Mapping[str, Recorded]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ from rayzero.telemetry.exporter import METRICS_PATH
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.recorder import Labels
 
-__all__ = ["Scrape", "Scraped", "Series", "discover", "parse_series", "scrape"]
+__all__ = ["Scrape", "Scraped", "Series", "discover", "parse_series", "read_pages", "scrape"]
 
 _MOST_BYTES = 32 << 20  # of one page
 
@@ -66,7 +66,7 @@ class Scrape:
 def scrape(targets: Iterable[Target], *, timeout_s: float) -> Scrape:
     """Ask every exporter at the same time; one that has not answered after ``timeout_s`` is left behind."""
     asked, at = tuple(targets), time.time()
-    pages = asyncio.run(_all(asked, timeout_s))
+    pages = read_pages([f"http://{target.address}{METRICS_PATH}" for target in asked], timeout_s=timeout_s)
     return Scrape(at=at, processes=tuple(map(_scraped, asked, pages)))
 
 
@@ -74,6 +74,11 @@ def discover(url: str, *, timeout_s: float) -> tuple[Target, ...]:
     """The targets that an http_sd address names; raises OSError where it cannot be read and ValueError where it says
     something else."""
     return read_discovery(asyncio.run(_fetch(url, timeout_s)))
+
+
+def read_pages(urls: Sequence[str], *, timeout_s: float) -> list[bytes | str]:
+    """The body of each page, or in a few words why there is none, after ``timeout_s`` in all at the latest."""
+    return asyncio.run(_all(urls, timeout_s))
 
 
 def parse_series(text: str) -> Series:
@@ -86,14 +91,13 @@ def parse_series(text: str) -> Series:
     return Series({(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples})
 
 
-async def _all(targets: Iterable[Target], timeout_s: float) -> list[bytes | str]:
-    """Each one's page, or why there is none."""
-    return await asyncio.gather(*(_page(target, timeout_s) for target in targets))
+async def _all(urls: Sequence[str], timeout_s: float) -> list[bytes | str]:
+    return await asyncio.gather(*(_page(url, timeout_s) for url in urls))
 
 
-async def _page(target: Target, timeout_s: float) -> bytes | str:
+async def _page(url: str, timeout_s: float) -> bytes | str:
     try:
-        return await _fetch(f"http://{target.address}{METRICS_PATH}", timeout_s)
+        return await _fetch(url, timeout_s)
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except OSError as error:  # asyncio's own text for one that refuses names the call, not what went wrong

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from telemetry.strange_servers import drip, served_by
 from typer.testing import CliRunner
 
 from rayzero.cli import app
+from rayzero.cluster import tracing
 from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.reports import Report
 from rayzero.cluster.tracing import trace_run
@@ -22,6 +24,7 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
@@ -272,6 +275,39 @@ def test_discovery_that_names_nobody_or_is_none_is_one_line(said, why, tmp_path)
             trace_run(record_of(tmp_path, state="running", telemetry=told), 1.0)
     finally:
         exporter.close()
+
+
+@pytest.mark.parametrize("dripping", ["the coordinator", "rank 0"])
+def test_one_that_drips_bytes_is_left_behind_and_named(dripping, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tracing, "_ANSWER_S", 0.5)
+    with served_by(drip) as slow:
+        rank = Target(address=slow, run="demo", role=Role.RANK, node="n", index=0)
+        page = Page("application/json", lambda: service_discovery([rank]))
+        exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages={"/sd": page})
+        try:
+            asked = slow if dripping == "the coordinator" else exporter.address
+            record = record_of(tmp_path, state="running", telemetry={"http_sd": f"http://{asked}/sd", "targets": []})
+            with pytest.raises(
+                RunFailedError, match=f"^{dripping} of run 'demo' does not answer at http://{slow}/.*within 0.5 s"
+            ):
+                trace_run(record, 1.0)
+        finally:
+            exporter.close()
+
+
+def test_one_that_answers_something_else_is_named(tmp_path) -> None:
+    pages = {"/trace": Page("application/json", lambda: b"[]")}
+    rank = Exporter(MemoryRecorder(), Role.RANK, host="127.0.0.1", pages=pages)
+    target = Target(address=rank.address, run="demo", role=Role.RANK, node="n", index=0)
+    pages = {"/sd": Page("application/json", lambda: service_discovery([target]))}
+    coordinator = Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages=pages)
+    told = {"http_sd": f"http://{coordinator.address}/sd", "targets": []}
+    try:
+        with pytest.raises(RunFailedError, match=r"^rank 0 of run 'demo' answers with no spans: TypeError"):
+            trace_run(record_of(tmp_path, state="running", telemetry=told), 1.0)
+    finally:
+        rank.close()
+        coordinator.close()
 
 
 def test_spans_are_kept_from_the_first_time_that_somebody_asks(tmp_path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -19,28 +16,11 @@ from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import discover, parse_series, scrape
 
-HOST = "127.0.0.1"
+from .strange_servers import HOST, drip, served_by
 
 
 def target(address: str, index: int = 0) -> Target:
     return Target(address=address, run="demo", role=Role.RANK, node=HOST, index=index)
-
-
-@contextmanager
-def served_by(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A port of whose first connection ``answer`` does what it likes; its address."""
-    with socket.create_server((HOST, 0)) as server:
-
-        def serve() -> None:
-            with suppress(OSError):
-                connection, _ = server.accept()
-                with connection:
-                    answer(connection)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"{HOST}:{server.getsockname()[1]}"
-    thread.join(10)
 
 
 def test_what_an_exporter_serves_is_found_by_metric_and_labels() -> None:
@@ -69,11 +49,6 @@ def test_one_that_is_mute_holds_nobody_up_and_each_says_what_is_wrong() -> None:
     gone = socket.create_server((HOST, 0))
     nobody = f"{HOST}:{gone.getsockname()[1]}"
     gone.close()
-
-    def drip(connection: socket.socket) -> None:
-        while True:
-            connection.sendall(b"H")
-            time.sleep(0.01)
 
     def wrong(connection: socket.socket) -> None:
         connection.recv(1000)
