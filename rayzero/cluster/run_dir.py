@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,33 +95,60 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
-    if not _is_record(record):
-        raise ConfigError(
-            f"{path / RECORD} is not a run's record: run, state, started_at, driver or telemetry is missing or wrong"
-        )
+    if wrong := _wrong_in(record):
+        raise ConfigError(f"{path / RECORD} is not a run's record: {wrong} is missing or wrong")
     found: dict[str, Any] = record
     return found
 
 
-def _is_record(record: object) -> bool:
-    """Whether it has what every reader relies on."""
-    if not isinstance(record, dict) or not isinstance(record.get("driver"), dict):
-        return False
-    driver, started = record["driver"], record.get("started_at")
-    texts = (record.get("run"), record.get("state"), driver.get("host"))
-    return (
-        all(isinstance(text, str) for text in texts)
-        and isinstance(started, int | float)
-        and isinstance(driver.get("pid"), int)
-        and _is_telemetry(record.get("telemetry"))
-    )
+def _wrong_in(record: object) -> str | None:
+    """The first entry that is not what every reader relies on."""
+    if not isinstance(record, dict):
+        return "everything"
+    return next((name for name, right in _ENTRIES.items() if not right(record.get(name))), None)
+
+
+def _is_text(told: object) -> bool:
+    return isinstance(told, str)
+
+
+def _is_number(told: object) -> bool:
+    return isinstance(told, int | float)
+
+
+def _is_driver(told: object) -> bool:
+    return isinstance(told, dict) and isinstance(told.get("host"), str) and isinstance(told.get("pid"), int)
 
 
 def _is_telemetry(told: object) -> bool:
     """None: the run tells nothing of itself."""
     if told is None:
         return True
-    return isinstance(told, dict) and isinstance(told.get("http_sd"), str) and isinstance(told.get("targets"), list)
+    return isinstance(told, dict) and isinstance(told.get("http_sd"), str) and _all(_is_target, told.get("targets"))
+
+
+def _is_target(told: object) -> bool:
+    return isinstance(told, dict) and isinstance(told.get("address"), str) and isinstance(told.get("labels"), dict)
+
+
+def _is_member(told: object) -> bool:
+    return _is_driver(told) and isinstance(told, dict) and isinstance(told.get("who"), str)
+
+
+def _all(right: Callable[[object], bool], told: object) -> bool:
+    return isinstance(told, list) and all(map(right, told))
+
+
+_ENTRIES: dict[str, Callable[[object], bool]] = {
+    "run": _is_text,
+    "state": _is_text,
+    "started_at": _is_number,
+    "driver": _is_driver,
+    "telemetry": _is_telemetry,
+    "members": lambda told: told is None or _all(_is_member, told),  # None: nobody had been started yet
+    "ended_at": lambda told: told is None or _is_number(told),
+    "error": lambda told: told is None or _is_text(told),
+}
 
 
 def _resume_from(config: RunConfig, path: Path) -> Path | None:

@@ -200,6 +200,16 @@ def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
     assert "damaged     " in rayzero("status", "r", cwd=trained).out
 
 
+@pytest.mark.parametrize("damaged", [{"members": [{"who": "rank 0"}]}, {"members": {"rank 0": 1}}, {"error": ["x"]}])
+def test_a_running_record_that_is_damaged_is_named(tmp_path, damaged):
+    record = {"run": "r", "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "another"}}
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "run.json").write_text(json.dumps(record | damaged))
+    for command in ("status", "top", "trace"):
+        (name,) = damaged
+        assert f"run.json is not a run's record: {name} is missing or wrong" in refused(command, "r", cwd=tmp_path)
+
+
 def test_a_stopped_run_is_told_to_resume_only_where_there_is_a_checkpoint(trained):
     assert "--resume --run-dir" in stopped(trained / "runs" / "r")
     assert "--resume" not in stopped(trained / "runs" / "nothing")

@@ -105,11 +105,20 @@ def test_a_record_without_what_it_must_have_is_named(tmp_path, text):
         read_record(tmp_path)
 
 
-@pytest.mark.parametrize("told", [{}, [], {"http_sd": 5, "targets": []}, {"http_sd": "http://h:1/sd", "targets": None}])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        [],
+        {"http_sd": 5, "targets": []},
+        {"http_sd": "h", "targets": None},
+        {"http_sd": "h", "targets": [{"address": "h:1"}]},
+    ],
+)
 def test_telemetry_that_cannot_be_followed_is_a_damaged_record(tmp_path, told):
     record = {"run": "x", "state": "running", "started_at": 0, "driver": {"pid": 1, "host": "h"}}
     (tmp_path / "run.json").write_text(json.dumps(record | {"telemetry": told}))
-    with pytest.raises(ConfigError, match=r"is not a run's record: .* telemetry is missing or wrong"):
+    with pytest.raises(ConfigError, match=r"is not a run's record: telemetry is missing or wrong"):
         read_record(tmp_path)
 
 
