@@ -125,6 +125,8 @@ def format_plan(planned: RecipePlan) -> str:
     ]
     lines += [f"optimizer {owner.owner}: {owner.describe()}" for owner in planned.bytes.owners]
     lines += [f"host {host.host}: {host.describe()}" for host in planned.bytes.hosts]
+    if idle := planned.hardware.hosts.count - len(planned.bytes.hosts):
+        lines.append(f"{idle:,} more hosts: no rank and no optimizer actor is there")
     traffic = planned.traffic
     lines += [
         "",

@@ -101,7 +101,7 @@ class RunBytes:
 
     device: DeviceBytes  # of every rank
     owners: tuple[OwnerPlan, ...]
-    hosts: tuple[HostBytes, ...]
+    hosts: tuple[HostBytes, ...]  # those with a process of the run: the others need nothing
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, sums included."""
@@ -145,7 +145,8 @@ def plan_bytes(
     )
     device = _device_bytes(layout, work, zero, max(plan.on_device for plan in plans))
     each = tuple(
-        _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, per_process) for host in range(hosts.count)
+        _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, per_process)
+        for host in sorted({*ranks, *owners})
     )
     return RunBytes(device=device, owners=plans, hosts=each)
 

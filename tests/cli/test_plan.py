@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
-from rayzero.cli import main
+from rayzero.cli import app, main
 
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
 
@@ -27,6 +28,14 @@ def test_a_plan_for_this_host_as_json() -> None:
     assert [host["ranks"] for host in planned["bytes"]["hosts"]] == [2]
     assert planned["bytes"]["device"]["peak"] > planned["bytes"]["device"]["parameters"] > 4 * 64 * 64
     assert planned["bound"]["seconds"] == max(planned["bound"][name] for name in ("compute", "update"))
+
+
+def test_more_hosts_than_processes_are_one_line() -> None:
+    options = ["--hosts", "1000000", "--network", "10", "--memory", "10", "--flops", "1"]
+    done = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "999,998 more hosts: no rank and no optimizer actor is there\n" in done.stdout
+    assert done.stdout.count("\nhost ") == 2
 
 
 def test_gpus_that_are_not_here_must_be_described() -> None:

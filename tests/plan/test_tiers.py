@@ -14,7 +14,7 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.units import build_layout
-from rayzero.plan.hardware import Hardware
+from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.tiers import RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
 from rayzero.plan.work import Work
 
@@ -66,6 +66,13 @@ def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_co
     assert host.shared == host.owner_bytes == sum(owner.total for owner in run.owners)
     apart = planned(BF16.replace(transport="grpc"), ScalingConfig(num_workers=2, num_optimizers=2), CPU_HOST).hosts[0]
     assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + 4 * UNIT))
+
+
+def test_hosts_without_a_process_are_not_summed_up_however_many() -> None:
+    many = replace(CPU_HOST, hosts=Hosts(count=10**12))
+    run = planned(ZeroConfig(placement="packed"), ScalingConfig(num_workers=2, num_optimizers=1), many)
+    assert [(host.host, host.ranks, host.owners) for host in run.hosts] == [(0, 1, 0), (1, 1, 0), (10**12 - 1, 0, 1)]
+    assert all(host.total > 0 for host in run.hosts)
 
 
 def test_an_optimizer_half_on_the_devices_moves_its_states_there_and_its_gradients_nowhere() -> None:
