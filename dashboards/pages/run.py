@@ -102,19 +102,25 @@ PAGE = Page(
                 ),
                 panel(
                     "Clipped and skipped steps",
-                    "Share of steps that clipping shortened, and of those with an inf or nan gradient, which change "
-                    "nothing. Skipped ones go on: look at the data, lower the learning rate.",
+                    "Share of steps that clipping by norm shortened, and of those with an inf or nan gradient, which "
+                    "change nothing. Skipped ones go on: look at the data, lower the learning rate.",
                     "percentunit",
                     (
                         "sum by (run) (rate(rayzero_clipped_steps_total{<run>}[<i>])) / "
-                        "(max by (run) (rate(rayzero_step_seconds_count{<run>}[<i>])) > 0)",
+                        "(sum by (run) (rate(rayzero_decided_steps_total{<run>}[<i>])) > 0)",
                         "clipped {{run}}",
                     ),
                     (
                         "sum by (run, reason) (rate(rayzero_skipped_steps_total{<run>}[<i>])) / on (run) group_left () "
-                        "(max by (run) (rate(rayzero_step_seconds_count{<run>}[<i>])) > 0)",
+                        "(sum by (run) (rate(rayzero_decided_steps_total{<run>}[<i>])) > 0)",
                         "{{reason}} {{run}}",
                     ),
+                ),
+                panel(
+                    "Loss scale",
+                    "Of a GradScaler (fp16); 1 without. It keeps falling: gradients overflow, see skipped steps.",
+                    "none",
+                    ("max by (run) (rayzero_loss_scale{<run>})", "{{run}}"),
                 ),
                 panel(
                     "Learning rate",

@@ -55,9 +55,15 @@ def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Ed
     return Edited(scale=factor / world_size, limit=limit, norm=next(later, None) if norm is None else norm)
 
 
-def unscaled(norm: float, edits: Iterable[Edit]) -> float:
-    """A norm without the loss scale."""
-    return norm * math.prod(edit.value for edit in edits if edit.kind is EditKind.UNSCALE)
+def unscaling(edits: Iterable[Edit]) -> float:
+    """What the gradients were multiplied by for the loss scale: one over it; 1 without."""
+    return math.prod(edit.value for edit in edits if edit.kind is EditKind.UNSCALE)
+
+
+def clip_factor(decision: Decision, edits: Iterable[Edit], world_size: int) -> float:
+    """What clipping by norm multiplied the gradients of an applied step by; 1, but for rounding, where it did not."""
+    rest = unscaling(edits) / world_size
+    return decision.scale / rest if rest else 1.0
 
 
 def decide(norms: Sequence[Norm], reports: Mapping[int, FinishReport], inputs: StepInputs, world_size: int) -> Decision:
@@ -71,7 +77,7 @@ def decide(norms: Sequence[Norm], reports: Mapping[int, FinishReport], inputs: S
         action=Action.SKIP if what is None else Action.APPLY,
         scale=0.0 if what is None else what.scale,
         limit=math.inf if what is None else what.limit,
-        norm=unscaled(first.total, inputs.edits),
+        norm=first.total * unscaling(inputs.edits),
         hyper=inputs.hyper,
     )
 

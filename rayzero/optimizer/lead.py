@@ -33,6 +33,7 @@ from rayzero.messages import (
 )
 from rayzero.optimizer.decide import agreed, decide, nonfinite_error, total_norm
 from rayzero.optimizer.futures import chain, fail, failed, settle, settled, when_all
+from rayzero.optimizer.measures import tell_decision
 from rayzero.optimizer.peers import OwnerPeer
 from rayzero.optimizer.rules import check_hyper
 from rayzero.optimizer.saves import SaveRequests, have
@@ -109,7 +110,8 @@ class StepLead:
         self._early: list[tuple[int, Callable[[], None]]] = []  # (step, call) of ranks that are a step ahead
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that owners are being told:
         # until all of them know it, they cannot collect the next step
-        self._saves = SaveRequests(self._peers, recorder or NullRecorder())
+        self._recorder = recorder or NullRecorder()
+        self._saves = SaveRequests(self._peers, self._recorder)
         self._writes = WriteRequests()
         self._failure: StoreError | None = None
 
@@ -395,6 +397,7 @@ class StepLead:
         decision = decide(norms, current.reports, inputs, self._spec.world_size)
         if self._record is not None:
             self._record(decision)
+        tell_decision(self._recorder, decision, inputs.edits, self._spec.world_size)
         self._records[decision.step] = decision
         self._records.pop(decision.step - _RECORDS, None)
         self._telling = list(current.commits.values())

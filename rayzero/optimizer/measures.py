@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from rayzero.messages import Action, Decision
+from rayzero.messages import Action, Decision, Edit
+from rayzero.optimizer.decide import clip_factor, unscaling
 from rayzero.optimizer.model import OwnedModel
 from rayzero.optimizer.rules import ShardWork
 from rayzero.optimizer.state import OwnedShard
 from rayzero.telemetry.names import (
     CLIP_FACTOR,
     CLIPPED_STEPS,
+    DECIDED_STEPS,
     GRAD_NORM,
+    LOSS_SCALE,
     MEMORY_BYTES,
     OPTIMIZER_BYTES,
     OPTIMIZER_PARAMS,
@@ -26,16 +30,19 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import Reading, Recorder
 
-_ROUNDING = 1e-9  # scale is the clip factor over the ranks: their product is 1 but for that
+_ROUNDING = 1e-9  # of a clip factor that is 1
 
 
-def tell_decision(recorder: Recorder, decision: Decision, world_size: int) -> None:
-    """What a step was decided to be; the owner of shard 0 alone tells it, so that it counts once a run."""
+def tell_decision(recorder: Recorder, decision: Decision, edits: Sequence[Edit], world_size: int) -> None:
+    """What a step was decided to be, of gradients that ranks edited so; the lead alone tells it: once a run."""
+    recorder.add(DECIDED_STEPS)
     recorder.set(GRAD_NORM, decision.norm)
+    back = unscaling(edits)
+    recorder.set(LOSS_SCALE, 1 / back if back else math.inf)
     recorder.add(SKIPPED_STEPS, decision.action is Action.SKIP, reason="nonfinite")
     if decision.action is Action.SKIP:
         return
-    factor = decision.scale * world_size
+    factor = clip_factor(decision, edits, world_size)
     recorder.set(CLIP_FACTOR, factor)
     recorder.add(CLIPPED_STEPS, factor < 1 - _ROUNDING)
 

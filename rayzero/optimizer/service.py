@@ -34,7 +34,7 @@ from rayzero.optimizer.contributions import Collection, Contributors, Reservatio
 from rayzero.optimizer.futures import fail, failed, settle
 from rayzero.optimizer.group_norms import GroupNorms
 from rayzero.optimizer.host_memory import MakeMemory, PrivateMemory
-from rayzero.optimizer.measures import owner_readings, tell_decision, tell_update
+from rayzero.optimizer.measures import owner_readings, tell_update
 from rayzero.optimizer.model import OwnedModel, build_model, check_same
 from rayzero.optimizer.norm_pass import NormPass
 from rayzero.optimizer.publications import Listener, Publications, Published, answer, is_readable
@@ -390,8 +390,6 @@ class ShardService:
             self._open_step = decision.step + 1
             self._deciding()
             self._deciding = nothing
-            if 0 in self._attached().shards:
-                tell_decision(self.recorder, decision, self._attached().spec.world_size)
             self._norm_pass().decided()
             for owned in self._shards():
                 owned.pending += 1

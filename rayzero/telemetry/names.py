@@ -77,17 +77,35 @@ CLIP_FACTOR = _gauge(
     name="rayzero_clip_factor",
     unit="ratio",
     roles=(OPTIMIZER,),
-    help="What clipping multiplied the gradients by in the last applied step: 1 where it did not; lead owner only.",
+    help="What clipping by norm multiplied the gradients by in the last applied step: 1 where it did not; lead owner "
+    "only.",
+)
+LOSS_SCALE = _gauge(
+    name="rayzero_loss_scale",
+    unit="",
+    roles=(OPTIMIZER,),
+    help="What the loss of the last decided step was multiplied by, as the ranks' scalers say: 1 without one; lead "
+    "owner only.",
+)
+DECIDED_STEPS = _counter(
+    name="rayzero_decided_steps_total",
+    unit="steps",
+    roles=(OPTIMIZER,),
+    help="Steps decided in this process's life, those that changed nothing among them; lead owner only.",
 )
 CLIPPED_STEPS = _counter(
-    name="rayzero_clipped_steps_total", unit="steps", roles=(OPTIMIZER,), help="Steps clipped; lead owner only."
+    name="rayzero_clipped_steps_total",
+    unit="steps",
+    roles=(OPTIMIZER,),
+    help="Of the decided steps, those whose gradients clipping by norm made smaller; lead owner only.",
 )
 SKIPPED_STEPS = _counter(
     name="rayzero_skipped_steps_total",
     unit="steps",
     labels=("reason",),
     roles=(OPTIMIZER,),
-    help="Steps that changed no weights. reason: nonfinite (an inf or nan gradient); lead owner only.",
+    help="Of the decided steps, those that changed no weights. reason: nonfinite (an inf or nan gradient); lead owner "
+    "only.",
 )
 
 # ---- where the step goes ----------------------------------------------------------------------------------------
@@ -440,7 +458,7 @@ GROUP_GRAD_NORM = _gauge(
     unit="",
     labels=("group",),
     roles=(OPTIMIZER,),
-    help="L2 norm of this owner's part of a layer group's averaged gradient, before clipping, every "
+    help="L2 norm of this owner's part of a layer group's averaged gradient, before unscaling and clipping, every "
     "telemetry.norms_every steps; the group's is the root of the owners' sum of squares.",
 )
 GROUP_UPDATE_NORM = _gauge(

@@ -129,6 +129,26 @@ def test_checkpoints_are_marked_the_first_of_a_run_too(promtool: str, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_clipped_steps_are_a_share_of_the_steps_that_the_same_process_decided(promtool: str, tmp_path: Path) -> None:
+    """Ranks count their steps elsewhere and later: over theirs, a run that clips every step had more than all."""
+    (share,) = {f.expr for f in on_boards() if "rayzero_clipped_steps_total" in f.expr}
+    decided = {"series": 'rayzero_decided_steps_total{run="a",actor="0"}', "values": "0+10x4 60+20x30"}
+    clipped = {"series": 'rayzero_clipped_steps_total{run="a",actor="0"}', "values": "0+10x4 60+20x30"}
+    behind = {"series": 'rayzero_step_seconds_count{run="a",rank="0"}', "values": "_ _ 0+10x4 60+20x30"}
+    asked = [
+        {
+            "expr": f"round({with_values(share, interval='1m')}, 0.001)",
+            "eval_time": at,
+            "exp_samples": [{"labels": '{run="a"}', "value": 1}],
+        }
+        for at in ("45s", "75s", "90s", "3m")
+    ]
+    test = {"interval": "15s", "input_series": [decided, clipped, behind], "promql_expr_test": asked}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_provisioning_names_what_is_there() -> None:
     provider = yaml.safe_load((ROOT / "provisioning/dashboards/rayzero.yaml").read_text())["providers"][0]
     source = yaml.safe_load((ROOT / "provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]

@@ -16,6 +16,8 @@ from rayzero.messages import Decision, Edit, EditKind, FileEntry, FinishReport, 
 from rayzero.optimizer.futures import fail, failed, settle
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
+from rayzero.telemetry.names import DECIDED_STEPS, LOSS_SCALE
+from rayzero.telemetry.recorder import MemoryRecorder
 
 
 @dataclass
@@ -58,10 +60,12 @@ class WatchedPeer:
 
 
 @contextmanager
-def lead_of(spec: ModelSpec, num_owners: int = 2) -> Iterator[tuple[StepLead, list[WatchedPeer]]]:
+def lead_of(
+    spec: ModelSpec, num_owners: int = 2, recorder: MemoryRecorder | None = None
+) -> Iterator[tuple[StepLead, list[WatchedPeer]]]:
     """A lead over loaded owners; every rank has attached."""
     peers = [WatchedPeer(ShardService(owner, num_owners)) for owner in range(num_owners)]
-    lead = StepLead(peers)
+    lead = StepLead(peers, recorder=recorder)
     try:
         values = initial_values(spec)
         for peer in peers:
@@ -100,6 +104,18 @@ def test_the_record_is_written_before_any_owner_is_told() -> None:
         for peer in peers:
             assert peer.calls == ["collect 0", "apply 0"]
             assert peer.recorded == [decision]
+
+
+def test_every_decision_is_told_once_with_the_loss_scale_that_ranks_took_back() -> None:
+    spec, recorder = make_spec(2), MemoryRecorder()
+    with lead_of(spec, recorder=recorder) as (lead, _):
+        for step, scale in enumerate((1024.0, 512.0)):
+            scaled = StepInputs(edits=(Edit(EditKind.UNSCALE, 1 / scale), *inputs(spec).edits), hyper=spec.hyper)
+            for rank in range(2):
+                lead.finish(report(rank, step), scaled)
+            lead.decision(step).result(WAIT)
+            assert recorder.gauge(LOSS_SCALE) == scale
+        assert recorder.total(DECIDED_STEPS) == 2
 
 
 def test_nothing_is_collected_before_all_have_finished_or_decided_before_all_committed() -> None:
