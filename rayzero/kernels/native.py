@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -230,14 +230,12 @@ class NativeSquareSum(_Worker):
         self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
     ) -> list[float]:
         """See ``Squares.parts``; ``clamp`` does what ``rz_adam`` does. One call into the library."""
-        numel = sum(stop - start for start, stop in ranges)
-        table = _gradient_table(gradients, ranks, max((stop for _, stop in ranges), default=0))
-        bounds = (c_int64 * (2 * len(ranges)))(*chain.from_iterable(ranges))
-        leaves = (c_double * sum(-(-(stop - start) // LEAF) for start, stop in ranges))()
-        sums = (c_double * len(ranges))()
-        team = self._team_address() if numel >= _SQUARES_ALONE else None
+        found = _ranges_table(tuple(ranges))
+        table = _gradient_table(gradients, ranks, found.stop)
+        leaves, sums = (c_double * found.leaves)(), (c_double * len(ranges))()
+        team = self._team_address() if found.numel >= _SQUARES_ALONE else None
         scale, limit = (1.0, math.inf) if clamp is None else (clamp.scale, clamp.limit)
-        self._library.squares(team, self._isa, table, len(table), bounds, len(ranges), scale, limit, leaves, sums)
+        self._library.squares(team, self._isa, table, len(table), found.bounds, len(ranges), scale, limit, leaves, sums)
         return list(sums)
 
     def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:
@@ -290,6 +288,24 @@ def _constants(options: AdamOptions, step: int, scale: float, limit: float) -> t
         options.eps,
         limit,
         flags,
+    )
+
+
+class _Ranges(NamedTuple):
+    bounds: ctypes.Array[c_int64]  # start, stop, start, stop, ...
+    stop: int  # the last
+    numel: int
+    leaves: int
+
+
+@functools.lru_cache(4096)  # the same step after step, and models have thousands of parameters
+def _ranges_table(ranges: tuple[Range, ...]) -> _Ranges:
+    sizes = [stop - start for start, stop in ranges]
+    return _Ranges(
+        (c_int64 * (2 * len(ranges)))(*chain.from_iterable(ranges)),
+        max((stop for _, stop in ranges), default=0),
+        sum(sizes),
+        sum(-(-size // LEAF) for size in sizes),
     )
 
 

@@ -209,6 +209,17 @@ class Contributions:
         wanted = self.key(owned, self.counted_ranks(owned, collection), collection.clamp)
         return kept is not None and kept[0] == wanted
 
+    def check_off(self, owned: OwnedShard, collection: Collection) -> None:
+        """Where all counted pushes of a shard are there and its part is valid, the collection waits for it no more."""
+        if owned.shard.index not in collection.missing and self.has_part(owned, collection):
+            collection.unsummed.discard(owned.shard.index)
+
+    def unsummed(self, collection: Collection) -> list[OwnedShard]:
+        """The shards whose counted pushes are all there, and whose parts nobody computed early."""
+        for index in tuple(collection.unsummed):
+            self.check_off(self._shards[index], collection)
+        return [self._shards[index] for index in sorted(collection.unsummed - collection.missing.keys())]
+
     def norm_parts(self, collection: Collection) -> NormParts:
         """All parts of this owner, once ``collection.unsummed`` is empty."""
         found = []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from rayzero.messages import Action, Decision, Edit
+from rayzero.optimizer.contributions import Contributors
 from rayzero.optimizer.decide import clip_factor, unscaling
 from rayzero.optimizer.model import OwnedModel
 from rayzero.optimizer.rules import ShardWork
@@ -51,12 +52,20 @@ def tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None:
     """A shard was updated."""
     states = 4 * 2 * (1 + len(owned.states))  # master and states: fp32, read and written
     written = 0 if owned.params is owned.master else owned.params.itemsize
-    updated = Counter[tuple[int, ...]]()  # by contributors
-    for part, ranks in zip(owned.slices, work.contributors, strict=True):
-        updated[ranks] += part.numel if ranks else 0
+    updated = _updated(owned, work.contributors)
     read = {ranks: sum(work.gradients[rank].itemsize for rank in ranks) for ranks in updated}
     recorder.add(OPTIMIZER_PARAMS, updated.total())
     recorder.add(OPTIMIZER_BYTES, sum(count * (states + written + read[ranks]) for ranks, count in updated.items()))
+
+
+def _updated(owned: OwnedShard, contributors: Contributors) -> Counter[tuple[int, ...]]:
+    """Elements by contributors."""
+    if len(set(contributors)) == 1:  # as it mostly is; models have many parameters
+        return Counter({contributors[0]: owned.filled if contributors[0] else 0})
+    updated = Counter[tuple[int, ...]]()
+    for part, ranks in zip(owned.slices, contributors, strict=True):
+        updated[ranks] += part.numel if ranks else 0
+    return updated
 
 
 def owner_readings(model: OwnedModel, queued: Callable[[], int], scratch: int) -> Iterator[Reading]:

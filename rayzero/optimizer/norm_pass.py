@@ -99,11 +99,10 @@ class NormPass:
 
     def _sum_missing(self, collection: Collection) -> None:
         """Compute the parts that nobody computed early; completes a collection that has no shards at all."""
-        for owned in self._model.shards.values():
-            with self._lock:
-                wanted = owned.trainable and owned.shard.index not in collection.missing
-            if wanted:
-                self._sum(owned, collection.step)
+        with self._lock:
+            missing = self._model.contributions.unsummed(collection)
+        for owned in missing:
+            self._sum(owned, collection.step)
         self._hand_out()
 
     def _sum(self, owned: OwnedShard, step: int) -> None:
@@ -119,11 +118,13 @@ class NormPass:
             clamp = None if collection is None else collection.clamp
             key, contributors = contributions.key(owned, ranks, clamp), contributions.contributors(owned, ranks)
             gradients = contributions.gradients(owned)
-        if not known:
-            squares = self._squares(owned, gradients, contributors, clamp)
-            with self._lock:
+        squares = None if known else self._squares(owned, gradients, contributors, clamp)
+        with self._lock:
+            if squares is not None:
                 contributions.keep_part(owned, key, squares)
-        self._check_off(owned)
+            if self.collection is not None:
+                contributions.check_off(owned, self.collection)
+        self._hand_out()
 
     def _squares(
         self, owned: OwnedShard, gradients: list[Tensor], contributors: Contributors, clamp: Clamp | None
@@ -131,19 +132,10 @@ class NormPass:
         """Per slice; neighbours with the same contributors in one call, because models have many parameters."""
         squares: list[float] = []
         for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
-            ranges = [(part.start, part.stop) for _, part in group]
+            ranges = tuple((part.start, part.stop) for _, part in group)
             parts = self._model.square_sum.parts
             squares += parts(gradients, members, ranges, clamp) if members else [0.0] * len(ranges)
         return tuple(squares)
-
-    def _check_off(self, owned: OwnedShard) -> None:
-        with self._lock:
-            collection = self.collection
-            if collection is None or owned.shard.index in collection.missing:
-                return
-            if self._model.contributions.has_part(owned, collection):
-                collection.unsummed.discard(owned.shard.index)
-        self._hand_out()
 
     def _hand_out(self) -> None:
         with self._lock:

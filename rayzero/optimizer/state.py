@@ -49,6 +49,7 @@ class OwnedShard:
     master: Tensor | None  # 1D fp32; the same memory as params in an fp32 unit on the host, None in a frozen one
     states: dict[str, Tensor]  # kind -> 1D fp32; on a device where the master is
     journal: ShardJournal | None = None  # of a trained shard in memory that outlives the process
+    filled: int = field(init=False)  # elements that are not padding
     steps: list[int] = field(init=False)  # updates each slice's parameter has had
     padding: tuple[tuple[int, int], ...] = field(init=False)  # ranges from a slice's end to a multiple of 64 elements
     state: ShardState = field(default=S.EMPTY, init=False)
@@ -58,6 +59,7 @@ class OwnedShard:
     pending_reads: int = field(default=0, init=False)  # of them, those that still read this shard's gradients
 
     def __post_init__(self) -> None:
+        self.filled = sum(part.numel for part in self.slices)
         self.steps = [0] * len(self.slices)
         self.padding = tuple((s.stop, s.start + aligned(s.numel)) for s in self.slices if s.numel % ALIGN)
 
