@@ -1,19 +1,21 @@
 """What telemetry costs: a step with recorder and exporter beside one that records nothing, and with scrapers at work.
 
-    python benchmarks/telemetry.py [--width 128] [--rows 64] [--rounds 9] [--steps 10] [--scrapes 100]
+    python benchmarks/telemetry.py [--width 128] [--rows 64] [--rounds 41] [--steps 3] [--scrapes 100] [--apart]
 
 The model of hooks.py (2,000 parameters in 100 units: a step with more events than most), one rank, the in-process
-store. Four contestants take turns A B C D A B C D ... in one process; a turn is a step that is not timed and
-``--steps`` that are:
+store. Four contestants take turns A B C D D C B A A B ... in one process; a turn is a step that is not timed and
+``--steps`` that are. Turns are short and many, because a virtual machine's speed changes from second to second:
 
 - null: ``NullRecorder``, no exporter.
 - on: ``MemoryRecorder`` and an exporter that nobody asks.
 - scraped: the same, asked for ``/metrics`` ``--scrapes`` times a second by a process of its own.
 - hanging: the same, with 64 connections that have asked and never read.
 
-Ratios to null within a round, medians over rounds with the least and the most: wall time; processor time of the whole
+Ratios to null within a round, medians over rounds with the quarter's range: wall time; processor time of the whole
 process, exporter and owner included, which a loaded machine disturbs less; and that of the training thread. The
-scraper's own processor time is another process's and is not in them; on few cores wall time has it.
+scraper's own processor time is another process's; where the training uses all cores, wall time has it. ``--apart``: the
+training process, exporter included, keeps to the first core and the scraper to the last one, as if Prometheus were on
+another machine.
 """
 
 from __future__ import annotations
@@ -83,8 +85,10 @@ def connect(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def scrape(address: str, per_second: float, at_work: Any, counts: Any) -> None:
+def scrape(address: str, per_second: float, core: int | None, at_work: Any, counts: Any) -> None:
     """A process's life: ask while ``at_work.value``, on one connection. ``counts``: answers, errors, late ones."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     while True:
         while not at_work.value:
             time.sleep(0.01)
@@ -110,10 +114,10 @@ def answered(answers: BinaryIO) -> bool:
 class Scraper:
     """A process that scrapes while it is told to."""
 
-    def __init__(self, address: str, per_second: float) -> None:
+    def __init__(self, address: str, per_second: float, core: int | None) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._at_work, self.counts = spawn.RawValue("b", 0), spawn.RawArray("q", 3)  # one writer each: no locks
-        args = (address, per_second, self._at_work, self.counts)
+        args = (address, per_second, core, self._at_work, self.counts)
         self._process = spawn.Process(target=scrape, args=args, daemon=True)
         self._process.start()
 
@@ -153,10 +157,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scrapes", type=float, default=100.0, help="a second")
+    parser.add_argument("--apart", action="store_true", help="training on the first core, scraper on the last")
     options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if options.apart:
+        os.sched_setaffinity(0, cores[:1])
+        torch.set_num_threads(1)
     recorder = MemoryRecorder()
     with ExitStack() as stack:
         stack.enter_context(running_in(RankContext(recorder=NullRecorder())))
@@ -166,7 +175,7 @@ def main() -> None:
         exposure = exposed(recorder)
         stack.callback(exposure.close)
         address = exposure.target.address
-        scraper = Scraper(address, options.scrapes)
+        scraper = Scraper(address, options.scrapes, cores[-1] if options.apart else None)
         stack.callback(scraper.close)
         contestants: dict[str, tuple[Step, Callable[[], AbstractContextManager[None]]]] = {
             "null": (null, nullcontext),
@@ -174,7 +183,8 @@ def main() -> None:
             "scraped": (on, scraper.at_work),
             "hanging": (on, lambda: hanging(address)),
         }
-        rounds = [play(contestants, options.steps) for _ in range(options.rounds)]
+        there, back = dict(contestants), dict(reversed(contestants.items()))
+        rounds = [play(back if number % 2 else there, options.steps) for number in range(options.rounds)]
     tell(rounds)
     answers, errors, late = scraper.counts
     print(f"scraper: {answers:,} answers, {errors} errors, {late:,} late for {options.scrapes:g} a second")
@@ -196,9 +206,8 @@ def tell(rounds: Sequence[Round]) -> None:
         base = statistics.median(one["null"][i] for one in rounds)
         print(f"{what:8s} null {base * 1e3:7.1f} ms", end="")
         for name in list(rounds[0])[1:]:
-            ratios = sorted(one[name][i] / one["null"][i] for one in rounds)
-            middle = statistics.median(ratios)
-            print(f"   {name} {middle:.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})", end="")
+            low, middle, high = statistics.quantiles((one[name][i] / one["null"][i] for one in rounds), n=4)
+            print(f"   {name} {middle:.3f} ({low:.3f}-{high:.3f})", end="")
         print()
 
 
