@@ -43,6 +43,28 @@ PAGE = Page(
             ),
         ),
         Row(
+            title="Computing",
+            panels=(
+                panel(
+                    "Model FLOP/s",
+                    "Of each rank: the model's own operations over whole steps. One rank below the others: its device "
+                    "is slower or shared.",
+                    "short",
+                    ("sum by (run, rank) (rayzero_model_flops_per_second{<rank>})", "{{run}} rank {{rank}}"),
+                    width=12,
+                ),
+                panel(
+                    "MFU",
+                    "Share of what its GPU could do at most (data sheet, dense, 16-bit); empty where that is not "
+                    "known. Low without waits: larger batches, longer sequences.",
+                    "percentunit",
+                    ("sum by (run, rank) (rayzero_mfu_ratio{<rank>})", "{{run}} rank {{rank}}"),
+                    at_most=1,
+                    width=12,
+                ),
+            ),
+        ),
+        Row(
             title="Waits",
             panels=(
                 panel(

@@ -7,7 +7,7 @@ What is live is counted by storage, as an allocator would (the method of torch's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,28 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.pool import buffer_bytes
 
 __all__ = ["Work", "measure_work"]
+
+
+def _attention_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
+
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Operations that torch's counter knows on other devices, and on CPUs counts as nothing."""
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch on this model: its scalar loss
@@ -38,6 +53,8 @@ class Work:
     saved_bytes: int  # live when the forward ends: what backward needs
     forward_peak_bytes: int
     backward_peak_bytes: int  # gradients included, each until its unit's have all come
+    cpu_attention_flops: int = 0  # both passes; whole squares as torch counts elsewhere, though CPUs skip what causal
+    # masks hide: part of the model's operations, and of no bound
 
 
 def measure_work(build: Build, loss: Loss, layout: ModelLayout, *, gathers: bool = False) -> Work:
@@ -62,20 +79,27 @@ def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool) -> Wo
     live = _LiveBytes([*model.parameters(), *model.buffers()])
     leaving = _Leaving(model, layout, gathers)
     with live:
-        with FlopCounterMode(display=False) as forward:
+        with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as forward:
             result = loss(model)
         saved, forward_peak = live.now, live.take_peak()
-        with FlopCounterMode(display=False) as backward:
+        with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as backward:
             torch.autograd.backward(result)
     leaving.close()
+    on_cpu = [_of(counter, _CPU_ATTENTION) for counter in (forward, backward)]
     return Work(
-        forward_flops=forward.get_total_flops(),
-        backward_flops=backward.get_total_flops(),
+        forward_flops=forward.get_total_flops() - on_cpu[0],
+        backward_flops=backward.get_total_flops() - on_cpu[1],
+        cpu_attention_flops=sum(on_cpu),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         saved_bytes=saved,
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=live.take_peak(),
     )
+
+
+def _of(counter: FlopCounterMode, operations: Iterable[Any]) -> int:
+    counts: Mapping[Any, int] = counter.get_flop_counts()["Global"]
+    return sum(counts.get(operation, 0) for operation in operations)
 
 
 def _convert(model: nn.Module, layout: ModelLayout) -> None:

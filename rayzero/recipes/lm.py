@@ -24,12 +24,15 @@ from rayzero.engine import get_context, prepare, report, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.engine.meta import empty_parameters
 from rayzero.messages import CheckpointInfo, Decision
+from rayzero.recipes.flops import FlopRate
 from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
 from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
 from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, TOKENS, TRAIN_LOSS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+
+STEP_FLOPS = "step_flops"  # beside the recipe's settings, in what ranks are started with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +168,11 @@ class LanguageModelRun:
 
     Knows one rank; not how many processes there are, who draws the progress or who writes metrics.jsonl."""
 
-    def __init__(self, recipe: RecipeConfig, context: RankContext) -> None:
+    def __init__(self, recipe: RecipeConfig, context: RankContext, step_flops: int | None = None) -> None:
+        """``step_flops``: the model's operations in one step of this rank; None: not known."""
         self.recipe = recipe
         self.context = context
+        self.flop_rate = FlopRate(context.recorder, step_flops, context.device, recipe.zero_config.precision)
         self.text = recipe_text(recipe)
         streamed = recipe.init_from is not None or context.resume is not None
         with empty_parameters() if streamed else nullcontext():
@@ -204,6 +209,7 @@ class LanguageModelRun:
         """Have the recorder say how far this rank is; ``seconds``: since its first step of this run began."""
         recorder, recipe = self.context.recorder, self.recipe
         recorder.set(TRAIN_LOSS, done.loss)
+        self.flop_rate.tell(done.measured["step_seconds"])
         recorder.add(TOKENS, done.tokens)
         recorder.add(SAMPLES, done.tokens // recipe.seq_len)
         recorder.set(ETA_SECONDS, seconds / (done.step - self.done) * (recipe.steps - done.step))
@@ -282,5 +288,6 @@ def unigram_baseline(recipe: RecipeConfig, text: Text) -> float:
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What every rank runs. ``config``: a recipe as plain values."""
-    LanguageModelRun(RecipeConfig.from_mapping(config), get_context()).train()
+    """What every rank runs. ``config``: a recipe as plain values, and STEP_FLOPS where the driver has counted them."""
+    recipe = {key: value for key, value in config.items() if key != STEP_FLOPS}
+    LanguageModelRun(RecipeConfig.from_mapping(recipe), get_context(), config.get(STEP_FLOPS)).train()

@@ -38,6 +38,14 @@ class RecipeWork:
         """Elements of all parameters."""
         return sum(slot.numel for unit in self.layout.units for slot in unit.slots)
 
+    @property
+    def step_flops(self) -> int:
+        """The model's operations in one step of one rank, forward and backward, attention included, as
+        torch.utils.flop_counter counts them: matrix products, convolutions, and of attention the whole square, whose
+        scores backward computes again."""
+        one = self.work.forward_flops + self.work.backward_flops + self.work.cpu_attention_flops
+        return one * self.recipe.zero.gradient_accumulation_steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipePlan:

@@ -20,7 +20,7 @@ from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig
 from rayzero.engine.starting import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
-from rayzero.recipes.lm import recipe_text, train_loop, unigram_baseline
+from rayzero.recipes.lm import STEP_FLOPS, recipe_text, train_loop, unigram_baseline
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
 from rayzero.recipes.planning import RecipeWork, recipe_work, reserve
@@ -170,7 +170,8 @@ def _fit(prepared: Prepared, directory: RunDirectory, log: RunLog, console: Cons
                 console.print(f"metrics    {record['telemetry']['http_sd']} (Prometheus http_sd)", soft_wrap=True)
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
-        return make_trainer(recipe, take, scaling, started).fit(directory=directory)
+        flops = None if prepared.work is None else prepared.work.step_flops
+        return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory)
 
 
 def _plan_check(prepared: Prepared, run_dir: Path, console: Console) -> PlanCheck | None:
@@ -190,11 +191,13 @@ def make_trainer(
     on_report: Callable[[Report], None] | None = None,
     scaling: ScalingConfig | None = None,
     on_start: Callable[[dict[str, Any]], None] | None = None,
+    step_flops: int | None = None,
 ) -> ZeroTrainer:
-    """The trainer of a recipe. Making one checks the settings and starts nothing. scaling: instead of the recipe's."""
+    """The trainer of a recipe. Making one checks the settings and starts nothing. scaling: instead of the recipe's.
+    step_flops: for ranks to tell how fast they compute."""
     return ZeroTrainer(
         train_loop,
-        train_loop_config=recipe.model_dump(mode="json"),
+        train_loop_config=recipe.model_dump(mode="json") | {STEP_FLOPS: step_flops},
         zero_config=recipe.zero_config,
         scaling_config=scaling or recipe.scaling,
         run_config=recipe.run,

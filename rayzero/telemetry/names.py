@@ -140,6 +140,23 @@ OVERLAP_RATIO = _gauge(
     help="Of the time from the last step's commit to its last published weights, the part this rank did not wait for.",
 )
 
+MODEL_FLOPS = _gauge(
+    name="rayzero_model_flops_per_second",
+    unit="flop/s",
+    roles=(RANK,),
+    only="rayzero train",
+    help="Operations of the model in one step of this rank, as torch's flop counter found before the run, over the "
+    "last step's seconds, waits included.",
+)
+MFU_RATIO = _gauge(
+    name="rayzero_mfu_ratio",
+    unit="ratio",
+    roles=(RANK,),
+    only="rayzero train on a GPU of known peak",
+    help="rayzero_model_flops_per_second over the peak of this rank's GPU by its data sheet, dense and 16-bit; not "
+    "told where that is not known.",
+)
+
 # ---- prefetch and links -----------------------------------------------------------------------------------------
 
 PREFETCH_REQUESTS = _counter(
