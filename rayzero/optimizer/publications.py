@@ -13,7 +13,7 @@ from rayzero.optimizer.state import OwnedShard, ShardState
 
 Published = list[tuple[int, int, int]]  # (shard, its version, the version that its content is from)
 Listener = Callable[[Published], None]
-_Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
+Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
 
 _READABLE = (ShardState.PUBLISHED, ShardState.DECIDED)
 
@@ -30,7 +30,7 @@ class Publications:
     ``ready`` ones are settled outside it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[_Read]] = {}
+        self._waiting: dict[int, list[Read]] = {}
 
     def read(self, owned: OwnedShard, version: int, kind: str, future: Future[Tensor]) -> bool:
         """True when ``version`` is there now; otherwise ``future`` waits for it. Raises when it is gone."""
@@ -44,7 +44,7 @@ class Publications:
         self._waiting.setdefault(owned.shard.index, []).append((version, kind, future))
         return False
 
-    def ready(self, owned: OwnedShard) -> list[_Read]:
+    def ready(self, owned: OwnedShard) -> list[Read]:
         """Take out the reads that ``owned.published`` answers."""
         waiting = self._waiting.pop(owned.shard.index, [])
         later = [read for read in waiting if read[0] > owned.published]
@@ -60,7 +60,7 @@ class Publications:
         return dropped
 
 
-def answer(reads: Iterable[_Read], owned: OwnedShard, read: Callable[[OwnedShard, str], Tensor]) -> None:
+def answer(reads: Iterable[Read], owned: OwnedShard, read: Callable[[OwnedShard, str], Tensor]) -> None:
     """Settle reads of the version that ``owned`` has now; those of versions that were passed over fail."""
     for version, kind, future in reads:
         if version != owned.published:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -16,8 +12,6 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError, RayZeroError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.messages import (
-    COMPUTE,
-    MASTER,
     STEP,
     Action,
     Attached,
@@ -30,39 +24,24 @@ from rayzero.messages import (
     Pushed,
     Write,
 )
-from rayzero.optimizer.contributions import Collection, Contributors, Reservation
+from rayzero.optimizer.contributions import Collection, Reservation
 from rayzero.optimizer.futures import fail, failed, settle
-from rayzero.optimizer.group_norms import GroupNorms
 from rayzero.optimizer.host_memory import MakeMemory, PrivateMemory
-from rayzero.optimizer.measures import owner_readings, tell_update
+from rayzero.optimizer.measures import owner_readings
 from rayzero.optimizer.model import OwnedModel, build_model, check_same
 from rayzero.optimizer.norm_pass import NormPass
-from rayzero.optimizer.publications import Listener, Publications, Published, answer, is_readable
-from rayzero.optimizer.rules import ShardWork
+from rayzero.optimizer.publications import Listener, is_readable
+from rayzero.optimizer.publisher import Publisher
+from rayzero.optimizer.shard_updates import ShardUpdates, work_of
 from rayzero.optimizer.snapshot import write_snapshot
+from rayzero.optimizer.snapshot_requests import SnapshotRequests
 from rayzero.optimizer.state import OwnedShard, ShardState
 from rayzero.optimizer.updater import Task, Updater
 from rayzero.optimizer.writes import StagedWrites
-from rayzero.telemetry.names import (
-    CHECKPOINT_BYTES,
-    CHECKPOINT_FAILURES,
-    CHECKPOINT_SECONDS,
-    CHECKPOINT_STALL_SECONDS,
-    OPTIMIZER_UPDATE_SECONDS,
-)
 from rayzero.telemetry.recorder import End, NullRecorder, Reading, Recorder
 from rayzero.telemetry.spans import Over, nothing
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """What the updater works on, for people."""
-
-    owned: OwnedShard
-    tile: int
-    tiles: int
 
 
 class ShardService:
@@ -98,23 +77,20 @@ class ShardService:
         self.recorder = recorder or NullRecorder()
         self._norms_every = norms_every
         self._device = device
-        self._group_norms: GroupNorms | None = None  # made at the first measured step
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
         self._lock = threading.RLock()
         self._model: OwnedModel | None = None
         self._norms: NormPass | None = None
+        self._updates: ShardUpdates | None = None
         self._open_step = 0  # the step whose contributions are taken; also the number of decisions taken in
-        self._publications = Publications()
-        self._listeners: list[Listener] = []
-        self._saves: dict[int, list[tuple[Path, Future[FileEntry]]]] = {}  # version -> asked for before its decision
         self._loading: set[int] = set()
         self._writes = StagedWrites()
         self._failure: RayZeroError | None = None
-        self._last_version = -1  # after a failure: the last version that still comes
-        self._progress: _Progress | None = None
         self._deciding: Over = nothing  # of the open step, from its first collect on
         self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
+        self._publisher = Publisher(self._lock, self._updater.submit, self._read_state)
+        self._snapshots = SnapshotRequests(self._lock, self._updater.submit, self._write_file, self.recorder)
 
     # ---- attach and initial values
 
@@ -182,13 +158,14 @@ class ShardService:
     def _start(self, model: OwnedModel) -> None:
         with self._lock:
             self._model, self._norms = model, NormPass(model, self._lock, self._submit_sums)
+            self._updates = ShardUpdates(model, self._publisher, self.recorder, self._lock, self._retry_reservations)
             self._open_step = model.version
             restored = [] if model.needs_load else list(model.shards.values())
             for owned in restored:
                 owned.published = owned.content = model.version
                 owned.move(ShardState.PUBLISHED)
         self._unwatch = self.recorder.watch(self._readings)
-        self._updater.submit(lambda: self._announce(restored))
+        self._updater.submit(lambda: self._publisher.announce(restored))
 
     def _submit_sums(self, task: Task) -> None:
         def summing() -> None:
@@ -199,7 +176,7 @@ class ShardService:
         self._updater.submit(summing)
 
     def _readings(self) -> Iterator[Reading]:
-        scratch = 0 if self._group_norms is None else self._group_norms.scratch_bytes
+        scratch = self._shard_updates().scratch_bytes
         return owner_readings(self._attached(), lambda: self._updater.queued, scratch)
 
     def load(self, shard: int, values: Tensor) -> None:
@@ -218,7 +195,7 @@ class ShardService:
         with self._lock:
             owned.published = owned.content = 0
             owned.move(ShardState.PUBLISHED)
-        self._updater.submit(lambda: self._announce([owned]))
+        self._updater.submit(lambda: self._publisher.announce([owned]))
 
     # ---- reads
 
@@ -226,30 +203,13 @@ class ShardService:
         """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding
         included. Waits for the version; stable until the reading rank's finish. States that a generic optimizer
         keeps for itself come as a copy."""
-        future: Future[Tensor] = Future()
         try:
-            owned = self._shard(shard)
-            with self._lock:
-                self._check_readable(owned, version)
-                ready = self._publications.read(owned, version, kind, future)
+            return self._publisher.read(self._shard(shard), version, kind)
         except StoreError as exc:
             return failed(exc)
-        if ready:
-            self._answer(owned, [(version, kind, future)])
-        return future
-
-    def _check_readable(self, owned: OwnedShard, version: int) -> None:
-        if self._failure is not None and version > max(self._last_version, owned.published):
-            raise self._failure
-
-    def _answer(self, owned: OwnedShard, reads: list[tuple[int, str, Future[Tensor]]]) -> None:
-        planned = {COMPUTE, MASTER, *owned.states}
-        answer([read for read in reads if read[1] in planned], owned, OwnedShard.read)
-        others = [read for read in reads if read[1] not in planned]
-        if others:  # a generic optimizer's own states: only the updater thread may look at them
-            self._updater.submit(lambda: answer(others, owned, self._read_state))
 
     def _read_state(self, owned: OwnedShard, kind: str) -> Tensor:
+        """States that a generic optimizer keeps for itself; only the updater thread may look at them."""
         states = self._attached().rule.states(owned) if owned.trainable else {}
         if kind == STEP and owned.trainable:
             return owned.step_counts()
@@ -269,14 +229,7 @@ class ShardService:
     def on_publish(self, listener: Listener) -> None:
         """Tell ``listener`` of published (shard, version, content version) lists, from the updater thread; what is
         published already comes first."""
-
-        def subscribe() -> None:
-            present = [(o.shard.index, o.published, o.content) for o in self._shards() if o.published >= 0]
-            if present:
-                listener(present)
-            self._listeners.append(listener)
-
-        self._updater.submit(subscribe)
+        self._updater.submit(lambda: self._publisher.listen(listener, list(self._shards())))
 
     # ---- contributions
 
@@ -386,7 +339,7 @@ class ShardService:
             if decision.step < self._open_step:
                 return
             collection = self._decidable(decision)
-            work = {owned.shard.index: self._work(owned, decision, collection) for owned in self._shards()}
+            work = work_of(decision, collection, self._attached())
             self._open_step = decision.step + 1
             self._deciding()
             self._deciding = nothing
@@ -399,9 +352,8 @@ class ShardService:
                 if owned.state is ShardState.PUBLISHED:
                     owned.move(ShardState.DECIDED)
             parts = collection.future.result() if self._measures_norms(decision) else None
-            self._updater.submit(lambda: self._run_decision(decision.step + 1, work, parts))
-            for directory, future in self._saves.pop(decision.step + 1, []):
-                self._updater.submit(partial(self._write, decision.step + 1, directory, future))
+            self._updater.submit(lambda: self._shard_updates().run(decision.step + 1, work, parts))
+            self._snapshots.version_decided(decision.step + 1)
         self._retry_reservations()
 
     def _measures_norms(self, decision: Decision) -> bool:
@@ -423,96 +375,6 @@ class ShardService:
         if any(owned.state is ShardState.EMPTY for owned in self._shards()):
             raise StepMismatchError(f"step {decision.step} was decided before optimizer {self.owner} was loaded")
         return collection
-
-    def _work(self, owned: OwnedShard, decision: Decision, collection: Collection) -> ShardWork | None:
-        """What the decision does to a shard; None: its content does not change."""
-        if decision.action is Action.SKIP or not owned.trainable:
-            return None
-        contributions = self._attached().contributions
-        contributors: Contributors = contributions.contributors(owned, contributions.counted_ranks(owned, collection))
-        if not any(contributors):
-            return None
-        return ShardWork(
-            version=decision.step + 1,
-            gradients=contributions.gradients(owned),
-            contributors=contributors,
-            scale=decision.scale,
-            limit=decision.limit,
-            hyper=decision.hyper,
-        )
-
-    def _run_decision(self, version: int, work: dict[int, ShardWork | None], parts: NormParts | None) -> None:
-        """In the updater thread: update and publish in forward order; neighbours that do not change go together.
-        ``parts``: given where the norms of this step are measured."""
-        started = time.perf_counter()
-        norms = None if parts is None else self._measured_norms()
-        for changes, group in groupby(self._shards(), key=lambda owned: work[owned.shard.index] is not None):
-            alike = list(group)
-            if not changes:
-                self._publish(alike, version)
-            for owned in alike if changes else ():
-                self._update(owned, work[owned.shard.index], norms)
-                self._publish([owned], version)
-        if norms is not None and parts is not None:  # after the last publication: nobody waits for it
-            norms.tell(parts)
-        self.recorder.observe(OPTIMIZER_UPDATE_SECONDS, time.perf_counter() - started)
-
-    def _measured_norms(self) -> GroupNorms:
-        if self._group_norms is None:
-            self._group_norms = GroupNorms(self._attached(), self.recorder)
-        return self._group_norms
-
-    def _update(self, owned: OwnedShard, work: ShardWork | None, norms: GroupNorms | None) -> None:
-        assert work is not None
-        with self._lock:
-            owned.move(ShardState.UPDATING)
-
-        def on_tile(done: int, tiles: int) -> None:
-            self._progress = _Progress(owned, done, tiles)
-
-        on_tile(0, 1)
-        if norms is not None:
-            norms.before(owned)
-        over = self.recorder.spans.begin("update", _shard_name(owned), work.version - 1)
-        self._attached().rule.update(owned, work, on_tile)
-        over()
-        if norms is not None:
-            norms.after(owned)
-        self._progress = None
-        if owned.journal is not None:
-            owned.journal.applied(work.version)
-        updated = [index for index, ranks in enumerate(work.contributors) if ranks]
-        for index in updated:
-            owned.steps[index] += 1
-        tell_update(self.recorder, owned, work)
-
-    def _publish(self, shards: list[OwnedShard], version: int) -> None:
-        if not shards:
-            return
-        over = self.recorder.spans.begin("publish", _shard_name(*shards), version - 1)
-        with self._lock:
-            for owned in shards:
-                if owned.state is ShardState.UPDATING:
-                    owned.pending_reads -= 1
-                    owned.content = version
-                owned.pending -= 1
-                owned.published = version
-                owned.move(ShardState.PUBLISHED)
-                if owned.pending:
-                    owned.move(ShardState.DECIDED)
-        self._announce(shards)
-        over()
-        self._retry_reservations()
-
-    def _announce(self, shards: list[OwnedShard]) -> None:
-        """Answer waiting reads and tell listeners. In the updater thread."""
-        for owned in shards:
-            with self._lock:
-                reads = self._publications.ready(owned)
-            self._answer(owned, reads)
-        published: Published = [(owned.shard.index, owned.published, owned.content) for owned in shards]
-        for listener in self._listeners if published else ():
-            listener(published)
 
     # ---- writes
 
@@ -544,7 +406,6 @@ class ShardService:
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published, and before
         any later update. The time that updates wait for it is recorded."""
-        future: Future[FileEntry] = Future()
         with self._lock:
             if self._failure is not None:
                 return failed(self._failure)
@@ -554,26 +415,7 @@ class ShardService:
                         f"v{step} cannot be saved: optimizer {self.owner} has decided step {self._open_step - 1}"
                     )
                 )
-            if step > self._open_step:
-                self._saves.setdefault(step, []).append((directory, future))
-            else:
-                self._updater.submit(lambda: self._write(step, directory, future))
-        return future
-
-    def _write(self, version: int, directory: Path, future: Future[FileEntry]) -> None:
-        started = time.perf_counter()
-        over = self.recorder.spans.begin("checkpoint", directory.name, version - 1)
-        try:
-            entry = self._write_file(version, directory)
-        except (OSError, RayZeroError) as exc:
-            self.recorder.add(CHECKPOINT_FAILURES)
-            fail(future, exc)
-        else:
-            self.recorder.observe(CHECKPOINT_SECONDS, time.perf_counter() - started, phase="write")
-            self.recorder.set(CHECKPOINT_BYTES, entry.size_bytes)
-            settle(future, entry)
-        over()
-        self.recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started)
+            return self._snapshots.ask(step, directory, decided=step == self._open_step)
 
     def _write_file(self, version: int, directory: Path) -> FileEntry:
         stale = [owned for owned in self._shards() if owned.published != version]
@@ -591,16 +433,9 @@ class ShardService:
 
     def _fail(self, error: StoreError, last_version: int) -> None:
         with self._lock:
-            last_version = last_version if self._failure is None else min(last_version, self._last_version)
             self._failure = self._failure or error
-            self._last_version = last_version
-            reads = self._publications.beyond(last_version)
-            saves = [future for pending in self._saves.values() for _, future in pending]
-            self._saves.clear()
-        for read in reads:
-            fail(read, error)
-        for save in saves:
-            fail(save, error)
+        self._publisher.fail(error, last_version)
+        self._snapshots.fail(error)
         if self._norms is not None:
             self._norms.fail(error)
         self._retry_reservations()
@@ -614,7 +449,7 @@ class ShardService:
         """What this owner is doing for a shard, for messages about waits."""
         owned = self._shard(shard)
         with self._lock:
-            return _describe(owned, self._progress, self._norm_pass().missing_ranks())
+            return self._shard_updates().describe(owned, self._norm_pass().missing_ranks())
 
     def close(self) -> None:
         """Finish what is decided, then stop. Everything still waiting fails with StoreClosedError. Idempotent."""
@@ -638,6 +473,11 @@ class ShardService:
         assert self._norms is not None
         return self._norms
 
+    def _shard_updates(self) -> ShardUpdates:
+        self._attached()
+        assert self._updates is not None
+        return self._updates
+
     def _shards(self) -> Iterable[OwnedShard]:
         """Every shard here, in forward order."""
         return self._attached().shards.values() if self._model is not None else ()
@@ -647,23 +487,3 @@ class ShardService:
         if found is None:
             raise StoreError(f"optimizer {self.owner} of {self.num_owners} does not have shard {shard}")
         return found
-
-
-def _shard_name(first: OwnedShard, *others: OwnedShard) -> str:
-    """What people call a shard, or neighbours of it."""
-    more = f" and {len(others)} more" if others else ""
-    return f"{first.unit.name} shard {first.shard.index}{more}"
-
-
-def _describe(owned: OwnedShard, progress: _Progress | None, missing: list[int]) -> str:
-    if owned.state is ShardState.EMPTY:
-        return "waiting for rank 0 to load it"
-    if progress is not None and owned.pending:
-        where = "" if progress.owned is owned else f" of {progress.owned.unit.name} first"
-        return f"updating tile {progress.tile}/{progress.tiles}{where}"
-    published = f"v{owned.published} is published"
-    if owned.pending:
-        return f"{published}, the next update is queued"
-    if missing:
-        return f"{published}, waiting for counted pushes of ranks {missing}"
-    return f"{published}, step {owned.published} is not decided"
