@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from rayzero.activations.cuda_lane import CudaLane
     from rayzero.activations.host_pool import HostPool, PoolStatus
     from rayzero.activations.ledger import GroupTotals
-    from rayzero.activations.offload import ActivationOffload, GroupScope
+    from rayzero.activations.offload import ActivationOffload
     from rayzero.activations.policy import OffloadPolicy
+    from rayzero.activations.scope import GroupScope
     from rayzero.activations.summary import RankSummary
 
 _HOME = {
@@ -21,7 +22,7 @@ _HOME = {
     "CostPlan": "cost",
     "CudaLane": "cuda_lane",
     "GroupCost": "cost",
-    "GroupScope": "offload",
+    "GroupScope": "scope",
     "GroupTotals": "ledger",
     "HostPool": "host_pool",
     "Link": "cost",

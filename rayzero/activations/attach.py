@@ -18,7 +18,8 @@ from rayzero.activations.group import Group, GroupKey
 from rayzero.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from rayzero.activations.offload import ActivationOffload, GroupScope
+    from rayzero.activations.offload import ActivationOffload
+    from rayzero.activations.scope import GroupScope
 
 _FLOAT, _SAMPLE = torch.float32, 1 << 20  # what the share of host bytes is worked out for
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
 from rayzero.activations.copy_lane import CopyLane, Stamp
@@ -78,10 +77,12 @@ class Ledger:
         with self._lock:
             self._device -= nbytes
 
-    def count(self, name: str, change: Callable[[GroupTotals], None]) -> None:
-        """Apply ``change`` to the totals of ``name``."""
+    def add(self, name: str, **amounts: int) -> None:
+        """Add to the totals of ``name``, by field."""
         with self._lock:
-            change(self._totals.setdefault(name, GroupTotals()))
+            totals = self._totals.setdefault(name, GroupTotals())
+            for field, amount in amounts.items():
+                setattr(totals, field, getattr(totals, field) + amount)
 
     def moved(self, direction: str, nbytes: int) -> None:
         """Tell the recorder of a copy."""

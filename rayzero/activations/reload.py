@@ -1,24 +1,32 @@
-"""Brings groups back ahead of their backward."""
+"""The way back: groups ahead of their backward, each tensor at the latest when it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from torch import Tensor
+
 from rayzero.activations.chunk_order import ChunkKey, ChunkOrder
-from rayzero.activations.entry import Place, Shelf
+from rayzero.activations.copy_lane import CopyLane
+from rayzero.activations.entry import Entry, Place, Shelf, alive, in_place, shown
 from rayzero.activations.group import Chunk, Group
-from rayzero.activations.ledger import GroupTotals, Ledger
+from rayzero.activations.ledger import Ledger
+from rayzero.activations.saved import Saved
+from rayzero.errors import RayZeroError
 
 
 class Reload:
-    """Decides which groups come back when one group's backward begins.
+    """Decides which groups come back when one group's backward begins, and finds each tensor that is read.
 
     Knows the order of groups (the last backward of the same part, else the reverse of this forward) and of chunks;
-    not how bytes move. A backward's beginning is the first read of the group in a graph task."""
+    not why something left, nor how bytes move. A backward's beginning is the first read of the group in a graph task.
+    Called under the offload's lock."""
 
-    def __init__(self, shelf: Shelf, order: ChunkOrder, ledger: Ledger, prefetch: int) -> None:
-        self._shelf, self._order, self._ledger, self._prefetch = shelf, order, ledger, prefetch
+    def __init__(self, shelf: Shelf, lane: CopyLane, order: ChunkOrder, ledger: Ledger, prefetch: int) -> None:
+        """``lane``: whose stamps time the waits."""
+        self._shelf, self._lane, self._order, self._ledger = shelf, lane, order, ledger
+        self._prefetch = prefetch
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._learned: dict[int, tuple[int, tuple[int, ...]]] = {}  # stage -> number of groups, backward order
 
@@ -75,8 +83,42 @@ class Reload:
     def _bring_back(self, group: Group, *, ahead: bool) -> None:
         nbytes = sum(entry.piece.nbytes for entry in reversed(group.entries) if self._shelf.fetch(entry, ahead=ahead))
         if nbytes:
-            self._ledger.count(group.name, lambda totals: _returned(totals, nbytes))
+            self._ledger.add(group.name, returned_bytes=nbytes)
+
+    # ---- one tensor
+
+    def read(self, saved: Saved) -> Tensor:
+        """The tensor, wherever its bytes are; waits for them where they are not back yet."""
+        if saved.tensor is not None:
+            self._ledger.add(saved.group.name, on_device=1)
+            return saved.tensor
+        entry = saved.entry
+        if entry is None:
+            raise RayZeroError(f"a saved tensor ({saved}) was read after it was freed")
+        there = _still_there(entry, saved)
+        if there is not None:
+            self._ledger.add(saved.group.name, on_device=1)
+            return there
+        self._await(entry, saved.group)
+        return self._shelf.read(entry, saved)
+
+    def _await(self, entry: Entry, group: Group) -> None:
+        """Order the backward after the entry's return, and note how long that takes."""
+        if self._shelf.fetch(entry, ahead=False):
+            self._ledger.add(group.name, returned_bytes=entry.piece.nbytes)
+        place = entry.place
+        found = "hits" if place is Place.BACK else "late"
+        self._ledger.add(group.name, **{found if entry.ahead else "misses": 1})
+        start = self._lane.stamp()
+        self._shelf.wait(entry)
+        if place is not Place.BACK:
+            self._ledger.stalled(group.name, self._lane, start, self._lane.stamp())
 
 
-def _returned(totals: GroupTotals, nbytes: int) -> None:
-    totals.returned_bytes += nbytes
+def _still_there(entry: Entry, saved: Saved) -> Tensor | None:
+    """The tensor in memory that never went away, if there is one."""
+    data = entry.resident.bytes if entry.resident is not None else None
+    if data is not None:
+        return shown(data, entry.piece, saved)
+    storage = alive(entry) if entry.back is None else None
+    return in_place(storage, saved) if storage is not None else None

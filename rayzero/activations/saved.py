@@ -94,6 +94,11 @@ def view_of(tensor: Tensor) -> View:
     return View(start, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
 
 
+def view_bytes(tensor: Tensor) -> int:
+    """Bytes of the view, or of its storage if that is smaller (expanded tensors)."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
 def probe_of(tensor: Tensor) -> Tensor:
     """An empty tensor whose version counter is ``tensor``'s. See [Note: versions]."""
     probe = tensor.detach()
