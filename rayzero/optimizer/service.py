@@ -10,7 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.errors import HandshakeError, RayZeroError, StepMismatchError, StoreClosedError, StoreError
+from rayzero.errors import (
+    HandshakeError,
+    RankLeftError,
+    RayZeroError,
+    StepMismatchError,
+    StoreClosedError,
+    StoreError,
+)
 from rayzero.messages import (
     STEP,
     Action,
@@ -196,6 +203,15 @@ class ShardService:
             owned.published = owned.content = 0
             owned.move(ShardState.PUBLISHED)
         self._updater.submit(lambda: self._publisher.announce([owned]))
+
+    def left(self, rank: int, reason: str) -> RankLeftError | None:
+        """A rank goes. Rank 0 takes with it the values that it has not loaded: whoever waits for them, now or later,
+        fails with what this returns. None: everybody can go on."""
+        if rank != 0 or self.is_loaded:
+            return None
+        error = RankLeftError(f"rank 0 left before it had given optimizer {self.owner} all of its values ({reason})")
+        self._fail(error, -1)
+        return error
 
     # ---- reads
 

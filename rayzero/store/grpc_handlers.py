@@ -159,19 +159,22 @@ class RankCalls:
         state = self._s
         if not (state.stopping or state.board.aborted or rank in state.left):
             log.warning("optimizer %d lost its connection to rank %d", state.service.owner, rank)
-            if state.shared is not None:
-                state.shared.leave(rank)
-            if state.leads:
-                state.require_lead().leave(rank, "connection lost")
+            self._gone(rank, "connection lost")
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """The rank goes on purpose."""
         self._s.left.add(request.rank)
-        if self._s.shared is not None:
-            self._s.shared.leave(request.rank)
-        if self._s.leads:
-            self._s.require_lead().leave(request.rank, request.reason)
+        self._gone(request.rank, request.reason)
         return pb.LeaveResponse()
+
+    def _gone(self, rank: int, reason: str) -> None:
+        state = self._s
+        if state.shared is not None:
+            state.shared.leave(rank)
+        if (error := state.service.left(rank, reason)) is not None:
+            state.board.abort(error)
+        if state.leads:
+            state.require_lead().leave(rank, reason)
 
     # ---- bytes
 

@@ -248,6 +248,8 @@ class InProcessStore(DirectMemory):
             return
         self._closed = True
         if self._spec is not None:
+            for service in self._owners.services:
+                service.left(self.rank, reason)
             self._owners.lead.leave(self.rank, reason)
         self._watch.close(StoreClosedError(f"rank {self.rank} closed its store ({reason})"))
         self._close_memory()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.engine.optimizer import ZeroOptimizer
-from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.errors import ConfigError, RankLeftError, UnsupportedError
 from rayzero.testing import run_ranks
 
 from .models import same_bits
@@ -61,6 +64,37 @@ def test_after_a_prepare_that_failed_half_way_the_first_model_trains_on_and_anot
 
     (got,), (want,) = (run_ranks(fn, 1, 2, transport) for fn in (loop, whole))
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc", "shm"])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_what_rank_0_did_not_give_is_waited_for_by_nobody(transport, earlier, monkeypatch):
+    """Rank 0 fails after the first unit, lives on, and steps the earlier model no more."""
+    others_know = threading.Event()
+
+    def broken(*_: object) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0.weight", torch.zeros(4, 4)
+        raise MemoryError("out of memory")
+
+    def loop(ctx: RankContext) -> str:
+        for _ in range(earlier):
+            step(*prepared(0.5))
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+        optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), rayzero.ZeroConfig(min_unit_bytes=1)
+        if ctx.rank == 0:
+            with pytest.raises(MemoryError):
+                rayzero.prepare(model, optimizer, config, units=["Linear"], weights=broken())
+            return str(others_know.wait(30))
+        with pytest.raises(RankLeftError) as caught:
+            step(*rayzero.prepare(model, optimizer, config, units=["Linear"]))
+        others_know.set()
+        return str(caught.value)
+
+    knew, said = run_ranks(loop, 2, 2, transport)
+    assert knew == "True"
+    assert re.search(
+        r"rank 0 left before it had given optimizer \d all of its values \(prepare failed: out of memory\)", said
+    ), said
 
 
 def test_a_prepare_that_failed_before_the_owners_had_anything_may_be_tried_again(alone):
