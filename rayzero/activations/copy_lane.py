@@ -6,6 +6,7 @@ done; only host buffers that are about to be reused need it."""
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -220,6 +221,7 @@ class ThreadLane:
         self._lock = threading.Lock()
         self._closed = False
         weakref.finalize(self, _stop_queues, self._queues)
+        _lanes.add(self)
 
     def copy_out(self, source: Resident, parcel: Parcel, *, take: int, keep: bool) -> Ticket:
         """Queue it; the copy thread clears ``source`` unless told to keep it. A copy that fails clears nothing."""
@@ -314,6 +316,16 @@ class ThreadLane:
             self._threads.append(thread)
             thread.start()
         return self._queues[direction]
+
+
+_lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in torch's C++ while the interpreter goes ends the process with "terminate called"."""
+    for lane in list(_lanes):
+        lane.close()
 
 
 def _stop_queues(queues: dict[str, queue.SimpleQueue[_Job | None]]) -> None:

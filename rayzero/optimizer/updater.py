@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -14,14 +15,19 @@ Task = Callable[[], None]
 class Updater:
     """One thread with its own torch thread count.
 
-    Knows tasks and their order; not what they do. A task that raises ends nothing: the error goes to ``on_error``."""
+    Knows tasks and their order; not what they do. A task that raises ends nothing: the error goes to ``on_error``.
+
+    [Note: exit] A program may end without closing it. A thread that is in torch's C++ while the interpreter goes ends
+    the process with "terminate called": so the task that runs is waited for, and no other begins."""
 
     def __init__(self, name: str, threads: int, on_error: Callable[[BaseException], None]) -> None:
         """``threads``: torch threads of each task, at least 1."""
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._on_error = on_error
+        self._abandoned = False
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._abandon)
 
     @property
     def queued(self) -> int:
@@ -36,9 +42,16 @@ class Updater:
         """Let the queued tasks finish, then end the thread. Idempotent; not from a task."""
         self._tasks.put(None)
         self._thread.join()
+        atexit.unregister(self._abandon)
+
+    def _abandon(self) -> None:
+        """The interpreter ends. [Note: exit]"""
+        self._abandoned = True
+        self._tasks.put(None)
+        self._thread.join()
 
     def _run(self, threads: int) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._tasks.get()) is not None and not self._abandoned:
             use_torch_threads(threads)
             try:
                 task()

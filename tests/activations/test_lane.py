@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -77,3 +80,24 @@ def test_after_close_copies_run_in_the_caller():
     ticket = lane.copy_out(Resident(torch.ones(10, dtype=torch.uint8), lambda n: None), there, take=10, keep=False)
     assert ticket.finished()
     assert there.host.eq(1).all()
+
+
+def test_a_program_that_ends_during_copies_ends_well():
+    """Such a thread, in torch's C++ when the interpreter goes, ended the process: "terminate called", status 134."""
+    program = """
+        import threading, torch
+        from rayzero.activations.codec import codec_for
+        from rayzero.activations.copy_lane import Parcel, Resident, ThreadLane
+
+        began = threading.Event()
+        lane = ThreadLane(before_copy=lambda direction, label: began.set())
+        size = 100_000_000
+        values = torch.ones(size, dtype=torch.uint8)
+        there = Parcel(torch.zeros(size, dtype=torch.uint8), codec_for("none", torch.uint8), torch.uint8)
+        for _ in range(20):
+            lane.copy_out(Resident(values, lambda count: None), there, take=size, keep=True)
+        began.wait()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
