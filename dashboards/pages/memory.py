@@ -39,6 +39,13 @@ PAGE = Page(
                     width=12,
                 ),
                 panel(
+                    "Heap, as malloc counts",
+                    "used: given out now; peak: the most that CPU ranks had in their first three steps.",
+                    "bytes",
+                    ("sum by (run, role, rank, actor, kind) (rayzero_heap_bytes{<role>})", _WHO + " {{kind}}"),
+                    width=12,
+                ),
+                panel(
                     "Resident, by process",
                     "It grows step by step: something keeps tensors alive; look at pinned units below.",
                     "bytes",

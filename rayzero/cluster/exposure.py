@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 from rayzero.cluster.heartbeats import Pulse
 from rayzero.config import TelemetryConfig
 from rayzero.memory.heap import heap_use
-from rayzero.memory.ledger import LedgerCount, ledger_rest
+from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
+from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import node_memory, process_memory
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
+    HEAP_BYTES,
     HOST_MEMORY_HEADROOM_BYTES,
     HOST_MEMORY_LIMIT_BYTES,
     MEMORY_BYTES,
@@ -98,12 +100,20 @@ class MemorySource:
         self._now = self._before = LedgerCount(process_memory(), heap_use(), 0.0)
         self._measured = clock()
 
+    def begin_run(self, model_bytes: int) -> None:
+        """What the process is now, less ``model_bytes`` of its heap, is what it was before the run."""
+        give_back_freed()  # else it would be the process's for ever
+        self._before = without_model(self._before, LedgerCount(process_memory(), heap_use(), 0.0), model_bytes)
+        self._measured = -_MEASURE_S  # who looks next sees both of the same time
+
     def __call__(self) -> Iterator[Reading]:
         now = self._count()
         for kind, size in ledger_rest(self._before, now).items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": "ram"})
         for kind in ("rss", "pss", "uss", "shm"):
             yield Reading(PROCESS_MEMORY_BYTES, getattr(now.process, kind), {"kind": kind})
+        if now.heap is not None:
+            yield Reading(HEAP_BYTES, now.heap.used, {"kind": "used"})
         node = node_memory(self._slab_dir)
         yield Reading(SHM_USED_BYTES, node.shm_used, {})
         yield Reading(SHM_LIMIT_BYTES, node.shm_limit, {})
@@ -142,6 +152,7 @@ class Exposure:
         )
         memory = MemorySource(settings.slab_dir, lambda: _told(recorder, memory))
         recorder.watch(memory)
+        self.begin_run = memory.begin_run
         self.target = settings.target(exporter.address)
         self._exporter = exporter
         self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)

@@ -19,7 +19,7 @@ from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.supervision import optimizer_name
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.memory.malloc import keep_message_buffers
-from rayzero.memory.process_memory import resident_bytes
+from rayzero.memory.process_memory import own_bytes
 from rayzero.store.hosted import HostedModels
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.names import (
@@ -78,7 +78,7 @@ class OptimizerActor:
         bandwidth = measure_bandwidth(self._settings.threads) if self._measure_bandwidth else None
         if bandwidth is not None:
             self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
-        self._recorder.watch(partial(_process_readings, self._owner.models, resident_bytes()))
+        self._recorder.watch(partial(_process_readings, self._owner.models, own_bytes()))
         self._exposure = Exposure(settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds)
         return self._exposure.target
 
@@ -96,9 +96,9 @@ class OptimizerActor:
         return Measured.of(self._recorder)
 
 
-def _process_readings(models: HostedModels, resident_before: int) -> Iterator[Reading]:
+def _process_readings(models: HostedModels, before: int) -> Iterator[Reading]:
     """Processor time; and, once all of the planned memory is in use for certain, what the plan was worth."""
     yield Reading(OPTIMIZER_CPU_SECONDS, time.process_time(), {})
     if models.planned_bytes and models.decided_steps >= _PLAN_STEPS:
-        grown = resident_bytes() - resident_before
+        grown = own_bytes() - before
         yield Reading(PLAN_ERROR_RATIO, grown / models.planned_bytes - 1, {"what": "host"})

@@ -93,6 +93,7 @@ class RankWorker:
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
         context = self._context = _context(settings, channel, self._recorder)
+        context.handing_over = None if self._exposure is None else self._exposure.begin_run
         failure = None
         try:
             with running_in(context):

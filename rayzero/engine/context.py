@@ -39,6 +39,7 @@ class RankContext:
     config: ZeroConfig | None = None  # what prepare() uses where it is given no config
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
     prepared: int = 0  # models of this rank that the run's owners hold
+    handing_over: Callable[[int], None] | None = None  # told when the first model comes: its bytes in this process
     torn: str | None = None  # why a prepare() ended after the owners had begun to take its model; None: none did
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``
     recorder: Recorder = field(default_factory=MemoryRecorder)

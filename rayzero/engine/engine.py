@@ -18,6 +18,7 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.device_memory import device_memory
 from rayzero.engine.gradients import GradientCollector
 from rayzero.engine.handles import SavedWeights
+from rayzero.engine.heap_peak import HeapPeak
 from rayzero.engine.hooks import UnitCalls
 from rayzero.engine.lane import Lane
 from rayzero.engine.loading import LoadedValues
@@ -38,7 +39,7 @@ from rayzero.memory.pressure import PressureGauge, scaled_depth
 from rayzero.messages import COMPUTE, GROUP, MASTER, CheckpointInfo, FileEntry, Hyper
 from rayzero.optimizer.writes import same_bits
 from rayzero.store.protocol import ParameterStore
-from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
+from rayzero.telemetry.names import HEAP_BYTES, LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
 from rayzero.telemetry.recorder import End, Reading, Recorder
 
 Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
@@ -99,6 +100,7 @@ class Engine:
         self._in_forward = False
         self._loading: LoadedValues | None = None  # while a load_state_dict() runs
         self.resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
+        self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
         self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
         self.activations: ActivationOffload | None = None  # set by prepare where the config asks for it
         self.cache: UnitCache
@@ -260,6 +262,7 @@ class Engine:
         """The model's own forward has ended, well or not."""
         self._in_forward = False
         self._passes.end_forward()
+        self._heap.look(self.step_state.step)
         self.cache.prefetch()
         if not torch.is_grad_enabled():
             self._clock.enter("data")
@@ -285,6 +288,7 @@ class Engine:
         """All gradients this graph task brings for ``unit`` are on its Parameters: they leave."""
         self._clock.enter("backward")
         self._passes.completed(unit)
+        self._heap.look(self.step_state.step)
         grads = unit.take_grads(self._trained[unit.index])
         if all(grad is None for grad in grads):
             return
@@ -399,6 +403,8 @@ class Engine:
         held = {("param", "gpu" if on_gpu else "ram"): self.residency.allocated, **self._lane.allocated()}
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
+        if self._heap.peak:
+            yield Reading(HEAP_BYTES, self._heap.peak, {"kind": "peak"})
         if on_gpu:
             pinned = sum(size for (_, tier), size in held.items() if tier == "pinned")
             yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})

@@ -105,6 +105,8 @@ def prepare(
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, config, context, number, resume)
     device = _device(model, context)
+    if context.handing_over is not None and not number:
+        context.handing_over(_host_bytes(model))
     store = context.connect(number) if context.connect is not None else _alone(config, context, device)
     try:
         attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
@@ -296,6 +298,12 @@ def _device(model: nn.Module, context: RankContext) -> torch.device:
     if len(devices) > 1:
         raise UnsupportedError(f"the model's parameters are on several devices ({', '.join(map(str, devices))})")
     return devices.pop()
+
+
+def _host_bytes(model: nn.Module) -> int:
+    """What the model's parameters take in host memory."""
+    memory = [param.untyped_storage() for param in model.parameters() if param.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
 
 def _root_units(plan: UnitPlan) -> list[int]:

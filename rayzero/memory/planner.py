@@ -31,12 +31,13 @@ class OwnerPlan:
     moments: int  # fp32 optimizer states
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
     staging: int  # of all ranks: bytes that landed and are not yet added to those before
+    norms: int = 0  # what norms by layer group are measured with: fp32, of the largest shard; in no slab
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
     @property
     def total(self) -> int:
         """All of it on the host."""
-        return self.params + self.master + self.moments + self.gradients + self.staging
+        return self.params + self.master + self.moments + self.gradients + self.staging + self.norms
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -46,6 +47,7 @@ class OwnerPlan:
             "moments": self.moments,
             f"gradients of {self.world_size} ranks": self.gradients,
             "staging": self.staging,
+            "norms": self.norms,
         }
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 
@@ -59,12 +61,13 @@ def plan_owner(
     *,
     num_states: int = 2,
     own_gradients: bool = False,
+    measures_norms: bool = False,
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
     num_states: fp32 states per element of the optimizer (2 for Adam). own_gradients: ranks of this host keep their
-    gradients themselves, where no staging is needed."""
-    params = master = gradients = 0
+    gradients themselves, where no staging is needed. measures_norms: by layer group (optimizer/group_norms.py)."""
+    params = master = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -72,6 +75,7 @@ def plan_owner(
         published, trained = shard.numel * unit.dtype.itemsize, shard.numel * unit.trainable
         params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
         master += trained * FP32
+        largest = max(largest, trained)
         gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
     return OwnerPlan(
         owner=owner,
@@ -82,6 +86,7 @@ def plan_owner(
         moments=0 if on_device else master * num_states,
         gradients=gradients * world_size,
         staging=0 if own_gradients else staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
+        norms=largest * FP32 if measures_norms else 0,
         on_device=master * (1 + num_states) if on_device else 0,
     )
 

@@ -51,9 +51,11 @@ def build_model(
     *,
     memory_taken: int = 0,
     own_gradients: bool,
+    measures_norms: bool,
     device: torch.device,
 ) -> OwnedModel:
-    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``: see ``plan_owner``. ``device``:
+    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``, ``measures_norms``: see
+    ``plan_owner``. ``device``:
     where an owner beside a rank (``ShardMap.on_device``) has its states.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
@@ -69,6 +71,7 @@ def build_model(
         spec.accumulation_steps,
         num_states=len(rule.state_kinds),
         own_gradients=own_gradients,
+        measures_norms=measures_norms,
     )
     check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
     check_device(plan, device)

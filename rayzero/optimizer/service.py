@@ -123,6 +123,7 @@ class ShardService:
                     self._make_memory,
                     memory_taken=self._memory_taken,
                     own_gradients=own_gradients,
+                    measures_norms=self._norms_every is not None,
                     device=self._device,
                 )
                 self._start(model)

@@ -12,6 +12,7 @@ from rayzero.plan.tiers import RunBytes
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
     GPU_MEMORY_BYTES,
+    HEAP_BYTES,
     MEMORY_BYTES,
     PLAN_ERROR_RATIO,
     PREFETCH_WINDOW_BYTES,
@@ -86,9 +87,32 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
         planned=plan.device.parameters,
         measured=gathered,
     )
+    if _computes_here(rank):
+        heap = _heap(rank)
+        yield Compared(what=f"{who} computing", unit="bytes", kind="planned", planned=_own(plan), measured=heap)
     peak = None if now is None else now.get(GPU_MEMORY_BYTES, kind="peak_active")
     if peak is not None:  # it computes on a GPU
         yield Compared(what=f"{who} device peak", unit="bytes", kind="planned", planned=plan.device.peak, measured=peak)
+
+
+def _own(plan: RunBytes) -> float:
+    """Host bytes of one rank alone."""
+    host = max(plan.hosts, key=lambda one: one.ranks)
+    return (host.staging + host.compute) / host.ranks
+
+
+def _computes_here(rank: Scraped) -> bool:
+    """Whether it computes on a CPU, and has."""
+    return rank.series is not None and rank.series.get(HEAP_BYTES, kind="peak") is not None
+
+
+def _heap(rank: Scraped) -> float | None:
+    """What its heap has grown by at the height of its steps: what it has been told the use of, and the rest."""
+    if rank.series is None:
+        return None
+    told = rank.series.get(MEMORY_BYTES, tier="ram")
+    apart = [rank.series.get(MEMORY_BYTES, kind=kind, tier="ram") for kind in ("process", "unused")]
+    return None if told is None else told - sum(size or 0.0 for size in apart) + _higher(rank)
 
 
 def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
@@ -106,19 +130,21 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
 
 
 def _of_host(plan: RunBytes, processes: Sequence[Scraped]) -> Iterator[Compared]:
-    """What all ranks and owners took beyond what they were before the run, pages that they share once; apart from it,
-    what malloc keeps of what they freed, which is no plan's to foresee."""
+    """What all ranks and owners took beyond what they were before the run, pages that they share once, each rank at
+    the height of its steps; apart from it, what malloc keeps even then of what they freed, which is no plan's to
+    foresee."""
     grown = [_grown(one) for one in processes]
     known = [size for size in grown if size is not None]
     (host,) = plan.hosts
-    unused = sum(_unused(one) for one in processes)
+    unused = sum(max(0.0, _unused(one) - _higher(one)) for one in processes)
+    used = sum(_higher(one) - _unused(one) for one in processes)
     everybody = len(known) == len(grown)
     yield Compared(
         what="host memory beyond the programs",
         unit="bytes",
         kind="planned",
         planned=host.total - host.processes,
-        measured=sum(known) - unused if everybody else None,
+        measured=sum(known) + used if everybody else None,
     )
     yield Compared(
         what="freed memory that malloc keeps",
@@ -134,6 +160,14 @@ def _grown(one: Scraped) -> float | None:
         return None
     now, before = one.series.get(PROCESS_MEMORY_BYTES, kind="pss"), one.series.get(MEMORY_BYTES, kind="process")
     return None if now is None or before is None else now - before
+
+
+def _higher(one: Scraped) -> float:
+    """By how much more was in use at the height of a rank's step than is now."""
+    if one.series is None:
+        return 0.0
+    peak, now = one.series.get(HEAP_BYTES, kind="peak"), one.series.get(HEAP_BYTES, kind="used")
+    return 0.0 if peak is None or now is None else max(0.0, peak - now)
 
 
 def _unused(one: Scraped) -> float:

@@ -121,9 +121,10 @@ def plan_bytes(
     *,
     num_states: int,
     per_process: int,
+    measures_norms: bool = False,
 ) -> RunBytes:
     """Sum up a run on these hosts. num_states: fp32 states per element of the optimizer. per_process: bytes of a
-    process by itself."""
+    process by itself. measures_norms: owners do, by layer group."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -140,6 +141,7 @@ def plan_bytes(
             accumulation,
             num_states=num_states,
             own_gradients=shares_memory(zero) and set(ranks) <= {owners[owner]},
+            measures_norms=measures_norms,
         )
         for owner in range(len(owners))
     )
@@ -232,7 +234,7 @@ def _host_bytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
-        shared=sum(plan.total - plan.staging for plan in own) if shared else 0,
+        shared=sum(plan.total - plan.staging - plan.norms for plan in own) if shared else 0,
         owner_bytes=sum(plan.total for plan in own),
         staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
         compute=num_ranks * compute,

@@ -117,9 +117,16 @@ def reserve(work: RecipeWork) -> ScalingConfig:
 
 def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
     """The bytes alone: they need no speeds to be known."""
-    zero, scaling = work.recipe.zero_config, work.recipe.scaling
+    recipe, telemetry = work.recipe, work.recipe.run.telemetry
     return plan_bytes(
-        work.layout, work.work, zero, scaling, hosts, num_states=_ADAM_STATES, per_process=process_bytes()
+        work.layout,
+        work.work,
+        recipe.zero_config,
+        recipe.scaling,
+        hosts,
+        num_states=_ADAM_STATES,
+        per_process=process_bytes(),
+        measures_norms=telemetry.enabled and telemetry.norms_every is not None,
     )
 
 

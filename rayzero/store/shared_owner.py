@@ -75,7 +75,7 @@ class SharedOwner:
         if swept:
             size = format_bytes(sum(size for _, size in swept))
             log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
-        check_shared(needed.total, self.directory)
+        check_shared(needed.total - needed.norms, self.directory)
         plan = SharedPlan(spec, owner_map(spec, self._num_owners))
 
         def facts(role: str) -> SlabFacts:

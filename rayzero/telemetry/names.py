@@ -339,7 +339,8 @@ MEMORY_BYTES = _gauge(
     labels=("kind", "tier"),
     roles=EVERY,
     help="What this process has made, by purpose, each byte counted by its maker alone. kind: param, master, exp_avg, "
-    "exp_avg_sq (or another optimizer state), grad, staging, process (what it was before the run: interpreter, torch), "
+    "exp_avg_sq (or another optimizer state), grad, staging, process (what it was before the run, a rank when its "
+    "loop handed its model over: interpreter, torch, what was imported), "
     "other (the heap's rest: activations, the user's), unused (given back, kept by malloc, resident); "
     "tier: gpu, pinned, shm, ram. Over the processes of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
 )
@@ -350,6 +351,14 @@ PROCESS_MEMORY_BYTES = _gauge(
     roles=EVERY,
     help="As the kernel counts. kind: rss (all resident), pss (shared pages in equal parts), uss (its own), shm "
     "(resident shared memory).",
+)
+HEAP_BYTES = _gauge(
+    name="rayzero_heap_bytes",
+    unit="bytes",
+    labels=("kind",),
+    roles=EVERY,
+    help="As malloc counts. kind: used (given out now), peak (CPU ranks: the most given out that was seen at the end "
+    "of a forward or when a unit's gradients had come, in the first three steps).",
 )
 PINNED_BYTES = _gauge(
     name="rayzero_pinned_bytes",
@@ -404,7 +413,7 @@ PLAN_ERROR_RATIO = _gauge(
     labels=("what",),
     roles=(OPTIMIZER,),
     only="20 steps",
-    help="Measured over planned, less 1, after 20 steps. what: host (resident bytes since before the plan).",
+    help="Measured over planned, less 1, after 20 steps. what: host (heap and shared memory since before the plan).",
 )
 
 # ---- reliability ------------------------------------------------------------------------------------------------

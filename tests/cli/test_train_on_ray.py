@@ -87,8 +87,9 @@ def test_its_plan_was_held_against_what_it_measured(whole):
     assert 20 <= plan["steps"] <= STEPS
     rows = {row["what"].partition(" (")[0]: row for row in plan["compared"]}
     assert set(rows) == {
-        "rank 0 gathered parameters", "rank 1 gathered parameters", "optimizer 0 memory", "optimizer 1 memory",
-        "host memory beyond the programs", "freed memory that malloc keeps", "step time",
+        "rank 0 gathered parameters", "rank 1 gathered parameters", "rank 0 computing", "rank 1 computing",
+        "optimizer 0 memory", "optimizer 1 memory", "host memory beyond the programs",
+        "freed memory that malloc keeps", "step time",
     }  # fmt: skip
     assert all(row["measured"] is not None for row in rows.values()), rows
     for rank in ("rank 0", "rank 1"):  # everything fits: all units are up

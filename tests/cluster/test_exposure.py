@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rayzero.cluster.coordinator import Member
 from rayzero.cluster.exposure import MemorySource, plan_exposure
@@ -18,7 +19,14 @@ from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, MEMORY_BYTES, PROCESS_MEMORY_BYTES, SHARD_IMBALANCE
+from rayzero.telemetry.names import (
+    ACTORS,
+    HEAP_BYTES,
+    HEARTBEAT_AGE_SECONDS,
+    MEMORY_BYTES,
+    PROCESS_MEMORY_BYTES,
+    SHARD_IMBALANCE,
+)
 from rayzero.telemetry.recorder import MemoryRecorder
 
 SHM = Path("/dev/shm")
@@ -63,6 +71,23 @@ def test_settings_that_cannot_be_are_one_line() -> None:
         TelemetryConfig(discovery_dir="")
     with pytest.raises(ConfigError, match="norms_every is 0"):
         RunConfig.from_mapping({"telemetry": {"norms_every": 0}})
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_loop_imports_and_reads_before_it_hands_its_model_over_is_the_processs() -> None:
+    recorder, mib = MemoryRecorder(), 1 << 20
+    memory = MemorySource(SHM)
+    recorder.watch(memory)
+    before = recorder.gauge(MEMORY_BYTES, kind="process", tier="ram")
+    text, model = torch.ones(48 * mib, dtype=torch.uint8), torch.ones(80 * mib, dtype=torch.uint8)
+    memory.begin_run(model.nbytes)
+    del model
+    process = recorder.gauge(MEMORY_BYTES, kind="process", tier="ram")
+    assert process - before == pytest.approx(text.nbytes, abs=8 * mib)
+    assert recorder.gauge(MEMORY_BYTES, kind="other", tier="ram") < 8 * mib, "both are counted anew"
+    assert recorder.gauge(HEAP_BYTES, kind="used") > text.nbytes
 
 
 # ---- heartbeats -------------------------------------------------------------------------------------------------

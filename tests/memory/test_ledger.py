@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayzero.memory.heap import HeapUse, heap_use
-from rayzero.memory.ledger import LedgerCount, ledger_rest
+from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 
 MIB = 1 << 20
@@ -49,6 +49,21 @@ def test_memory_told_twice_is_not_taken_off_elsewhere() -> None:
 def test_without_books_of_the_allocator_there_is_the_process_alone() -> None:
     bare = LedgerCount(ProcessMemory(**BASE), None, 0.0)
     assert ledger_rest(bare, bare) == {"process": 250}
+
+
+def test_a_model_that_will_be_given_away_is_not_the_processs() -> None:
+    now = count(1500, 30, anonymous=1700, pss=1750)
+    found = without_model(BEFORE, now, 1000)
+    assert (found.heap, found.process.anonymous, found.process.pss) == (HeapUse(used=500, free=30), 700, 750)
+    assert found.process.file == now.process.file
+
+
+def test_weights_in_a_mapped_file_are_not_taken_off_the_heap() -> None:
+    now = count(150, 30, anonymous=280, pss=330)
+    assert without_model(BEFORE, now, 1000).heap == HeapUse(used=100, free=30)
+    bare = [LedgerCount(ProcessMemory(**BASE | {"anonymous": size}), None, 0.0) for size in (200, 900)]
+    assert without_model(*bare, 1000).process.anonymous == 200
+    assert without_model(bare[1], bare[0], 1000).process.anonymous == 200, "it has grown by nothing"
 
 
 def test_the_heap_tells_of_a_tensor_whole_before_it_is_touched_and_not_after_it_is_freed() -> None:

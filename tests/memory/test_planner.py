@@ -64,6 +64,15 @@ def test_a_frozen_unit_has_its_parameters_only() -> None:
     assert (found.params, found.total) == (2 * 4096 + 4 * 64, 2 * 4096 + 4 * 64)
 
 
+def test_norms_are_measured_with_the_largest_trained_shard_in_fp32() -> None:
+    layout = layout_of((4096, torch.bfloat16, False), (320, torch.bfloat16, True), shard_numel=2048)
+    shards = shard_map_for(layout, 1, "balanced")
+    without, measures = (plan_owner(layout, shards, 0, 2, 1, measures_norms=measures) for measures in (False, True))
+    assert (without.norms, measures.norms) == (0, 4 * 320)
+    assert measures.total == without.total + 4 * 320
+    assert "norms 1.25 KiB" in measures.describe()
+
+
 def test_an_owner_without_shards_needs_nothing() -> None:
     assert plan(layout_of((64, torch.float32, True)), owner=1, owners=2).total == 0
 
@@ -82,7 +91,7 @@ def test_the_owners_plans_add_up_to_the_model(
     assert sum(p.moments for p in plans) == 8 * trained
     published = sum(u.size_bytes for u in layout.units if not (u.trainable and u.dtype is torch.float32))
     assert sum(p.params for p in plans) == published
-    assert all(p.total == p.params + p.master + p.moments + p.gradients + p.staging for p in plans)
+    assert all(p.total == p.params + p.master + p.moments + p.gradients + p.staging + p.norms for p in plans)
 
 
 @given(st.lists(units, max_size=6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))

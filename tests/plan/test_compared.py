@@ -41,7 +41,8 @@ def memory(pss: int, before: int, unused: int = 0) -> str:
     )
 
 
-RANK = process(Role.RANK, 0, memory(5000, 4000) + "rayzero_prefetch_window_bytes 3000\n")
+HEAP = 'rayzero_heap_bytes{kind="used"} 50\nrayzero_heap_bytes{kind="peak"} 80\n'
+RANK = process(Role.RANK, 0, memory(5000, 4000, 40) + HEAP + "rayzero_prefetch_window_bytes 3000\n")
 OWNERS = tuple(
     process(Role.OPTIMIZER, index, memory(6000, 5500, 100) + f'rayzero_plan_error_ratio{{what="host"}} {error}\n')
     for index, error in enumerate((0.5, -0.25))
@@ -56,7 +57,8 @@ def compared(*processes: Scraped, plan: RunBytes = PLAN) -> dict[str, Compared]:
 def test_bytes_of_ranks_owners_and_the_host() -> None:
     rows = compared(*EVERYONE)
     assert list(rows) == [
-        "rank 0 gathered parameters", "optimizer 0 memory", "optimizer 1 memory", "host memory beyond the programs",
+        "rank 0 gathered parameters", "rank 0 computing", "optimizer 0 memory", "optimizer 1 memory",
+        "host memory beyond the programs",
         "freed memory that malloc keeps",
     ]  # fmt: skip
     figures = {what: (row.kind, row.planned, row.measured, row.ratio) for what, row in rows.items()}
@@ -64,8 +66,17 @@ def test_bytes_of_ranks_owners_and_the_host() -> None:
     assert figures["optimizer 0 memory"] == ("planned", 900, 1250, 1250 / 900)
     assert figures["optimizer 1 memory"] == ("planned", 1000, 650, 0.65)
     grown = 1000 + 500 + 500
-    assert figures["host memory beyond the programs"] == ("planned", 2000, grown - 200, 0.9)
-    assert figures["freed memory that malloc keeps"] == ("planned", 0, 200, None)
+    assert figures["rank 0 computing"] == ("planned", 100, 7 + 30, 0.37), "at the height of its steps"
+    used = grown - 240 + 30
+    assert figures["host memory beyond the programs"] == ("planned", 2000, used, used / 2000)
+    assert figures["freed memory that malloc keeps"] == ("planned", 0, 200 + 10, None)
+
+
+def test_a_rank_that_is_at_its_height_now_has_no_more_to_come() -> None:
+    now = process(Role.RANK, 0, memory(5000, 4000, 40) + HEAP.replace("80", "45"))
+    rows = compared(now, *OWNERS)
+    assert rows["rank 0 computing"].measured == 7
+    assert rows["host memory beyond the programs"].measured == 2000 - 240
 
 
 def test_a_gpu_rank_tells_its_allocators_peak() -> None:
@@ -79,8 +90,8 @@ def test_who_did_not_tell_is_named_and_on_several_hosts_none_is_summed_up() -> N
     assert rows["optimizer 0 memory"].measured is None
     assert rows["host memory beyond the programs"].measured is None
     lines = format_compared(rows.values())
-    assert "not told" in lines[1]
-    assert "ratio" not in lines[1]
+    assert "not told" in lines[2]
+    assert "ratio" not in lines[2]
     two = RunBytes(device=DEVICE, owners=PLAN.owners, hosts=PLAN.hosts * 2)
     assert "host memory beyond the programs" not in compared(*EVERYONE, plan=two)
 
