@@ -30,7 +30,7 @@ _QUICK_S = 10.0  # deadline of calls that only hand something over
 
 
 class RemotePeer:
-    """One owner, spoken to by the lead over gRPC. An ``OwnerPeer`` (optimizer/lead.py).
+    """One owner, spoken to by the lead over gRPC. An ``OwnerPeer`` (optimizer/peers.py).
 
     Knows its address and how to ask; not what a step is. Its futures complete on the process's event loop: what
     is chained to them must not block."""

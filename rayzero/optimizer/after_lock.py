@@ -1,0 +1,33 @@
+"""A lock under which nobody is told of anything: what is to be told waits until it is free."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+class AfterLock:
+    """A lock, and the calls that its holder puts off until it has left.
+
+    Knows their order; not what they do. They run in the thread that leaves, and may take the lock themselves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._calls: deque[Callable[[], Any]] = deque()  # what to do once the lock is free, in order
+
+    def after(self, call: Callable[..., Any], *args: Any) -> None:
+        """Call it once the lock is free; the caller holds it."""
+        self._calls.append(partial(call, *args))
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        calls = list(self._calls)
+        self._calls.clear()
+        self._lock.release()
+        for call in calls:
+            call()

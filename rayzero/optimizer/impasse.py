@@ -1,0 +1,105 @@
+"""Steps that can never be decided, as pure functions: what ranks have said in; None, or the error that names them, out.
+
+They do not know what becomes of the error: the lead fails the step with it, for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rayzero.errors import RankLeftError, StepMismatchError
+from rayzero.messages import FinishReport, ModelSpec
+from rayzero.optimizer.round import Pass, Round
+from rayzero.optimizer.saves import have
+from rayzero.optimizer.writes import WriteRequests
+
+Asked = tuple[int, frozenset[int]] | None  # the version that is to be saved, and the ranks that have asked for it
+
+
+def impasse(current: Round, asked: Asked, writes: WriteRequests, spec: ModelSpec) -> StepMismatchError | None:
+    """Some ranks wait for what others will not do any more. ``asked``: for a checkpoint."""
+    return (
+        _gone_on_without_saving(current, asked, spec)
+        or _gone_on_without_writing(current, asked, writes, spec)
+        or _torn(current)
+        or _left_behind(current)
+    )
+
+
+def _gone_on_without_saving(current: Round, asked: Asked, spec: ModelSpec) -> StepMismatchError | None:
+    """A rank that has not asked for a checkpoint has committed its step, or waits for the norm that those who ask have
+    yet to finish."""
+    if asked is None or asked[0] != current.step or len(asked[1]) == spec.world_size:
+        return None
+    step, savers = asked
+    gone = current.gone_on_without(savers)
+    if not gone:
+        return None
+    return StepMismatchError(
+        f"{have(sorted(savers))} asked to save v{step}, but {have(gone)} finished step {step} without saving it; "
+        "every rank must save at the same step"
+    )
+
+
+def _gone_on_without_writing(
+    current: Round, asked: Asked, writes: WriteRequests, spec: ModelSpec
+) -> StepMismatchError | None:
+    """A rank has finished the step, or waits for a checkpoint, without a write that others ask for."""
+    writers = writes.ranks
+    if not writers or len(writers) == spec.world_size:
+        return None
+    saving = sorted(asked[1] - writers) if asked is not None and asked[0] == current.step else []
+    gone = current.gone_on_without(writers)
+    if not gone and not saving:
+        return None
+    done = f"{have(gone)} finished the step" if gone else f"{have(saving)} asked to save it"
+    return StepMismatchError(
+        f"{writes.describe(spec.layout)}, but {done} without; every rank must write the same values to the same "
+        "parameters"
+    )
+
+
+def _torn(current: Round) -> StepMismatchError | None:
+    if not (current.discarded and current.inputs):
+        return None
+    return StepMismatchError(
+        f"step {current.step} cannot be decided: ranks {sorted(current.discarded)} discarded it (zero_grad) and "
+        f"ranks {sorted(current.inputs)} committed it (step); after clip_grad_norm_() all ranks must do the same"
+    )
+
+
+def _left_behind(current: Round) -> StepMismatchError | None:
+    if not current.gone_on:
+        return None
+    return StepMismatchError(
+        f"step {current.step} cannot be decided: ranks {sorted(current.passes[-1].reports)} clipped by norm after "
+        f"clipping by value and wait for ranks {sorted(current.gone_on)}, which went on without; every rank must clip "
+        "alike"
+    )
+
+
+def clipped_unlike(asked: Pass, report: FinishReport) -> StepMismatchError | None:
+    """A rank asks for the norm of other gradients than those before it did."""
+    for other in asked.reports.values():
+        if other.clamp != report.clamp:
+            return StepMismatchError(
+                f"step {report.step} was not decided: ranks {other.rank} and {report.rank} clip different "
+                f"gradients by norm: {other.clamp} against {report.clamp}; every rank must clip alike"
+            )
+    return None
+
+
+def rank_left(current: Round, reasons: Mapping[int, str], writers: frozenset[int]) -> RankLeftError | None:
+    """A rank that others wait for has left, for one of ``reasons`` (by rank). ``writers``: ranks that wait in a write.
+
+    None as long as nobody has finished the step or waits in a write: others may still be reading the last decided
+    version, and be about to leave too."""
+    waited = {rank for rank in reasons if rank not in current.inputs and rank not in current.discarded}
+    others = (current.reports.keys() | writers) - set(reasons)
+    if not waited or not others:
+        return None
+    gone, step = min(waited), current.step
+    after = f"after step {step - 1}" if step else "before the first step"
+    return RankLeftError(
+        f"rank {gone} left {after} ({reasons[gone]}), rank {min(others)} is in step {step}; "
+        "every rank must take the same number of steps"
+    )
