@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from hooks import LINEARS, UNITS, Net, Step, Times, turn
+from hooks import PARAMETERS, UNITS, Net, Step, Times, turn
 
 import rayzero
 from rayzero.cluster.exposure import ExposeSettings, Exposure
@@ -201,7 +201,7 @@ def play(contestants: Mapping[str, tuple[Step, Callable[[], AbstractContextManag
 
 def tell(rounds: Sequence[Round]) -> None:
     """Print a table."""
-    print(f"{UNITS} units, {2 * LINEARS * UNITS:,} parameters, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(f"{UNITS} units, {PARAMETERS:,} parameters, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     for i, what in enumerate(("wall", "process", "thread")):
         base = statistics.median(one["null"][i] for one in rounds)
         print(f"{what:8s} null {base * 1e3:7.1f} ms", end="")

@@ -19,7 +19,7 @@ import ray
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
-from .processes import shared_memory
+from .processes import left_in_shared_memory, shared_memory
 from .ray_cluster import Cluster, two_nodes
 
 
@@ -74,4 +74,4 @@ def nothing_left(local_ray: None) -> Iterator[None]:
     yield
     assert ray.util.list_named_actors(all_namespaces=True) == []
     assert [name for name in ray_processes() if name in ("RankWorker", "OptimizerActor", "Coordinator")] == []
-    assert shared_memory() - shm == set()
+    assert left_in_shared_memory(shm) == set()

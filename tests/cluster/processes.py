@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -62,3 +63,11 @@ def shared_memory() -> set[str]:
     """Files in /dev/shm, without the slabs of processes that live: others may train on this machine."""
     alive = {slab.path.name for slab in list_slabs() if slab.alive}
     return set(os.listdir("/dev/shm")) - alive
+
+
+def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]:
+    """Files that were not in ``before`` and stay: those that another run's killed processes leave are soon swept."""
+    deadline = time.monotonic() + timeout_s
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left

@@ -10,7 +10,15 @@ import pytest
 
 from rayzero.cluster.run_dir import read_record
 
-from .processes import everyone_of, listens, shared_memory, start_script, still_there, until_it_trains
+from .processes import (
+    everyone_of,
+    left_in_shared_memory,
+    listens,
+    shared_memory,
+    start_script,
+    still_there,
+    until_it_trains,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -31,4 +39,4 @@ def test_ctrl_c_tells_the_ranks_and_leaves_nothing_not_even_ray(tmp_path):
     assert read_record(run)["state"] == "stopped"
     assert sorted(path.name for path in run.glob("ended-*")) == ["ended-0", "ended-1"], "the loops' finally ran"
     assert not any(listens(address) for address in record["routing"]["addresses"])
-    assert shared_memory() - shm == set()
+    assert left_in_shared_memory(shm) == set()
