@@ -81,9 +81,10 @@ def prepare(
         generators agree afterwards.
 
     Inside a trainer the run's owners are used; alone, an in-process store with one owner. Several models of a run are
-    prepared one after the other, in the same order on every rank. A run that resumes needs
-    neither weights nor init, and uses neither. Raises UnsupportedError, ConfigError or CheckpointError, naming the
-    parameter or setting, before anything is changed (for an iterable of tensors: when a wrong one comes).
+    prepared one after the other, in the same order on every rank: another order is refused, unless the models have the
+    same names, shapes and dtypes and equal optimizers. Such are taken for each other, and nobody notices. A run that
+    resumes needs neither weights nor init, and uses neither. Raises UnsupportedError, ConfigError or CheckpointError,
+    naming the parameter or setting, before anything is changed (for an iterable of tensors: when a wrong one comes).
     """
     _check_arguments(model, optimizer, config)
     self_test()
