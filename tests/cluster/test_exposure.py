@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clock import Clock
 
 from rayzero.cluster.coordinator import Member
 from rayzero.cluster.exposure import MemorySource, plan_exposure
@@ -91,13 +92,6 @@ def test_what_a_loop_imports_and_reads_before_it_hands_its_model_over_is_the_pro
 
 
 # ---- heartbeats -------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from telemetry.exposed import rank_settings
 from telemetry.strange_servers import drip, served_by
 from typer.testing import CliRunner
 
 from rayzero.cli import app
 from rayzero.cluster import tracing
-from rayzero.cluster.exposure import ExposeSettings, Exposure
+from rayzero.cluster.exposure import Exposure
 from rayzero.cluster.reports import Report
 from rayzero.cluster.tracing import trace_run
 from rayzero.cluster.trainer import ZeroTrainer
@@ -312,18 +313,7 @@ def test_one_that_answers_something_else_is_named(tmp_path) -> None:
 
 def test_spans_are_kept_from_the_first_time_that_somebody_asks(tmp_path) -> None:
     recorder = MemoryRecorder()
-    settings = ExposeSettings(
-        run="demo",
-        role=Role.RANK,
-        who="rank 0",
-        index=0,
-        node="n",
-        host="127.0.0.1",
-        port=0,
-        slab_dir=tmp_path,
-        trace=False,
-    )
-    exposure = Exposure(settings, recorder)
+    exposure = Exposure(rank_settings(tmp_path), recorder)
     try:
         recorder.spans.add("forward", "before", 0.0, 1.0, 0)
         assert json.loads(get(f"http://{exposure.target.address}/trace"))["spans"] == []

@@ -5,20 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
+from clock import Clock
 
 from rayzero.errors import StallError, StoreClosedError
 from rayzero.store.stall import StallWatch
 from store.toy import WAIT
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_wait_without_progress_fails_and_says_who_waits_for_what() -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.cluster.exposure import ExposeSettings, Exposure
+from rayzero.cluster.exposure import Exposure
 from rayzero.engine.context import RankContext, running_in
 from rayzero.telemetry import http
-from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
+
+from .exposed import rank_settings
 
 SCRAPES = 1000
 
@@ -74,18 +75,7 @@ def test_a_thousand_scrapes_while_training_give_no_error_and_equal_weights(
 ) -> None:
     monkeypatch.setattr(http, "REFRESH_S", 0.0)  # every page is made anew
     recorder = MemoryRecorder()
-    settings = ExposeSettings(
-        run="demo",
-        role=Role.RANK,
-        who="rank 0",
-        index=0,
-        node="n",
-        host="127.0.0.1",
-        port=0,
-        slab_dir=Path("/dev/shm"),
-        trace=False,
-    )
-    exposure = Exposure(settings, recorder)
+    exposure = Exposure(rank_settings(Path("/dev/shm")), recorder)
     host, _, port = exposure.target.address.rpartition(":")
     hanging = [socket.create_connection((host, int(port))) for _ in range(8)]
     try:

@@ -9,17 +9,11 @@ from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
+from clock import Clock
 
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.telemetry.spans import NoSpans, Recorded, Span, SpanRing, clock_host, nothing
 from rayzero.telemetry.trace_file import LANES, last_steps, rows_of, trace_of
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""A clock that tests turn."""
+
+from __future__ import annotations
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
