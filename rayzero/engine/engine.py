@@ -6,7 +6,7 @@ weight) and ``touched`` (any other operation). They run on the thread that compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
 from rayzero.engine.device_memory import device_memory
+from rayzero.engine.gradient_sums import GradientSums
 from rayzero.engine.gradients import GradientCollector
 from rayzero.engine.handles import SavedWeights
 from rayzero.engine.heap_peak import HeapPeak
 from rayzero.engine.hooks import UnitCalls
 from rayzero.engine.lane import Lane
-from rayzero.engine.loading import LoadedValues
+from rayzero.engine.loading import Loading
 from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.pass_spans import PassSpans
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
@@ -30,14 +31,15 @@ from rayzero.engine.registered import Registered
 from rayzero.engine.residency import Residency, stays_up
 from rayzero.engine.schedule import Phase, UnitSchedule
 from rayzero.engine.step_clock import StepClock
+from rayzero.engine.trained import TrainedSlots
 from rayzero.engine.unit_cache import UnitCache
+from rayzero.engine.unit_values import UnitValues
 from rayzero.errors import UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import PressureGauge, scaled_depth
-from rayzero.messages import COMPUTE, GROUP, MASTER, CheckpointInfo, FileEntry, Hyper
-from rayzero.optimizer.writes import same_bits
+from rayzero.messages import GROUP, CheckpointInfo, FileEntry, Hyper
 from rayzero.store.protocol import ParameterStore
 from rayzero.telemetry.names import HEAP_BYTES, LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
 from rayzero.telemetry.recorder import End, Reading, Recorder
@@ -48,8 +50,9 @@ Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 class Engine:
     """One rank's parameters and gradients, from prepare() to close().
 
-    Knows units, and what each module and autograd event means for them; not which of them are up (UnitCache), how
-    bytes travel (lanes), what a step is made of (RankStep), nor which module is which (hooks)."""
+    Knows units, and what each module and autograd event means for them; not which of them are up (UnitCache) or trained
+    (TrainedSlots), what the owners have of them (UnitValues), how bytes travel (lanes), what a step is made of
+    (RankStep), nor which module is which (hooks)."""
 
     def __init__(
         self,
@@ -91,19 +94,19 @@ class Engine:
         )
         self.collector = GradientCollector(self._completed, self._backward_over)
         self.units: list[ParamUnit] = []
-        self.groups: list[list[int]] = []  # [unit][slot] -> parameter group; < 0: no optimizer trains it
         self.calls: list[UnitCalls] = []
-        self._trained: dict[int, Sequence[int]] = {}
-        self._sums: dict[int, list[Tensor | None]] = {}  # offload_grads=False: fp32 sums per slot, on the device
+        self._sums = GradientSums()  # offload_grads=False
         self._backwards = 0  # graph tasks that pushed since the last step
         self._closed = False
         self._in_forward = False
-        self._loading: LoadedValues | None = None  # while a load_state_dict() runs
+        self.loading = Loading()
         self.resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
         self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
         self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
         self.activations: ActivationOffload | None = None  # set by prepare where the config asks for it
+        self.trained: TrainedSlots
         self.cache: UnitCache
+        self.values: UnitValues
         self.saved: SavedWeights
         self.registered: Registered | None = None
 
@@ -113,12 +116,11 @@ class Engine:
         """Take the units over. ``root``: units of the root module; ``groups``: [unit][slot] -> parameter group, < 0 for
         none; ``version``: published, to begin with."""
         self.units = list(units)
-        self.groups = [list(its) for its in groups]
-        trained = self._trained = {i: slots for i in range(len(self.units)) if (slots := self._slots_of(i))}
+        self.trained = TrainedSlots(self.units, groups)
         self.cache = UnitCache(
             self.units,
             root,
-            trained,
+            self.trained.of_unit,
             store=self.store,
             lane=self._lane,
             residency=self.residency,
@@ -133,14 +135,11 @@ class Engine:
         )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
         cache = self.cache
+        self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version)
         self.registered = Registered(self.model, units)
         self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self._memory)]
-        self.collector.watch([(self.units[i], slots) for i, slots in trained.items()])
-
-    def _slots_of(self, unit: int) -> list[int]:
-        """A unit's slots that an optimizer trains."""
-        return [slot for slot, group in enumerate(self.groups[unit]) if group >= 0]
+        self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
     @property
     def version(self) -> int:
@@ -280,7 +279,7 @@ class Engine:
         self.collector.drain()
         for calls in self.calls:
             calls.drain()
-        self._loading = None
+        self.loading.abandon()
 
     # ---- gradients
 
@@ -289,7 +288,7 @@ class Engine:
         self._clock.enter("backward")
         self._passes.completed(unit)
         self._heap.look(self.step_state.step)
-        grads = unit.take_grads(self._trained[unit.index])
+        grads = unit.take_grads(self.trained.of_unit[unit.index])
         if all(grad is None for grad in grads):
             return
         self.step_state.refuse_backward()
@@ -297,24 +296,17 @@ class Engine:
         if self.config.offload_grads:
             self.step_state.push(unit.layout, grads, wait=not self.config.overlap_computation)
         else:
-            self._add_up(unit, grads)
+            self._sums.add(unit, grads)
         self.cache.prefetch()
-
-    def _add_up(self, unit: ParamUnit, grads: Sequence[Tensor | None]) -> None:
-        sums = self._sums.setdefault(unit.index, [None] * len(grads))
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                held = sums[i]
-                sums[i] = grad.float() if held is None else held.add_(grad)
 
     def _push_rest(self) -> None:
         """Push what is still on the device: sums, gradients no hook saw (set by hand, left by an exception), zeros."""
-        for index, slots in self._trained.items():
+        for index, slots in self.trained.of_unit.items():
             unit = self.units[index]
             grads = unit.take_grads(slots)
             if not self.config.offload_grads and (index in self._sums or any(grad is not None for grad in grads)):
-                self._add_up(unit, grads)
-                grads = [s if s is None else s.to(unit.layout.dtype) for s in self._sums.pop(index)]
+                self._sums.add(unit, grads)
+                grads = self._sums.take(unit)
             for slot in self.step_state.zeroed(index):
                 if grads[slot] is None:
                     shape = unit.layout.slots[slot].shape
@@ -382,7 +374,7 @@ class Engine:
         """Take back the step's gradients, wherever they are; see RankStep.discard."""
         self.drain()
         self._sums.clear()
-        for index, slots in self._trained.items():
+        for index, slots in self.trained.of_unit.items():
             self.units[index].take_grads(slots)
         self.step_state.discard(set_to_none=set_to_none)
         self._backwards = 0
@@ -410,56 +402,18 @@ class Engine:
             yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})
             yield from device_memory(self.device)
 
-    # ---- reading and writing whole units
-
-    def masters(self, unit: ParamUnit) -> Tensor:
-        """A unit's exact values with what this rank has written: 1D, unit.numel elements, host memory; fp32, or a
-        frozen unit's dtype. Asks no other rank."""
-        written = self.cache.writes.values(unit)
-        if not unit.layout.trainable:
-            return self.cache.fetch_flat(unit, COMPUTE) if written is None else written.clone()
-        flat = self.cache.fetch_flat(unit, MASTER)
-        if written is None:
-            return flat
-        return torch.where(same_bits(written, self.cache.fetch_flat(unit, COMPUTE)), flat, written.float())
-
-    def write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
-        """Put ``values`` (1D, unit.numel elements, fp32) in place of what the owners have of ``kind``, which is no
-        parameter. Every rank calls it with the same."""
-        self.store.write(unit.index, self.version, kind, values).result()
+    # ---- what the user gives and changes
 
     def train(self, params: Sequence[nn.Parameter], group: int) -> None:
         """Have the owners train parameters that no group had, as those of ``group``; every rank calls it.
 
         Raises UnsupportedError for one that is not in the model, was frozen at prepare, or is frozen now."""
-        places = {id(param): (unit, slot) for unit in self.units for slot, param in enumerate(unit.params)}
-        added: dict[int, list[int]] = {}
-        for i, param in enumerate(params):
-            if id(param) not in places:
-                raise UnsupportedError(
-                    f"parameter {i} of the added group (shape {tuple(param.shape)}) is not in the model"
-                )
-            unit, slot = places[id(param)]
-            if not unit.layout.trainable or not param.requires_grad:
-                raise UnsupportedError(
-                    f"parameter {unit.layout.slots[slot].name!r} of the added group is frozen; what is trained later "
-                    "must have requires_grad=True at rayzero.prepare() and when its group is added"
-                )
-            added.setdefault(unit.index, []).append(slot)
-        for index in sorted(added):
-            self._train(self.units[index], added[index], group)
-
-    def _train(self, unit: ParamUnit, slots: Sequence[int], group: int) -> None:
-        groups = self.groups[unit.index]
-        for slot in slots:
-            groups[slot] = group
-        flat = torch.full((unit.layout.numel,), -1.0)
-        for its, place in zip(groups, unit.layout.slots, strict=True):
-            flat[place.start : place.stop] = its
-        self.write(unit, GROUP, flat)
-        self._trained[unit.index] = self._slots_of(unit.index)
-        self.collector.watch([(unit, slots)])
-        self.cache.train(unit.index)
+        for index, slots in self.trained.find(params).items():
+            unit = self.units[index]
+            self.values.write(unit, GROUP, self.trained.with_added(unit, slots, group))
+            self.trained.add(index, slots, group)
+            self.collector.watch([(unit, slots)])
+            self.cache.train(index)
 
     @contextmanager
     def complete(self, *, modify: bool) -> Iterator[None]:
@@ -469,38 +423,20 @@ class Engine:
             for unit in self.units if modify else ():
                 self.cache.writes.mark(unit)
 
-    def begin_load(self, module: nn.Module) -> None:
-        """A module's load_state_dict() has begun, perhaps within that of another."""
-        if self._loading is None or self._loading.module is module:
-            self._loading = LoadedValues(module)
-
     def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
         """Take a Parameter's values from the load_state_dict() that is running; False: none is."""
-        if self._loading is None:
-            return False
-        slot = next(i for i, p in enumerate(unit.params) if p is param)
-        self._loading.values.setdefault(unit.index, {})[slot] = value
-        return True
+        return self.loading.take(param, unit, value)
 
     def end_load(self, module: nn.Module) -> None:
-        """It has ended: the values go to the owners, unit by unit; every rank calls it with the same."""
-        if self._loading is None or self._loading.module is not module:
+        """A module's load_state_dict() has ended: the values go to the owners, unit by unit; every rank calls it with
+        the same."""
+        values = self.loading.end(module)
+        if values is None:
             return
-        values = self._loading.values
         self.drain()
         self.cache.write_back()
         for index in sorted(values):
-            self._load(self.units[index], values[index])
-
-    def _load(self, unit: ParamUnit, values: Mapping[int, Tensor]) -> None:
-        flat = self.masters(unit)
-        with torch.no_grad():
-            for i, value in values.items():
-                slot = unit.layout.slots[i]
-                flat[slot.start : slot.stop].view(slot.shape).copy_(value)
-        self.cache.overwrite(unit, MASTER if unit.layout.trainable else COMPUTE, flat)
-        unit.count_writes(list(values))
-        unit.settle_writes()
+            self.values.load(self.units[index], values[index])
 
     def close(self, reason: str = "closed") -> None:
         """Leave the run: lanes and store end. Parameters that are not up can no longer be read. Idempotent."""

@@ -8,21 +8,50 @@ stay those of the caller's state dict, and reach the masters without being round
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from rayzero.engine.hooks import ModuleHook
+from rayzero.engine.param_unit import ParamUnit
 from rayzero.errors import UnsupportedError
 
+LoadedValues = dict[int, dict[int, Tensor]]  # unit -> slot -> the caller's tensor
 
-@dataclass(eq=False, slots=True)
-class LoadedValues:
-    """What a load_state_dict() has given so far."""
 
-    module: nn.Module  # whose call it is
-    values: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # unit -> slot -> the caller's tensor
+class Loading:
+    """The load_state_dict() that is running, if one is, and what it has given so far.
+
+    Knows whose call it is and the caller's tensors; not what becomes of them."""
+
+    def __init__(self) -> None:
+        self._module: nn.Module | None = None  # whose call it is
+        self._values: LoadedValues = {}
+
+    def begin(self, module: nn.Module) -> None:
+        """A module's load_state_dict() has begun, perhaps within that of another."""
+        if self._module is None or self._module is module:
+            self._module, self._values = module, {}
+
+    def take(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
+        """Take a Parameter's values; False: none is running."""
+        if self._module is None:
+            return False
+        slot = next(i for i, p in enumerate(unit.params) if p is param)
+        self._values.setdefault(unit.index, {})[slot] = value
+        return True
+
+    def end(self, module: nn.Module) -> LoadedValues | None:
+        """A module's has ended: what it gave; None where it was within that of another."""
+        if self._module is not module:
+            return None
+        values = self._values
+        self.abandon()
+        return values
+
+    def abandon(self) -> None:
+        """None is running, whatever has begun."""
+        self._module, self._values = None, {}
 
 
 class BeforeLoading(ModuleHook):

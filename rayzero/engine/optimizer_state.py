@@ -79,15 +79,16 @@ def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
 
     Raises ConfigError (see ``StateFormat.check``), and UnsupportedError for a parameter that no group trains."""
     for unit in engine.units:
+        groups = engine.trained.groups_of(unit.index)
         for slot, param in enumerate(unit.params):
-            state, group, layout = states.get(id(param)), engine.groups[unit.index][slot], unit.layout.slots[slot]
-            if state and group < 0:
+            state, layout = states.get(id(param)), unit.layout.slots[slot]
+            if state and slot not in groups:
                 raise UnsupportedError(
                     f"the optimizer state to load has an entry of {layout.name!r}, which was frozen at "
                     "rayzero.prepare() and has no state here"
                 )
             if state:
-                form.check(layout.name, group, state, layout.shape)
+                form.check(layout.name, groups[slot], state, layout.shape)
 
 
 def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
@@ -95,9 +96,10 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
     updated. Unit by unit; every rank calls it with the same."""
     for unit, groups in _trained(engine):
         mine = {slot: states.get(id(unit.params[slot]), {}) for slot in groups}
-        engine.write(unit, STEP, _filled(unit, {slot: _step_count(state) for slot, state in mine.items()}))
+        engine.values.write(unit, STEP, _filled(unit, {slot: _step_count(state) for slot, state in mine.items()}))
         for kind in form.kinds(list(groups.values())):
-            engine.write(unit, kind, _filled(unit, {s: state[kind] for s, state in mine.items() if kind in state}))
+            values = {slot: state[kind] for slot, state in mine.items() if kind in state}
+            engine.values.write(unit, kind, _filled(unit, values))
 
 
 def check_group(cls: type[torch.optim.Optimizer], prepared: Sequence[Hyper], added: Hyper) -> None:
@@ -120,9 +122,8 @@ def check_group(cls: type[torch.optim.Optimizer], prepared: Sequence[Hyper], add
 def _trained(engine: Engine) -> Iterator[tuple[ParamUnit, dict[int, int]]]:
     """Each unit with slots that an optimizer trains: slot -> group."""
     for unit in engine.units:
-        groups = {slot: group for slot, group in enumerate(engine.groups[unit.index]) if group >= 0}
-        if groups:
-            yield unit, groups
+        if unit.index in engine.trained.of_unit:
+            yield unit, engine.trained.groups_of(unit.index)
 
 
 def _steps(counts: Tensor, unit: ParamUnit, slot: int) -> int:

@@ -406,7 +406,7 @@ def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) 
         engine.calls.append(calls)
         hook_units(modules[name], calls)
     for module in model.modules():
-        hook_loading(module, engine.begin_load, engine.end_load)
+        hook_loading(module, engine.loading.begin, engine.end_load)
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
     _cast_inputs(model, config)
@@ -443,7 +443,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     engine = engine_of(model)
     values: dict[int, Tensor] = {}
     for unit in engine.units:
-        flat = engine.masters(unit)
+        flat = engine.values.masters(unit)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             values[id(param)] = flat[slot.start : slot.stop].view(slot.shape).clone()
     return _in_model_order(model, values)
