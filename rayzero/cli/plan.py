@@ -58,12 +58,13 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
     import torch
 
     from rayzero.cli.train import choose_recipe
-    from rayzero.recipes.planning import recipe_work
+    from rayzero.recipes.planning import imported_memory, recipe_work
     from rayzero.recipes.text import make_tokenizer
 
+    imported = imported_memory()
     recipe = choose_recipe(arguments, {}, None)
     on_gpu = torch.cuda.is_available() if gpus is None else gpus > 0
-    return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, on_gpu=on_gpu)
+    return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, imported, on_gpu=on_gpu)
 
 
 def _require_speeds(speeds: dict[str, float | None]) -> None:

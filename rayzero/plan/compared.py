@@ -57,7 +57,7 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Compared, ...]:
     rows = [row for rank in ranks for row in _of_rank(plan, rank)]
     rows += [_of_owner(plan, owner) for owner in owners]
     if len(plan.hosts) == 1:
-        rows += _of_host(plan, [*ranks, *owners])
+        rows += _of_host(plan, [*ranks, *owners], scrape.processes)
     return tuple(rows)
 
 
@@ -129,10 +129,10 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
     )
 
 
-def _of_host(plan: RunBytes, processes: Sequence[Scraped]) -> Iterator[Compared]:
+def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Scraped]) -> Iterator[Compared]:
     """What all ranks and owners took beyond what they were before the run, pages that they share once, each rank at
-    the height of its steps; apart from it, what malloc keeps even then of what they freed, which is no plan's to
-    foresee."""
+    the height of its steps; the same with ``everyone``'s programs; apart from it, what malloc keeps even then of what
+    they freed, which is no plan's to foresee."""
     grown = [_grown(one) for one in processes]
     known = [size for size in grown if size is not None]
     (host,) = plan.hosts
@@ -143,8 +143,16 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped]) -> Iterator[Compared]
         what="host memory beyond the programs",
         unit="bytes",
         kind="planned",
-        planned=host.total - host.processes,
+        planned=host.total - host.programs,
         measured=sum(known) + used if everybody else None,
+    )
+    whole = [_pss(one) for one in everyone]
+    yield Compared(
+        what="host memory",
+        unit="bytes",
+        kind="planned",
+        planned=host.total,
+        measured=None if None in whole else sum(size or 0.0 for size in whole) + used,
     )
     yield Compared(
         what="freed memory that malloc keeps",
@@ -158,8 +166,13 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped]) -> Iterator[Compared]
 def _grown(one: Scraped) -> float | None:
     if one.series is None:
         return None
-    now, before = one.series.get(PROCESS_MEMORY_BYTES, kind="pss"), one.series.get(MEMORY_BYTES, kind="process")
+    now, before = _pss(one), one.series.get(MEMORY_BYTES, kind="process")
     return None if now is None or before is None else now - before
+
+
+def _pss(one: Scraped) -> float | None:
+    """What it holds, its part of what it shares with others included."""
+    return None if one.series is None else one.series.get(PROCESS_MEMORY_BYTES, kind="pss")
 
 
 def _higher(one: Scraped) -> float:

@@ -15,7 +15,7 @@ import torch
 from rayzero.kernels.threads import use_torch_threads
 from rayzero.memory.planner import host_limits
 
-__all__ = ["Hardware", "Hosts", "measure_here", "process_bytes"]
+__all__ = ["Hardware", "Hosts", "measure_here"]
 
 _LARGEST = 256 << 20  # bytes of the arrays that memory speed is measured with
 _ROUNDS = 5
@@ -65,11 +65,6 @@ def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: b
         network=float("inf"),
         memory=max(_memory_speed(size) for size in (min(max(working_set, 1 << 20), _LARGEST), _LARGEST // 4)),
     )
-
-
-def process_bytes() -> int:
-    """Resident bytes of this process, which has imported what a rank imports: what a process takes by itself."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:

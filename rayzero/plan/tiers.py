@@ -21,6 +21,7 @@ from rayzero.memory.planner import OwnerPlan, format_bytes, plan_owner
 from rayzero.memory.pool import buffer_bytes
 from rayzero.optimizer.ownership import device_owners
 from rayzero.plan.hardware import Hardware, Hosts
+from rayzero.plan.programs import Programs
 from rayzero.plan.work import Work
 
 __all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_fits", "plan_bytes"]
@@ -72,7 +73,8 @@ class HostBytes:
     owner_bytes: int
     staging: int  # of its ranks
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
-    processes: int  # the programs themselves
+    programs: int  # of its processes, by themselves
+    coordinator: bool  # whether it has the run's
     beside: int = 0  # owners beside its ranks, of offload_fraction < 1; their bytes here are among owner_bytes
 
     @property
@@ -82,7 +84,7 @@ class HostBytes:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.owner_bytes + self.staging + self.compute + self.processes
+        return self.owner_bytes + self.staging + self.compute + self.programs
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -90,7 +92,7 @@ class HostBytes:
             f"{self.owners} optimizer actors" + self._beside: self.owner_bytes,
             "staging": self.staging,
             f"{self.ranks} ranks computing": self.compute,
-            f"{self.ranks + self.owners} processes": self.processes,
+            f"{self.ranks + self.owners + self.coordinator} programs": self.programs,
         }
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 
@@ -120,11 +122,11 @@ def plan_bytes(
     hosts: Hosts,
     *,
     num_states: int,
-    per_process: int,
+    programs: Programs,
     measures_norms: bool = False,
 ) -> RunBytes:
-    """Sum up a run on these hosts. num_states: fp32 states per element of the optimizer. per_process: bytes of a
-    process by itself. measures_norms: owners do, by layer group."""
+    """Sum up a run on these hosts. num_states: fp32 states per element of the optimizer. measures_norms:
+    owners do, by layer group. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -147,7 +149,7 @@ def plan_bytes(
     )
     device = _device_bytes(layout, work, zero, max(plan.on_device for plan in plans))
     each = tuple(
-        _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, per_process)
+        _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, programs)
         for host in sorted({*ranks, *owners})
     )
     return RunBytes(device=device, owners=plans, hosts=each)
@@ -221,7 +223,7 @@ def _host_bytes(
     device: DeviceBytes,
     zero: ZeroConfig,
     hosts: Hosts,
-    per_process: int,
+    programs: Programs,
 ) -> HostBytes:
     own = [plan for plan, at in zip(plans, owners, strict=True) if at == host]
     actors = sum(plan.owner < len(plans) - device_owners(len(ranks), zero.host_fraction) for plan in own)
@@ -239,7 +241,8 @@ def _host_bytes(
         staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
         compute=num_ranks * compute,
         beside=len(own) - actors,
-        processes=(num_ranks + actors) * per_process,
+        programs=programs.of_host(num_ranks, actors + (host == 0)),
+        coordinator=host == 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,26 @@ from torch import Tensor, nn
 from rayzero.config import ScalingConfig
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.memory.process_memory import ProcessMemory, process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
-from rayzero.plan.hardware import Hardware, Hosts, measure_here, process_bytes
+from rayzero.plan.hardware import Hardware, Hosts, measure_here
+from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes
 from rayzero.plan.work import Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 
-__all__ = ["RecipePlan", "RecipeWork", "plan_recipe", "recipe_bytes", "recipe_hardware", "recipe_work", "reserve"]
+__all__ = [
+    "RecipePlan",
+    "RecipeWork",
+    "imported_memory",
+    "plan_recipe",
+    "recipe_bytes",
+    "recipe_hardware",
+    "recipe_work",
+    "reserve",
+]
 
 _ADAM_STATES = 2
 
@@ -32,6 +44,7 @@ class RecipeWork:
     recipe: RecipeConfig
     layout: ModelLayout
     work: Work
+    programs: Programs
 
     @property
     def num_params(self) -> int:
@@ -68,8 +81,15 @@ class RecipePlan:
         }
 
 
-def recipe_work(recipe: RecipeConfig, vocab_size: int, *, on_gpu: bool) -> RecipeWork:
-    """Lay the recipe's model out and run one micro-batch of it on nothing. on_gpu: ranks will compute on GPUs."""
+def imported_memory() -> ProcessMemory:
+    """This process's memory, having imported what every process of a run imports; before any recipe is looked into."""
+    import_module("rayzero.cluster.owner_process")
+    return process_memory()
+
+
+def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: ProcessMemory, *, on_gpu: bool) -> RecipeWork:
+    """Lay the recipe's model out and run one micro-batch of it on nothing. imported: see ``imported_memory``. on_gpu:
+    ranks will compute on GPUs."""
 
     def build() -> nn.Module:
         return build_model(recipe, vocab_size)
@@ -80,7 +100,9 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, *, on_gpu: bool) -> Recip
 
     with torch.device("meta"):
         layout = plan_units(build(), recipe.zero_config).layout
-    return RecipeWork(recipe=recipe, layout=layout, work=measure_work(build, loss, layout, gathers=on_gpu))
+    work = measure_work(build, loss, layout, gathers=on_gpu)
+    programs = Programs.between(imported, process_memory())
+    return RecipeWork(recipe=recipe, layout=layout, work=work, programs=programs)
 
 
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:
@@ -108,10 +130,10 @@ def reserve(work: RecipeWork) -> ScalingConfig:
     where it does not say itself."""
     scaling, run = work.recipe.scaling, recipe_bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
     (host,) = run.hosts
-    per_process = process_bytes()
+    rank, owner = work.programs.of_host(1, 0), work.programs.of_host(0, 1)
     return scaling.replace(
-        memory_per_worker=scaling.memory_per_worker or per_process + (host.staging + host.compute) // host.ranks,
-        memory_per_optimizer=scaling.memory_per_optimizer or per_process + max(owner.total for owner in run.owners),
+        memory_per_worker=scaling.memory_per_worker or rank + (host.staging + host.compute) // host.ranks,
+        memory_per_optimizer=scaling.memory_per_optimizer or owner + max(plan.total for plan in run.owners),
     )
 
 
@@ -125,7 +147,7 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.scaling,
         hosts,
         num_states=_ADAM_STATES,
-        per_process=process_bytes(),
+        programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
     )
 

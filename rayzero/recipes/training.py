@@ -20,10 +20,11 @@ from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig
 from rayzero.engine.starting import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.memory.process_memory import ProcessMemory
 from rayzero.recipes.lm import STEP_FLOPS, recipe_text, train_loop, unigram_baseline
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import RecipeWork, recipe_work, reserve
+from rayzero.recipes.planning import RecipeWork, imported_memory, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
@@ -60,6 +61,7 @@ def prepare_run(recipe: RecipeConfig) -> Prepared:
     """Read the text, shape the model and open the checkpoint to resume from, if any; writes nothing.
 
     Raises ConfigError, UnsupportedError, DataError or CheckpointError, one line each."""
+    imported = imported_memory()
     recipe = recipe.at(Path.cwd())
     make_trainer(recipe)
     text = recipe_text(recipe)
@@ -71,14 +73,14 @@ def prepare_run(recipe: RecipeConfig) -> Prepared:
         recipe=recipe,
         text=text,
         num_params=sum(param.numel() for param in model.parameters()),
-        work=_work(recipe, text),
+        work=_work(recipe, text, imported),
         resume_step=_resume_step(recipe, model),
     )
 
 
-def _work(recipe: RecipeConfig, text: Text) -> RecipeWork | None:
+def _work(recipe: RecipeConfig, text: Text, imported: ProcessMemory) -> RecipeWork | None:
     try:
-        return recipe_work(recipe, text.vocab_size, on_gpu=recipe.scaling.use_gpu)
+        return recipe_work(recipe, text.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
     except UnsupportedError as error:
         log.warning("no memory is reserved: %s", error)
         return None

@@ -89,7 +89,7 @@ def test_its_plan_was_held_against_what_it_measured(whole):
     assert set(rows) == {
         "rank 0 gathered parameters", "rank 1 gathered parameters", "rank 0 computing", "rank 1 computing",
         "optimizer 0 memory", "optimizer 1 memory", "host memory beyond the programs",
-        "freed memory that malloc keeps", "step time",
+        "host memory", "freed memory that malloc keeps", "step time",
     }  # fmt: skip
     assert all(row["measured"] is not None for row in rows.values()), rows
     for rank in ("rank 0", "rank 1"):  # everything fits: all units are up
@@ -97,6 +97,7 @@ def test_its_plan_was_held_against_what_it_measured(whole):
     owners = [rows[f"optimizer {index} memory"] for index in range(2)]
     recipe = load_recipe(whole / "runs" / "a" / "config.yaml")
     assert sum(owner["planned"] for owner in owners) >= 5 * layout_bytes(recipe), "masters, moments, two ranks' pushes"
+    assert rows["host memory"]["ratio"] == pytest.approx(1, abs=0.1), rows  # nearly all of it the programs: 1.2 GiB
     assert rows["step time"]["measured"] > rows["step time"]["planned"] > 0
     said = (whole / "said.txt").read_text()
     assert f"plan against measured, after {plan['steps']} steps" in said

@@ -22,6 +22,7 @@ from rayzero.engine.context import report
 from rayzero.engine.prepare import plan_units
 from rayzero.plan.compared import compare_bytes
 from rayzero.plan.hardware import Hosts
+from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes
 from rayzero.plan.work import measure_work
 from rayzero.telemetry.discovery import Target
@@ -157,12 +158,24 @@ def seen(watched: Watched) -> dict[str, Seen]:
     return watched.processes
 
 
+NOTHING = Programs(rank=0, other=0, files=0)
+
+
 def planned() -> RunBytes:
     """By a plan that knows shapes alone."""
     with torch.device("meta"):
         layout = plan_units(build(), ZERO).layout
     work = measure_work(build, lambda model: loss(model, torch.zeros(BATCH, WIDTH)), layout)
-    return plan_bytes(layout, work, ZERO, SCALING, Hosts(), num_states=2, per_process=0, measures_norms=True)
+    return plan_bytes(
+        layout,
+        work,
+        ZERO,
+        SCALING,
+        Hosts(),
+        num_states=2,
+        programs=Programs(rank=0, other=0, files=0),
+        measures_norms=True,
+    )
 
 
 def test_the_host_bytes_are_those_that_were_planned(watched) -> None:

@@ -23,7 +23,10 @@ PLAN = RunBytes(
         for index in range(2)
     ),
     hosts=(
-        HostBytes(host=0, ranks=1, owners=2, shared=0, owner_bytes=1900, staging=0, compute=100, processes=99999),
+        HostBytes(
+            host=0, ranks=1, owners=2, shared=0, owner_bytes=1900, staging=0, compute=100, programs=99999,
+            coordinator=True,
+        ),
     ),
 )  # fmt: skip
 
@@ -58,7 +61,7 @@ def test_bytes_of_ranks_owners_and_the_host() -> None:
     rows = compared(*EVERYONE)
     assert list(rows) == [
         "rank 0 gathered parameters", "rank 0 computing", "optimizer 0 memory", "optimizer 1 memory",
-        "host memory beyond the programs",
+        "host memory beyond the programs", "host memory",
         "freed memory that malloc keeps",
     ]  # fmt: skip
     figures = {what: (row.kind, row.planned, row.measured, row.ratio) for what, row in rows.items()}
@@ -69,6 +72,8 @@ def test_bytes_of_ranks_owners_and_the_host() -> None:
     assert figures["rank 0 computing"] == ("planned", 100, 7 + 30, 0.37), "at the height of its steps"
     used = grown - 240 + 30
     assert figures["host memory beyond the programs"] == ("planned", 2000, used, used / 2000)
+    everyone = 10**6 + 2 * 6000 + 5000 - 240 + 30
+    assert figures["host memory"] == ("planned", 101999, everyone, everyone / 101999), "the coordinator's, too"
     assert figures["freed memory that malloc keeps"] == ("planned", 0, 200 + 10, None)
 
 

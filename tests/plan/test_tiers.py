@@ -15,6 +15,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.units import build_layout
 from rayzero.plan.hardware import Hardware, Hosts
+from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
 from rayzero.plan.work import Work
 
@@ -31,21 +32,29 @@ WORK = Work(
 UNIT = 64 * 64 * 2  # bytes in bf16
 
 
+NOTHING = Programs(rank=0, other=0, files=0)
+
+
 def four_layers() -> ModelLayout:
     with torch.device("meta"):
         model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
         return build_layout(model, min_unit_bytes=1, compute_dtype=torch.bfloat16).layout
 
 
-def planned(zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware, per_process: int = 0) -> RunBytes:
-    return plan_bytes(four_layers(), WORK, zero, scaling, hardware.hosts, num_states=2, per_process=per_process)
+def planned(zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware, programs: Programs = NOTHING) -> RunBytes:
+    return plan_bytes(four_layers(), WORK, zero, scaling, hardware.hosts, num_states=2, programs=programs)
 
 
 BF16 = ZeroConfig(precision="bf16")
 
 
 def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
-    run = planned(BF16, ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True), GPU_HOSTS, per_process=1000)
+    run = planned(
+        BF16,
+        ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True),
+        GPU_HOSTS,
+        programs=Programs(rank=1000, other=100, files=7),
+    )
     assert (run.device.parameters, run.device.resting, run.device.peak) == (4 * UNIT, 4 * UNIT + 100, 4 * UNIT + 7100)
     elements = 4 * 64 * 64
     assert sum(owner.params for owner in run.owners) == 2 * elements
@@ -55,7 +64,7 @@ def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
     first, second = run.hosts
     assert (first.ranks, first.owners, second.ranks, second.owners) == (2, 2, 2, 0), "owners stand beside ranks 0 and 1"
     assert (first.staging, second.staging) == (0, 2 * (2 * UNIT + 4 * UNIT)), "owners of another host: by gRPC"
-    assert (first.compute, first.processes, second.processes) == (0, 4000, 2000)
+    assert (first.compute, first.programs, second.programs) == (0, 2307, 2007), "the coordinator is on the first"
 
 
 def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_compute_in_host_memory() -> None:

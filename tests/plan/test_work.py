@@ -16,6 +16,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import engine_of
 from rayzero.errors import UnsupportedError
 from rayzero.layout.units import build_layout
+from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes
 from rayzero.plan.work import measure_work
 from rayzero.recipes.gpt import GPT, GPTConfig
@@ -78,7 +79,7 @@ def test_planned_device_bytes_are_those_of_a_real_step(name: str) -> None:
         rayzero.ScalingConfig(num_workers=1, num_optimizers=1),
         CPU_HOST.hosts,
         num_states=2,
-        per_process=0,
+        programs=Programs(rank=0, other=0, files=0),
     ).device
     with running_in(RankContext()):
         model = build()

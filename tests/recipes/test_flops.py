@@ -9,7 +9,7 @@ import torch
 
 from rayzero.recipes.flops import FlopRate, peak_flops
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
-from rayzero.recipes.planning import recipe_work
+from rayzero.recipes.planning import imported_memory, recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.telemetry.names import MFU_RATIO, MODEL_FLOPS, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -32,7 +32,7 @@ def test_a_steps_operations_are_the_models_matrix_products_attention_included(re
     products = 2 * tokens * (LAYERS * 12 * DIM * DIM + VOCAB * DIM)  # the embedding is looked up, not multiplied
     scores = 2 * tokens * SEQ * DIM  # one product of a layer with its whole square of scores; forward has 2, backward 5
     expected = 3 * products + LAYERS * 7 * scores
-    assert recipe_work(recipe, VOCAB, on_gpu=False).step_flops == 2 * expected
+    assert recipe_work(recipe, VOCAB, imported_memory(), on_gpu=False).step_flops == 2 * expected
 
 
 def test_each_rank_tells_its_operations_over_its_last_step_and_on_a_cpu_no_mfu(recipe: RecipeConfig) -> None:

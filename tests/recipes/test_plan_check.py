@@ -12,7 +12,7 @@ import pytest
 
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.recipes.plan_check import PLAN, PLAN_STEPS, PlanCheck, measure_hardware, read_plan
-from rayzero.recipes.planning import RecipeWork, recipe_work
+from rayzero.recipes.planning import RecipeWork, imported_memory, recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow
 from rayzero.telemetry.discovery import Target
@@ -71,7 +71,7 @@ def row(step: int, seconds: float) -> StepRow:
 @pytest.fixture(scope="module")
 def work() -> RecipeWork:
     recipe = RecipeConfig(dim=16, num_layers=1, num_heads=2, seq_len=16, steps=40)
-    return recipe_work(recipe, 256, on_gpu=False)
+    return recipe_work(recipe, 256, imported_memory(), on_gpu=False)
 
 
 def test_it_is_compared_once_after_twenty_steps(work, tmp_path) -> None:
