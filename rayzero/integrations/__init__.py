@@ -1,1 +1,1 @@
-"""Other people's training loops on RayZero: Hugging Face Accelerate and transformers' Trainer."""
+"""Other people's training loops on RayZero: Accelerate, transformers' Trainer, Lightning, Ray Train."""

@@ -14,7 +14,6 @@ the same ranks, Accelerate uses it for those; gradients and weights never go thr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.integrations.claim import claim_process
 from rayzero.layout.units import UnitRule
 
 __all__ = ["ZeroAccelerator"]
@@ -69,7 +69,7 @@ class ZeroAccelerator(Accelerator):
         if self.has_collectives:
             _check_same_world(context, self.state.num_processes, self.state.process_index)
         elif context.world_size > 1:
-            _claim_process(context)
+            claim_process(context, "Accelerate")
             self._take_place(context)
 
     def _refuse_other_engines(self) -> None:
@@ -258,25 +258,6 @@ def _zero_of(optimizer: Any) -> ZeroOptimizer | None:
 def _tell_stepped(optimizer: Any) -> None:
     """A scheduler that was made over the optimizer before prepare() looks there whether it has stepped."""
     optimizer._opt_called = True
-
-
-# ---- one rank a process -----------------------------------------------------------------------------------------
-
-_claimed: list[RankContext] = []  # the rank of several whose place this process's Accelerate state has
-_claiming = threading.Lock()
-
-
-def _claim_process(context: RankContext) -> None:
-    """Accelerate keeps its state once a process: two ranks in one would silently share it."""
-    with _claiming:
-        if any(other is not context for other in _claimed):
-            raise UnsupportedError(
-                f"rank {_claimed[0].rank} uses Accelerate in this process already, which keeps one state a process; "
-                "run ranks as processes: run_ranks(..., processes=True), or ZeroTrainer"
-            )
-        if not _claimed:
-            _claimed.append(context)
-            context.on_close(lambda _: _claimed.remove(context))
 
 
 def _check_same_world(context: RankContext, num_processes: int, process_index: int) -> None:

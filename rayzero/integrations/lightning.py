@@ -1,0 +1,149 @@
+"""Lightning's Trainer on RayZero, one setting changed: ``Trainer(strategy=ZeroStrategy(), devices=1, ...)``.
+
+[Note: Lightning's world] A Trainer runs alone, or in a ZeroTrainer's loop on every rank. Lightning's sampler gives each
+rank its part of the training data; every rank evaluates and predicts from all of it, so that metrics and what rests on
+them (EarlyStopping) are the same everywhere. What is logged in training is the rank's own. What needs a collective is
+refused by name. A checkpoint is Lightning's file, with fp32 masters and all moments, as a plain Trainer's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from rayzero.config import ZeroConfig
+from rayzero.engine.context import get_context
+from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
+from rayzero.errors import UnsupportedError
+from rayzero.integrations.claim import claim_process
+from rayzero.layout.units import UnitRule
+
+__all__ = ["ZeroStrategy"]
+
+
+class _OwnersClip(Precision):
+    """Clips gradients where they are: with the owners."""
+
+    clip_grad_by_norm = staticmethod(ZeroOptimizer.clip_grad_norm_)
+    clip_grad_by_value = staticmethod(ZeroOptimizer.clip_grad_value_)
+
+
+class _Root(nn.Sequential):
+    """Has Lightning run the module's steps inside the module's own call, by which the engine knows a pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self[0](*args, **kwargs)
+
+
+class ZeroStrategy(ParallelStrategy):
+    """A strategy whose ``fit()`` trains what ``rayzero.prepare`` makes of the module and its one optimizer.
+
+    zero_config: by default the run's, else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to the
+        Trainer's. units: as in ``rayzero.prepare``. Raises UnsupportedError, naming the setting, for what cannot be."""
+
+    num_nodes = 1  # the Trainer writes its own here
+    global_rank = local_rank = property(lambda self: get_context().rank)
+    world_size = property(lambda self: get_context().world_size)
+    is_distributed = property(lambda self: get_context().world_size > 1)
+    root_device = property(lambda self: get_context().device if get_context().connect else self.parallel_devices[0])
+    _setup_model = staticmethod(_Root)
+    barrier = SingleDeviceStrategy.barrier  # none: the engine's steps keep ranks together
+    reduce_boolean_decision = SingleDeviceStrategy.reduce_boolean_decision  # the rank's own; see the note
+
+    def __init__(self, zero_config: ZeroConfig | None = None, *, units: UnitRule | None = None) -> None:
+        super().__init__()
+        self._zero_config, self._units = zero_config, units
+
+    def set_world_ranks(self) -> None:  # the Trainer has written its settings by now
+        devices, here = self.parallel_devices, self.root_device
+        wrong = len(devices) * self.num_nodes != 1 or devices[0].type != here.type
+        _refuse(wrong, f"devices={devices}, num_nodes={self.num_nodes}", f"a rank has one, {here}; see ZeroTrainer")
+        plugin, self.precision_plugin = self._precision_plugin, _OwnersClip()
+        wrong = type(plugin) not in (Precision, _OwnersClip)
+        _refuse(wrong, f"precision={plugin.precision!r}", "set ZeroConfig(precision='bf16'), with fp32 masters")
+        _refuse(self._layer_sync is not None, "sync_batchnorm=True", "leave it out")
+        claim_process(get_context(), "Lightning")
+        rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer, module = self.lightning_module.trainer, self.lightning_module
+        prepares = is_overridden("prepare_data", module) or is_overridden("prepare_data", trainer.datamodule)
+        _refuse(self.is_distributed and prepares, "prepare_data() on one of several ranks", "prepare before they start")
+        writing = ModelPruning | StochasticWeightAveraging | WeightAveraging
+        writers = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, writing)]
+        _refuse(writers, f"callbacks that write weights, {', '.join(writers)},", "leave them out")
+
+    def model_to_device(self) -> None:  # in fit() on a trainer's rank the engine does, unit by unit
+        module, device = self.lightning_module, self.root_device
+        whole = not (get_context().connect and module.trainer.training)
+        for part in () if is_prepared(module) else module.modules():
+            if whole or next(part.parameters(), None) is None:  # a metric
+                part.to(device)
+        module._device = device  # what users read as self.device
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        _refuse(is_prepared(module), "second fit() of a module", "go on in a new run: fit(ckpt_path=...)")
+        super().setup_optimizers(trainer)
+        plain, *others = trainer.optimizers
+        _refuse(others or not plain.param_groups, "configure_optimizers() of other than one optimizer", "give one")
+        config = self._zero_config or get_context().config or ZeroConfig()
+        planned = max(config.gradient_accumulation_steps, trainer.accumulate_grad_batches)
+        config = config.replace(gradient_accumulation_steps=planned)
+        optimizer: Any = prepare(module, plain, config, units=self._units)[1]
+        optimizer.register_step_post_hook(lambda *_: setattr(plain, "_opt_called", True))  # schedulers look there
+        self._plain, self.optimizers = plain, [optimizer]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:  # rank 0 may still be writing it
+        racing = self.is_distributed and is_prepared(self.lightning_module)
+        _refuse(racing, "ckpt_path after fit() on several ranks", "evaluate it in a run of its own")
+        return super().load_checkpoint(*args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._plain.param_groups = self.optimizers[0].param_groups  # schedulers look there; loading makes new ones
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:  # rank 0 writes the file
+        if not is_prepared(self.lightning_module):
+            return dict(super().lightning_module_state_dict())
+        return full_state_dict(self.lightning_module) if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return dict(super().optimizer_state(optimizer)) if self.is_global_zero else {}
+
+    def teardown(self) -> None:  # not Lightning's, which moves the model to the CPU
+        for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        split = self.lightning_module.trainer.training
+        return {"num_replicas": self.world_size if split else 1, "rank": self.global_rank if split else 0}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        own = self.is_distributed and self.lightning_module.trainer.training
+        own &= isinstance(tensor, Tensor) and tensor.is_floating_point()  # others are the lengths of loaders
+        _refuse(own, "sync_dist=True in training", "log without, or in validation, where every rank has all data")
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        _refuse(self.is_distributed, "all_gather()", "work in validation, where every rank has all data")
+        return tensor
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:  # paths are the same on ranks of one script
+        decision = self.is_distributed and not isinstance(obj, str | None)
+        _refuse(decision, f"broadcast of {obj!r} (Timer, train_time_interval, ...)", "stop by steps or epochs")
+        return obj
+
+
+def _refuse(wrong: object, what: str, instead: str) -> None:
+    if wrong:
+        raise UnsupportedError(f"Lightning's {what} is not supported on RayZero: {instead}")

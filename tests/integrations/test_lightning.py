@@ -1,0 +1,386 @@
+"""Lightning's Trainer with another strategy learns what it learns with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.models import VOCAB, Net, relative_difference, same_bits, seeded, tight, token_loss
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanMetric
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import UnsupportedError
+from rayzero.integrations.lightning import ZeroStrategy
+from rayzero.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning with torch 2.13
+        "The '.*_dataloader' does not have many workers",
+        "You defined a `validation_step` but have no `val_dataloader`",
+        "Checkpoint directory .* exists and is not empty",
+    )
+]
+
+
+class Learner(LightningModule):
+    """A net that the steps call without going through forward; the lr of every batch is kept."""
+
+    manual = False
+    plateau = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeded(Net)
+        self.mean = MeanMetric()
+        self.lrs: list[float] = []
+        self.automatic_optimization = not self.manual
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = token_loss(self.net, batch)
+        self.log("train", loss, on_step=False, on_epoch=True)
+        if not self.manual:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        optimizer.step()
+        self.lr_schedulers().step()
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.lrs.append(self.optimizers().param_groups[0]["lr"])
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = token_loss(self.net, batch)
+        self.log("val", loss, sync_dist=True)
+        self.mean(loss)
+        self.log("mean", self.mean)
+
+    def predict_step(self, batch: Any, index: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        if self.plateau:
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val"}
+        parts = [StepLR(optimizer, 2, gamma) for gamma in (0.5, 0.9)]
+        return [optimizer], [{"scheduler": SequentialLR(optimizer, parts, [5]), "interval": "step"}]
+
+
+class ManualLearner(Learner):
+    manual = True
+
+
+class PlateauLearner(Learner):
+    plateau = True
+
+
+def examples() -> TensorDataset:
+    """24 of 8 tokens and 8 targets."""
+    both = torch.randint(0, VOCAB, (2, 24, 8), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(both[0], both[1])
+
+
+def loader(batch_size: int = 4, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(examples(), batch_size=batch_size, **settings)
+
+
+def trainer(**settings: Any) -> Trainer:
+    quiet = {f"enable_{name}": False for name in ("progress_bar", "model_summary", "checkpointing")}
+    return Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False} | quiet | settings)
+
+
+def zero(**settings: Any) -> ZeroStrategy:
+    """Units come and go."""
+    return ZeroStrategy(tight(Net(), prefetch_buffer_size=1, spare=0, **settings))
+
+
+def metrics_of(trained: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trained.callback_metrics.items()}
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return rayzero.full_state_dict(module)
+
+
+@pytest.fixture
+def alone() -> Iterator[RankContext]:
+    with running_in(RankContext()) as context:
+        yield context
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[RankContext]:
+    """A rank as a loop sees it, of a run that no test prepares a model in."""
+    before = rank_zero_only.rank
+    with running_in(RankContext(rank=1, world_size=2)) as context:
+        yield context
+    rank_zero_only.rank = before
+
+
+CASES: dict[str, tuple[type[Learner], dict[str, Any]]] = {
+    "neither clipped nor accumulated": (Learner, {}),
+    "norm clipped": (Learner, {"gradient_clip_val": 0.5}),
+    "values clipped": (Learner, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulated, with a remainder, validated between": (
+        Learner,
+        {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    ),
+    "a plateau of the validation loss": (PlateauLearner, {"val_check_interval": 3, "max_epochs": 3}),
+    "manual optimization, values clipped": (ManualLearner, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_lightning_alone(case: str, alone: RankContext) -> None:
+    """The same bits, but where a norm is clipped (its scale is computed in fp64 here)."""
+    kind, settings = CASES[case]
+    plain, ours, done = kind(), kind(), {}
+    for module, strategy in ((plain, "auto"), (ours, zero())):
+        done[module] = trainer(strategy=strategy, **settings)
+        done[module].fit(module, loader(), loader(6))
+    exact = case != "norm clipped"
+    assert same_bits(state_of(ours), plain.state_dict()) or not exact
+    assert relative_difference(state_of(ours), plain.state_dict()) <= 1e-5
+    assert ours.lrs == plain.lrs
+    assert len(set(plain.lrs)) > 1
+    want, got = (metrics_of(done[module]) for module in (plain, ours))
+    assert set(got) == {"train", "val", "mean"}
+    assert got == pytest.approx(want, rel=0 if exact else 1e-5)
+    for results in zip(*(done[module].predict(module, loader()) for module in (plain, ours)), strict=True):
+        torch.testing.assert_close(*results, rtol=0, atol=0 if exact else 1e-4)
+    assert done[ours].validate(ours, loader(6), verbose=False) == [
+        pytest.approx(row) for row in done[plain].validate(plain, loader(6), verbose=False)
+    ]
+
+
+def test_a_step_that_leaves_forward_out_gets_inputs_of_the_precision(alone: RankContext) -> None:
+    class Float(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            assert batch[0].dtype is torch.bfloat16
+            return self.net(batch[0]).square().mean()
+
+    module = Float()
+    before = module.net.weight.detach().clone()
+    strategy = ZeroStrategy(ZeroConfig(precision="bf16"))
+    trainer(strategy=strategy, max_steps=1).fit(module, DataLoader(TensorDataset(torch.ones(2, 4))))
+    after = state_of(module)["net.weight"]
+    assert after.dtype is torch.float32
+    assert not torch.equal(after, before)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["ours", "plain"])
+@pytest.mark.parametrize("second", ["ours", "plain"])
+def test_either_goes_on_from_the_others_checkpoint(first: str, second: str, tmp_path: Path) -> None:
+    whole = Learner()
+    trainer(max_epochs=3).fit(whole, loader(), loader(6))
+    for kind, epochs, path in ((first, 2, None), (second, 3, tmp_path / "last.ckpt")):
+        with running_in(RankContext()):
+            saved = ModelCheckpoint(tmp_path, filename="last", save_top_k=1)
+            strategy = zero() if kind == "ours" else "auto"
+            module = Learner()
+            trained = trainer(strategy=strategy, max_epochs=epochs, callbacks=[saved], enable_checkpointing=True)
+            trained.fit(module, loader(), loader(6), ckpt_path=path)
+            state = state_of(module) if kind == "ours" else module.state_dict()
+    assert same_bits(state, whole.state_dict())
+    assert module.lrs == whole.lrs[12:]
+
+
+def test_a_checkpoint_has_what_lightnings_has(alone: RankContext, tmp_path: Path) -> None:
+    files = {}
+    for name, strategy in (("plain", "auto"), ("ours", zero())):
+        trained = trainer(strategy=strategy)
+        trained.fit(Learner(), loader())
+        trained.save_checkpoint(tmp_path / name)
+        files[name] = torch.load(tmp_path / name, weights_only=True)
+    plain, ours = files["plain"], files["ours"]
+    assert set(ours) == set(plain)
+    assert same_bits(ours["state_dict"], plain["state_dict"])
+    (got,), (want,) = ours["optimizer_states"], plain["optimizer_states"]
+    assert got["param_groups"] == want["param_groups"]
+    assert all(same_bits(got["state"][key], want["state"][key]) for key in want["state"])
+    assert ours["lr_schedulers"] == plain["lr_schedulers"]
+
+
+# ---- several ranks ----------------------------------------------------------------------------------------------
+
+
+class _Seen(Callback):
+    """The first token of every training example, in order, and how often validation ran."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        self.validations = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        self.tokens.append(batch[0][:, 0].tolist())
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validations += 1
+
+
+class Distributed(Learner):
+    """SGD sees the size of gradients, which Adam does not."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fitted(directory: Path, batch_size: int, **settings: Any) -> tuple[Distributed, Trainer, _Seen]:
+    """Until validation gets no better by 10, after the second epoch; one checkpoint at the end."""
+    module, seen = Distributed(), _Seen()
+    callbacks = [seen, EarlyStopping("val", min_delta=10.0, patience=1), ModelCheckpoint(directory, filename="end")]
+    common = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 9, "num_sanity_val_steps": 0}
+    trained = trainer(callbacks=callbacks, enable_checkpointing=True, **common, **settings)
+    sampler = DistributedSampler(examples(), 1, 0) if "strategy" not in settings else None
+    trained.fit(module, loader(batch_size, sampler=sampler), loader(6))
+    return module, trained, seen
+
+
+def fit_a_rank(context: RankContext) -> tuple[dict[str, Tensor], float, list[Tensor], list[list[int]], int]:
+    assert context.run_dir is not None
+    module, trained, seen = fitted(context.run_dir, 2, strategy=zero())
+    loss = metrics_of(trained)["val"]
+    with pytest.raises(UnsupportedError, match=r"ckpt_path after fit\(\) on several ranks"):
+        trained.validate(module, loader(6), ckpt_path="best")
+    return state_of(module), loss, trained.predict(module, loader()), seen.tokens, seen.validations
+
+
+def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path: Path) -> None:
+    """Lightning shuffles what it splits: so does the one, by the same sampler."""
+    plain, trained, whole = fitted(tmp_path / "plain", 4)
+    ranks = run_ranks(fit_a_rank, 2, 2, "grpc", processes=True, run_dir=tmp_path)
+    (one, _, predicted, tokens, _), (other, _, same, others_tokens, _) = ranks
+    assert same_bits(one, other)
+    assert relative_difference(one, plain.state_dict()) <= 1e-5
+    for _, loss, _, _, validations in ranks:
+        assert loss == pytest.approx(metrics_of(trained)["val"], rel=1e-5)
+        assert validations == whole.validations == 2
+    both = [sorted(a + b) for a, b in zip(tokens, others_tokens, strict=True)]
+    assert both == [sorted(batch) for batch in whole.tokens]
+    assert all(torch.equal(a, b) for a, b in zip(predicted, same, strict=True))
+    assert sum(len(batch) for batch in predicted) == 24
+    assert same_bits(torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"], one)
+
+
+def test_two_ranks_in_one_process_are_refused() -> None:
+    before = rank_zero_only.rank
+    with running_in(RankContext(world_size=2)):
+        trainer(strategy=ZeroStrategy())
+        with (
+            running_in(RankContext(rank=1, world_size=2)),
+            pytest.raises(UnsupportedError, match=r"rank 0 uses Lightning in this process already.*processes=True"),
+        ):
+            trainer(strategy=ZeroStrategy())
+    rank_zero_only.rank = before
+
+
+class SyncedInTraining(Learner):
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.log("count", 1.0, sync_dist=True, on_epoch=True)
+
+
+class Gathers(Learner):
+    def on_train_start(self) -> None:
+        self.all_gather(torch.ones(1))
+
+
+class Prepares(Learner):
+    def prepare_data(self) -> None:
+        """Downloads something."""
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "message"),
+    [
+        (SyncedInTraining, {"limit_train_batches": 1}, "sync_dist=True in training"),
+        (Gathers, {}, r"all_gather\(\)"),
+        (Prepares, {}, r"prepare_data\(\) on one of several ranks"),
+        (Learner, {"callbacks": [Timer(timedelta(days=1))]}, r"broadcast of False \(Timer"),
+    ],
+)
+def test_what_needs_other_ranks_is_refused(module: type, settings: Any, message: str) -> None:
+    def rank(context: RankContext) -> None:
+        if context.rank == 0:
+            trainer(strategy=ZeroStrategy(), **settings).fit(module(), loader())
+
+    with pytest.raises(UnsupportedError, match=f"Lightning's {message}"):
+        run_ranks(rank, 2, 1)
+
+
+# ---- refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "bf16-mixed"}, r"precision='bf16-mixed' .* ZeroConfig\(precision='bf16'\)"),
+        ({"precision": "bf16-true"}, r"precision='bf16-true' .* ZeroConfig\(precision='bf16'\)"),
+        ({"precision": "64-true"}, r"precision='64-true'"),
+        ({"devices": 2}, r"devices=\[.*\], num_nodes=1 .*a rank has one"),
+        ({"num_nodes": 2}, r"devices=\[.*\], num_nodes=2 .*a rank has one"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True"),
+    ],
+)
+def test_a_setting_that_cannot_be_right_is_refused(settings: Any, message: str, alone: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match=f"Lightning's {message}"):
+        trainer(strategy=ZeroStrategy(), **settings)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
+def test_fp16_autocast_is_refused(alone: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match=r"-mixed' is not supported on RayZero: set ZeroConfig"):
+        trainer(strategy=ZeroStrategy(), precision="16-mixed")
+
+
+class Two(ManualLearner):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.net.layers.parameters()), torch.optim.AdamW(self.net.norm.parameters())]
+
+
+class No(Learner):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("module", [Two, No])
+def test_other_than_one_optimizer_is_refused(module: type, alone: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match=r"configure_optimizers\(\) of other than one optimizer"):
+        trainer(strategy=ZeroStrategy()).fit(module(), loader())
+
+
+def test_callbacks_that_write_weights_are_refused(alone: RankContext) -> None:
+    averaging = StochasticWeightAveraging(1e-3, device=None)
+    with pytest.raises(UnsupportedError, match="callbacks that write weights, StochasticWeightAveraging, is"):
+        trainer(strategy=ZeroStrategy(), callbacks=[averaging]).fit(Learner(), loader())
+
+
+def test_a_second_fit_is_refused(alone: RankContext) -> None:
+    module, trained = Learner(), trainer(strategy=ZeroStrategy(), max_epochs=1)
+    trained.fit(module, loader())
+    with pytest.raises(UnsupportedError, match=r"second fit\(\) of a module.*ckpt_path"):
+        trained.fit(module, loader())
