@@ -195,7 +195,7 @@ class ThreadTicket:
 
 @dataclass(slots=True)
 class _Job:
-    run: Callable[[], None]
+    run: Callable[[], bool]  # whether it copied
     direction: str
     parcel: Parcel
     ticket: ThreadTicket = field(default_factory=ThreadTicket)
@@ -226,22 +226,24 @@ class ThreadLane:
     def copy_out(self, source: Resident, parcel: Parcel, *, take: int, keep: bool) -> Ticket:
         """Queue it; the copy thread clears ``source`` unless told to keep it. A copy that fails clears nothing."""
 
-        def run() -> None:
+        def run() -> bool:
             data = source.bytes
             if data is None:
-                return  # dropped while it waited
+                return False  # dropped while it waited
             parcel.host.copy_(parcel.codec.encode(data[-take:], parcel.dtype))
             if not keep:
                 source.clear()
+            return True
 
         return self._submit(_Job(run, "out", parcel))
 
     def copy_in(self, parcel: Parcel, target: Tensor, *, after: Ticket) -> Ticket:
         """Queue it; the copy thread waits for ``after``."""
 
-        def run() -> None:
+        def run() -> bool:
             after.wait()
             parcel.codec.decode(parcel.host, parcel.dtype, target)
+            return True
 
         return self._submit(_Job(run, "in", parcel))
 
@@ -347,9 +349,10 @@ def _run_job(job: _Job, spans: deque[Span], before_copy: Callable[[str, str], No
         if before_copy is not None:
             before_copy(job.direction, job.parcel.label)
         with torch.no_grad():
-            job.run()
+            copied = job.run()
     except BaseException as error:  # handed to whoever waits for this copy
         job.ticket.end(error)
         return
-    spans.append(Span(job.direction, job.parcel.label, start, time.perf_counter(), job.parcel.host.numel()))
+    if copied:
+        spans.append(Span(job.direction, job.parcel.label, start, time.perf_counter(), job.parcel.host.numel()))
     job.ticket.end()

@@ -55,6 +55,7 @@ def test_a_held_source_stays_and_a_dropped_one_is_not_copied():
     assert second.host.eq(255).all()
     lane.drop_out(held, tickets[0])
     assert cleared == [20, 10]
+    assert [span.nbytes for span in lane.spans()] == [10], "what is not copied says nothing of the link's speed"
     lane.close()
 
 
