@@ -56,6 +56,7 @@ class SharedOwner:
         self.host = host_identity(directory)
         self._life = secrets.randbits(63)
         self._lock = threading.Lock()
+        self._looking = threading.Lock()  # around every look at what others wrote: each piece is taken once
         self._ranks: dict[int, _Rank] = {}
         self._orders: dict[int, Asker] = {}  # of the lead: owner -> where it asks
         self._lead: Answerer | None = None  # where this owner answers the lead
@@ -168,21 +169,28 @@ class SharedOwner:
         return asker.ask(method, request) if asker is not None else None
 
     def _listen(self) -> None:
+        self._hear(self._look)
+
+    def _hear(self, look: Callable[[], None]) -> None:
         try:
-            self._look()
+            with self._looking:
+                look()
         except Exception as exc:  # the supervision loop of all that this owner hears
             log.exception("optimizer %d cannot go on", self.owner)
             self._service.abort(exc if isinstance(exc, StoreError) else StoreError(f"an owner failed: {exc!r}"))
 
     def _look(self) -> None:
         for rank in list(self._ranks.values()):
-            for unit, pushed in rank.stamps.news():
-                self._service.observe(rank.rank, unit, pushed)
-            self._answer_all(rank.questions)
+            self._look_at(rank)
         if self._lead is not None:
             self._answer_all(self._lead)
         for asker in self._orders.values():
             asker.take_answers()
+
+    def _look_at(self, rank: _Rank) -> None:
+        for unit, pushed in rank.stamps.news():
+            self._service.observe(rank.rank, unit, pushed)
+        self._answer_all(rank.questions)
 
     def _answer_all(self, answerer: Answerer) -> None:
         for slot, number, method, request in answerer.take_questions():
@@ -196,10 +204,14 @@ class SharedOwner:
     # ---- the end
 
     def leave(self, rank: int) -> None:
-        """A rank is gone: nothing of it is read any more but gradients that count already."""
+        """A rank is gone: what it said before is heard first, whose news may come after those of its leaving; then
+        nothing of it is read any more but gradients that count already."""
         with self._lock:
             gone = self._ranks.pop(rank, None)
-        for slab in gone.slabs if gone is not None else ():
+        if gone is None:
+            return
+        self._hear(partial(self._look_at, gone))
+        for slab in gone.slabs:
             slab.close()
 
     def close(self) -> None:

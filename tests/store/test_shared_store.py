@@ -35,7 +35,7 @@ from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.testing import run_ranks
 
 from .stores import TOKEN
-from .toy import Rank, initial_values, make_spec, random_grads, start, take_step
+from .toy import WAIT, Rank, initial_values, make_spec, random_grads, start, take_step
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
 
@@ -98,6 +98,20 @@ def test_no_rpc_is_made_within_a_step(stack: ExitStack) -> None:
         for rank in ranks:
             rank.fetch(step + 1)
     assert calls.names == []
+
+
+def test_what_a_rank_said_before_it_left_is_heard_by_owners_that_were_slow_to_look(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaver, other = ranks_of(stack, served(stack, 2), 2)
+    with monkeypatch.context() as slow:
+        slow.setattr(SharedOwner, "_look", lambda _: None)
+        leaver.push(random_grads(leaver.spec, 1))
+        leaver.finish()
+        leaver.store.close("end of the training loop")
+    other.push(random_grads(other.spec, 2))
+    assert other.finish().result(WAIT).finite
+    other.fetch(1)
 
 
 def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owners_write(stack: ExitStack) -> None:
