@@ -1,7 +1,7 @@
-"""Builds the native kernel with the package: a wheel or an editable install gets it where a C compiler is found.
+"""Builds the native libraries with the package: a wheel or an editable install gets them where a C compiler is found.
 
-Without one the package is whole all the same (the torch kernel takes over) and carries the reason, which
-``rayzero doctor`` shows. ``CC`` names the compiler; nothing else of the environment is read.
+Without one the package is whole all the same (the torch kernel and Python's event loop take over) and carries the
+reason, which ``rayzero doctor`` shows. ``CC`` names the compiler; nothing else of the environment is read.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("rayzero/kernels")
-UNITS = ("adam.c", "team.c", "signals.c")
-SOURCES = (*UNITS, "adam_body.h", "team.h")
-LIBRARY = f"_native.{sysconfig.get_platform()}.so"
-REASON = "_native.reason"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     "-std=gnu11",
@@ -36,45 +31,81 @@ FLAGS = (
 )
 
 
+class Library(NamedTuple):
+    """A library of one package folder, from the C sources in its ``native/``."""
+
+    folder: Path
+    stem: str
+    units: tuple[str, ...]
+    headers: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """Its name, once built."""
+        return f"{self.stem}.{sysconfig.get_platform()}.so"
+
+    @property
+    def reason(self) -> str:
+        """The name of the text that says why there is none."""
+        return f"{self.stem}.reason"
+
+    def digest(self, root: Path) -> str:
+        """Which text a library was built from."""
+        source = root / self.folder / "native"
+        text = b"".join((source / name).read_bytes() for name in (*self.units, *self.headers))
+        return hashlib.sha256(text).hexdigest()[:16]
+
+
+LIBRARIES = (
+    Library(Path("rayzero/kernels"), "_native", ("adam.c", "team.c", "signals.c"), ("adam_body.h", "team.h")),
+    Library(Path("rayzero/telemetry"), "_pages", ("pages.c",)),
+)
+
+
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Adds the library, or the reason why there is none, to a wheel; puts it into the source for an editable one."""
+    """Adds the libraries, or the reasons why there are none, to a wheel; puts them into the source for an editable."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build. ``version`` is "standard" or "editable"."""
-        kernels = Path(self.root) / FOLDER
-        self._made = Path(tempfile.mkdtemp(prefix="_native.", dir=kernels if version == "editable" else None))
-        built = build(kernels / "native", self._made)
-        self.app.display_info(f"native kernel: {built.name if built.name == LIBRARY else built.read_text()}")
-        if version == "editable":
-            (kernels / (LIBRARY if built.name == REASON else REASON)).unlink(missing_ok=True)
-            built.replace(kernels / built.name)
-            return
-        build_data["force_include"][str(built)] = str(FOLDER / built.name)
-        if built.name == LIBRARY:
-            build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        root = Path(self.root)
+        beside = root / LIBRARIES[0].folder if version == "editable" else None
+        self._made = Path(tempfile.mkdtemp(prefix="_native.", dir=beside))
+        for library in LIBRARIES:
+            built = build(library, root, self._made)
+            there = built.name == library.file
+            self.app.display_info(f"{library.stem}: {built.name if there else built.read_text()}")
+            if version == "editable":
+                (root / library.folder / (library.reason if there else library.file)).unlink(missing_ok=True)
+                built.replace(root / library.folder / built.name)
+                continue
+            build_data["force_include"][str(built)] = str(library.folder / built.name)
+            if there:
+                build_data["pure_python"] = False
+                build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the folder that was built in."""
         shutil.rmtree(self._made)
 
 
-def build(source: Path, target: Path) -> Path:
+def build(library: Library, root: Path, target: Path) -> Path:
     """Compile into the folder ``target``; the library's path, or that of the text that says why there is none."""
     compiler = find_compiler()
     if compiler is None:
         asked = os.environ.get("CC")
         tried = f"CC={asked} is not there" if asked else f"none of {', '.join(COMPILERS)} is there"
-        return _say(target, f"no C compiler when rayzero was installed ({tried}); install one, then rayzero again")
-    library = target / LIBRARY
-    define = f'-DRZ_SOURCE="{digest(source)}"'
-    units = [str(source / name) for name in UNITS]
-    command = [*compiler, *FLAGS, define, *units, "-o", str(library), "-lm"]
+        why = f"no C compiler when rayzero was installed ({tried}); install one, then rayzero again"
+        return _say(target / library.reason, why)
+    built = target / library.file
+    define = f'-DRZ_SOURCE="{library.digest(root)}"'
+    units = [str(root / library.folder / "native" / name) for name in library.units]
+    command = [*compiler, *FLAGS, define, *units, "-o", str(built), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        return _say(target, f"{compiler[0]} could not build the native kernel when rayzero was installed: {wrong}")
-    return library
+        why = f"{compiler[0]} could not build the native kernel when rayzero was installed: {wrong}"
+        return _say(target / library.reason, why)
+    return built
 
 
 def find_compiler() -> list[str] | None:
@@ -86,12 +117,6 @@ def find_compiler() -> list[str] | None:
     return [found] if found else None
 
 
-def digest(source: Path) -> str:
-    """Which text a library was built from."""
-    return hashlib.sha256(b"".join((source / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
-
-
-def _say(target: Path, reason: str) -> Path:
-    path = target / REASON
+def _say(path: Path, reason: str) -> Path:
     path.write_text(reason + "\n", encoding="utf-8")
     return path

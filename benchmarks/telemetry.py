@@ -6,17 +6,17 @@ The model of hooks.py (2,000 parameters in 100 units: a step with more events th
 store. Four contestants take turns A B C D D C B A A B ... in one process; a turn is a step that is not timed and
 ``--steps`` that are. Turns are short and many, because a virtual machine's speed changes from second to second:
 
-- null: ``NullRecorder``, no exporter.
-- on: ``MemoryRecorder`` and an exporter that nobody asks.
+- null: what is measured goes to a ``NullRecorder``.
+- on: to a ``MemoryRecorder``, whose exporter nobody asks.
 - scraped: the same, asked for ``/metrics`` ``--scrapes`` times a second by a process of its own.
 - hanging: the same, with 64 connections that have asked and never read.
 
-Ratios within a round (what scrapes cost: beside the same, not scraped), medians over rounds with their standard error
-(outer twentieths left out) and the quarters' range: wall time; processor time of the whole
-process, exporter and owner included, which a loaded machine disturbs less; and that of the training thread. The
-scraper's own processor time is another process's; where the training uses all cores, wall time has it. ``--apart``: the
-training process, exporter included, keeps to the first core and the scraper to the last one, as if Prometheus were on
-another machine.
+All take steps of one model, so that nothing but the recorder differs. Ratios within a round (what scrapes cost:
+beside the same, not scraped), medians over rounds with their standard error (outer twentieths left out) and the
+quarters' range: wall time; processor time of the whole process, exporter and owner included, which a loaded machine
+disturbs less; and that of the training thread. The scraper's own processor time is another process's; where the
+training uses all cores, wall time has it. ``--apart``: the training process, exporter included, keeps to the first
+core and the scraper to the last one, as if Prometheus were on another machine.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.engine.context import RankContext, running_in
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
+from rayzero.telemetry.spans import Over, Spans
 
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 HANGING = 64
 PAIRS = (("on", "null"), ("scraped", "on"), ("hanging", "on"))
 
 Round = dict[str, Times]  # by contestant
+Contestants = Mapping[str, tuple[MemoryRecorder | NullRecorder, Callable[[], AbstractContextManager[None]]]]
 
 
 def stepper(width: int, rows: int) -> Step:
@@ -60,6 +62,33 @@ def stepper(width: int, rows: int) -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+class Turned:
+    """A recorder that tells another what it is told, and may be turned to a third; at no further call. So do its spans,
+    which whoever measures keeps. Sources are the kept one's: they are asked when somebody looks."""
+
+    def __init__(self, kept: MemoryRecorder) -> None:
+        self.watch, self.spans = kept.watch, TurnedSpans()
+        self.turn(kept)
+
+    def turn(self, to: MemoryRecorder | NullRecorder) -> None:
+        """Tell ``to`` from now on."""
+        self.add, self.observe, self.set = to.add, to.observe, to.set
+        self.spans.to, self.spans.add, self.spans.begin = to.spans, to.spans.add, to.spans.begin
+
+
+class TurnedSpans:
+    """See ``Turned``."""
+
+    to: Spans
+    add: Callable[[str, str, float, float, int], None]
+    begin: Callable[[str, str, int], Over]
+
+    @property
+    def wanted(self) -> bool:
+        """Whether spans are kept now."""
+        return self.to.wanted
 
 
 def exposed(recorder: MemoryRecorder) -> Exposure:
@@ -170,34 +199,36 @@ def main() -> None:
     if options.apart:
         os.sched_setaffinity(0, cores[:1])
         torch.set_num_threads(1)
-    recorder = MemoryRecorder()
+    recorder, null = MemoryRecorder(), NullRecorder()
+    turned = Turned(recorder)
     with ExitStack() as stack:
-        stack.enter_context(running_in(RankContext(recorder=NullRecorder())))
-        null = stepper(options.width, options.rows)
-        stack.enter_context(running_in(RankContext(recorder=recorder)))
-        on = stepper(options.width, options.rows)
+        stack.enter_context(running_in(RankContext(recorder=turned)))
+        step = stepper(options.width, options.rows)
         exposure = exposed(recorder)
         stack.callback(exposure.close)
         address = exposure.target.address
         scraper = Scraper(address, options.scrapes, cores[-1] if options.apart else None)
         stack.callback(scraper.close)
-        contestants: dict[str, tuple[Step, Callable[[], AbstractContextManager[None]]]] = {
+        contestants: Contestants = {
             "null": (null, nullcontext),
-            "on": (on, nullcontext),
-            "scraped": (on, scraper.at_work),
-            "hanging": (on, lambda: hanging(address)),
+            "on": (recorder, nullcontext),
+            "scraped": (recorder, scraper.at_work),
+            "hanging": (recorder, lambda: hanging(address)),
         }
-        there, back = dict(contestants), dict(reversed(contestants.items()))
-        rounds = [play(back if number % 2 else there, options.steps) for number in range(options.rounds)]
+        there, back = dict(contestants), dict(reversed(list(contestants.items())))
+        for _ in range(3):
+            step()
+        rounds = [play(back if i % 2 else there, turned, step, options.steps) for i in range(options.rounds)]
     tell(rounds)
     answers, errors, late = scraper.counts
     print(f"scraper: {answers:,} answers, {errors} errors, {late:,} late for {options.scrapes:g} a second")
 
 
-def play(contestants: Mapping[str, tuple[Step, Callable[[], AbstractContextManager[None]]]], steps: int) -> Round:
+def play(contestants: Contestants, turned: Turned, step: Step, steps: int) -> Round:
     """One turn each."""
     found = {}
-    for name, (step, meanwhile) in contestants.items():
+    for name, (recorder, meanwhile) in contestants.items():
+        turned.turn(recorder)
         with meanwhile():
             found[name] = turn(step, steps)
     return found

@@ -21,7 +21,7 @@ from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.heartbeats import Heartbeats
 from rayzero.cluster.reports import Report
 from rayzero.telemetry.discovery import Target, service_discovery
-from rayzero.telemetry.http import Page
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 
 __all__ = [

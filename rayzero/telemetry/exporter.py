@@ -13,9 +13,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry.http import Page, PageServer
+from rayzero.telemetry.http import listen, serve_pages
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
 
 METRICS_PATH = "/metrics"
@@ -88,14 +89,14 @@ class Exporter:
         registry.register(RecorderCollector(recorder, role))
         page = Page(CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry))
         try:
-            self._server = PageServer(host, port, {METRICS_PATH: page} | dict(pages or {}))
+            listening, self.address = listen(host, port)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             raise ConfigError(
                 f"telemetry of {who} cannot listen on {host}:{port}: {why}; choose other ports "
                 "with run.telemetry.port and run.telemetry.exporter_ports (0: any free one)"
             ) from error
-        self.address = self._server.address
+        self._server = serve_pages(listening, {METRICS_PATH: page} | dict(pages or {}))
 
     def close(self) -> None:
         """Free the port. Idempotent."""

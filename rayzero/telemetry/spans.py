@@ -83,7 +83,7 @@ class SpanRing:
     @property
     def wanted(self) -> bool:
         """See :class:`Spans`."""
-        return self._until > 0 and self._clock() < self._until
+        return self._clock() < self._until
 
     def keep(self) -> None:
         """From now on, for as long as the process lasts."""
@@ -102,7 +102,9 @@ class SpanRing:
 
     def begin(self, lane: str, name: str, step: int) -> Over:
         """See :class:`Spans`."""
-        if not self.wanted:
+        if (
+            not self._until or not self.wanted
+        ):  # the first alone is known at once: it is called hundreds of times a step
             return nothing
         began = [self._clock()]
 

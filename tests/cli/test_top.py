@@ -23,8 +23,8 @@ from rayzero.errors import ConfigError
 from rayzero.telemetry import names
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 
 COMMAND = sys.modules["rayzero.cli.top"]  # rayzero.cli.top is the function
@@ -80,7 +80,8 @@ class FakeRun:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[FakeRun]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun]:
+    monkeypatch.setattr("rayzero.telemetry.pages.REFRESH_S", 0.0)
     with ExitStack() as cleanup:
         yield FakeRun(tmp_path, cleanup)
 
@@ -89,7 +90,6 @@ def after_the_first_look(monkeypatch: pytest.MonkeyPatch, *then: Any) -> None:
     """Instead of waiting an interval, have things happen, one after each look."""
     left = list(then)
     monkeypatch.setattr(COMMAND, "sleep", lambda _: left.pop(0)())
-    monkeypatch.setattr("rayzero.telemetry.http.REFRESH_S", 0.0)
 
 
 def test_once_prints_one_picture_of_the_time_between_two_looks(run, monkeypatch, capsys) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -14,10 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry import http, names
+from rayzero.telemetry import names, pages
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
@@ -37,6 +33,11 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 @pytest.fixture
 def recorder() -> MemoryRecorder:
     return MemoryRecorder()
+
+
+@pytest.fixture
+def always_anew(monkeypatch) -> None:
+    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
 
 
 @pytest.fixture
@@ -82,50 +83,7 @@ def test_two_runs_in_one_process_do_not_mix(recorder, exporter) -> None:
         second.close()
 
 
-def test_sockets_that_never_read_or_ask_hinder_nobody(recorder, exporter, monkeypatch) -> None:
-    monkeypatch.setattr(http, "_MOST", 8)
-    host, _, port = exporter.address.partition(":")
-    hanging = [socket.create_connection((host, int(port))) for _ in range(20)]
-    try:
-        recorder.set(names.STEP, 1)  # before the first page is made: it is kept for a while
-        for connection in hanging[::2]:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 20)  # answers that nobody reads
-        recorder.add(names.TOKENS, 1)  # counting waits for nobody
-        assert samples(scrape(exporter))["rayzero_step", ()] == 1
-        assert sum(thread.name.startswith("rayzero-exporter") for thread in threading.enumerate()) == 1
-    finally:
-        for connection in hanging:
-            connection.close()
-
-
-def test_a_thousand_scrapes_on_one_connection_give_a_thousand_answers(recorder, exporter) -> None:
-    recorder.set(names.STEP, 1)
-    host, _, port = exporter.address.partition(":")
-    with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as answers:
-        for _ in range(1000):
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
-            size = 0
-            while (line := answers.readline()) != b"\r\n":
-                size = int(line.split()[1]) if line.startswith(b"Content-Length") else size
-            assert b"rayzero_step 1.0" in answers.read(size)
-
-
-def test_many_scrapes_at_once_make_a_page_once(recorder, monkeypatch) -> None:
-    monkeypatch.setattr(http, "REFRESH_S", 3600.0)
-    made = []
-    page = Page("text/plain", lambda: bytes(made.append(1) or 3))
-    exporter = Exporter(recorder, Role.RANK, host=HOST, pages={"/n": page})
-    try:
-        assert [len(scrape(exporter, "/n")) for _ in range(5)] == [3] * 5
-        assert len(made) == 1
-    finally:
-        exporter.close()
-
-
-def test_a_source_that_fails_is_told_to_the_scraper_alone(recorder, exporter, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(http, "REFRESH_S", 0.0)
-
+def test_a_source_that_fails_is_told_to_the_scraper_alone(recorder, always_anew, exporter, caplog) -> None:
     def broken() -> list[Reading]:
         raise RuntimeError("half made")
 
@@ -138,27 +96,6 @@ def test_a_source_that_fails_is_told_to_the_scraper_alone(recorder, exporter, mo
     assert "rayzero_tokens_total" in scrape(exporter)
 
 
-@pytest.mark.parametrize(("path", "status"), [("/", "404"), ("/metric", "404")])
-def test_other_paths_are_not_there(exporter, path, status) -> None:
-    with pytest.raises(HTTPError, match=status) as told:
-        scrape(exporter, path)
-    assert b"there is /metrics" in told.value.read()
-
-
-def test_what_is_no_request_ends_its_connection_alone(exporter) -> None:
-    host, _, port = exporter.address.partition(":")
-    for nonsense in (b"\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b"x" * (1 << 16)):
-        with socket.create_connection((host, int(port))) as connection:
-            connection.settimeout(20)
-            try:
-                connection.sendall(nonsense)
-                while connection.recv(1 << 16):
-                    pass
-            except ConnectionResetError:  # cut while we were talking
-                continue
-    assert "rayzero_tokens_total" in scrape(exporter)
-
-
 def test_a_port_that_is_taken_is_one_clear_line(recorder, exporter) -> None:
     port = int(exporter.address.rpartition(":")[2])
     with pytest.raises(ConfigError) as refused:
@@ -167,29 +104,6 @@ def test_a_port_that_is_taken_is_one_clear_line(recorder, exporter) -> None:
         f"telemetry of rank 0 cannot listen on 127.0.0.1:{port}: Address already in use; choose other ports with "
         "run.telemetry.port and run.telemetry.exporter_ports (0: any free one)"
     )
-
-
-def test_closing_frees_the_port_and_cuts_connections(recorder) -> None:
-    exporter = Exporter(recorder, Role.RANK, host=HOST)
-    host, _, port = exporter.address.partition(":")
-    with socket.create_connection((host, int(port))) as idle:
-        exporter.close()
-        exporter.close()
-        idle.settimeout(20)
-        with suppress(ConnectionResetError):
-            assert idle.recv(1) == b""
-    Exporter(recorder, Role.RANK, host=HOST, port=int(port)).close()
-
-
-def test_a_connection_that_comes_while_it_closes_is_cut_too(recorder) -> None:
-    for _ in range(100):
-        exporter = Exporter(recorder, Role.RANK, host=HOST)
-        host, _, port = exporter.address.partition(":")
-        with socket.create_connection((host, int(port))) as idle:
-            exporter.close()
-            idle.settimeout(5)
-            with suppress(ConnectionResetError):
-                assert idle.recv(1) == b""
 
 
 def test_targets_have_the_labels_that_names_promises_and_no_others() -> None:

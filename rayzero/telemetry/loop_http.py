@@ -1,0 +1,157 @@
+"""The page server in Python: all connections belong to one event loop, as plain callbacks (50 us of processor time a
+scrape; by asyncio's streams 90)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from rayzero.telemetry import pages as limits
+from rayzero.telemetry.pages import REFUSED, Page, head_of, unknown
+
+_SWEEP_S = 1.0  # between two looks for connections that do not move
+
+
+class LoopServer:
+    """Serves pages until ``close``.
+
+    Knows paths and connections; not what pages say."""
+
+    def __init__(self, listening: socket.socket, pages: Mapping[str, Page]) -> None:
+        """``listening``: the server's from now on."""
+        self._pages = dict(pages)
+        self._made: dict[str, tuple[float, bytes]] = {}  # path -> when, answer
+        self._connections: dict[_Connection, None] = {}  # oldest first
+        self._socket = listening
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        name = f"rayzero-exporter-{listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cut every connection and free the port. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._loop.create_server(lambda: _Connection(self), sock=self._socket)
+        sweeping = self._loop.create_task(self._sweep())
+        await self._stop.wait()
+        self._loop.remove_reader(self._socket)  # accept no more; a closed server would forget one being accepted
+        sweeping.cancel()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks)
+        for connection in list(self._connections):
+            connection.cut()
+        server.close()
+        await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
+
+    async def _sweep(self) -> None:
+        """Cut connections that do not move: one look at all of them is cheaper than a timer for each request."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = self._loop.time()
+            for connection in list(self._connections):
+                if now - connection.moved_at > (limits.WRITE_S if connection.stuck else limits.IDLE_S):
+                    connection.cut()
+
+    def admit(self, connection: _Connection) -> None:
+        """A client has connected: the oldest goes where there are too many."""
+        if len(self._connections) >= limits.MOST:
+            next(iter(self._connections)).cut()
+        self._connections[connection] = None
+
+    def dismiss(self, connection: _Connection) -> None:
+        """A connection is over."""
+        self._connections.pop(connection, None)
+
+    def answer(self, head: bytes) -> tuple[bytes, bool]:
+        """What a request is answered, and whether another may follow on its connection."""
+        method, _, rest = head.partition(b" ")
+        path = rest.split(None, 1)[0].partition(b"?")[0].decode("latin-1") if rest else ""
+        if method not in (b"GET", b"HEAD"):
+            return REFUSED, False
+        whole = self._page(path)
+        told = whole if method == b"GET" else head_of(whole)
+        return told, b"HTTP/1.1" in head.partition(b"\r\n")[0] and b"connection: close" not in head.lower()
+
+    def _page(self, path: str) -> bytes:
+        page = self._pages.get(path)
+        if page is None:
+            return unknown(self._pages)
+        made = self._made.get(path)
+        if made is None or time.monotonic() - made[0] >= limits.REFRESH_S:
+            made = self._made[path] = (time.monotonic(), page.answer(path))
+        return made[1]
+
+
+class _Connection(asyncio.Protocol):
+    """One client: requests in, answers out, in order; called by the loop.
+
+    It reads no further while answers wait to be taken, so that one who asks and never reads holds one page."""
+
+    def __init__(self, server: LoopServer) -> None:
+        self._server = server
+        self._transport: asyncio.Transport | None = None
+        self._asked = b""
+        self.moved_at = 0.0  # loop time of the last request, or of the last time answers were taken
+        self.stuck = False  # answers wait for the client to take them
+
+    def cut(self) -> None:
+        """End it at once, whatever is on its way."""
+        self._server.dismiss(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=0)  # told at once when the kernel takes no more
+        self._transport = transport
+        self._move()
+        self._server.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._asked += data
+        self._answer()
+
+    def pause_writing(self) -> None:
+        assert self._transport is not None
+        self.stuck = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        self.stuck = False
+        self._move()
+        self._transport.resume_reading()
+        self._answer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.dismiss(self)
+
+    def _answer(self) -> None:
+        assert self._transport is not None
+        while not self.stuck and b"\r\n\r\n" in self._asked:
+            head, _, self._asked = self._asked.partition(b"\r\n\r\n")
+            self._move()
+            told, more = self._server.answer(head)
+            self._transport.write(told)
+            if not more:
+                self._transport.close()
+                return
+        if len(self._asked) > limits.REQUEST_BYTES and not self.stuck:
+            self.cut()
+
+    def _move(self) -> None:
+        self.moved_at = asyncio.get_running_loop().time()

@@ -1,0 +1,274 @@
+"""Both page servers, by one suite: whoever asks, however often, and whether or not they read."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from rayzero.telemetry import native_http, pages
+from rayzero.telemetry.http import PageServer, listen, serve_pages
+from rayzero.telemetry.loop_http import LoopServer
+from rayzero.telemetry.native_http import NativeServer
+from rayzero.telemetry.pages import Page
+
+Serve = Callable[..., str]  # page by path -> host:port
+PLAIN = "text/plain"
+HELLO = Page(PLAIN, lambda: b"hello\n")
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 6\r\n\r\nhello\n"
+
+
+def native(listening: socket.socket, pages: Mapping[str, Page]) -> PageServer:
+    library = native_http.load()
+    assert not isinstance(library, str), library
+    return NativeServer(listening, pages, library)
+
+
+@pytest.fixture(
+    params=[
+        LoopServer,
+        pytest.param(
+            native, marks=pytest.mark.skipif(isinstance(native_http.load(), str), reason="no library of pages here")
+        ),
+    ]
+)
+def server(request) -> Callable[[socket.socket, Mapping[str, Page]], PageServer]:
+    return request.param
+
+
+@pytest.fixture
+def serve(server) -> Iterator[Serve]:
+    """Serve pages on a free port until the test ends."""
+    with ExitStack() as stack:
+
+        def begin(found: Mapping[str, Page] | None = None) -> str:
+            listening, address = listen("127.0.0.1", 0)
+            stack.callback(server(listening, found or {"/": HELLO}).close)
+            return address
+
+        yield begin
+
+
+def connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def fetched(address: str, path: str = "/") -> bytes:
+    with urlopen(f"http://{address}{path}", timeout=20) as answer:
+        return answer.read()
+
+
+def exchange(address: str, *sent: bytes) -> bytes:
+    """All that is answered until the server ends the connection, or is silent once we send no more."""
+    with connect(address) as connection:
+        for part in sent:
+            connection.sendall(part)
+        with suppress(OSError):  # it has cut us off already
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        with suppress(ConnectionResetError):
+            while more := connection.recv(1 << 16):
+                found += more
+        return found
+
+
+def test_the_native_server_is_taken_where_its_library_is(serve, monkeypatch) -> None:
+    listening, address = listen("127.0.0.1", 0)
+    with suppress_library(monkeypatch):
+        python = serve_pages(listening, {"/": HELLO})
+    assert isinstance(python, LoopServer)
+    assert fetched(address) == b"hello\n"
+    python.close()
+
+
+def suppress_library(monkeypatch) -> ExitStack:
+    stack = ExitStack()
+    patch = stack.enter_context(monkeypatch.context())
+    patch.setattr(native_http, "load", lambda: "none was built")
+    return stack
+
+
+def test_sockets_that_never_read_or_ask_hinder_nobody(serve) -> None:
+    large = bytes(1 << 22)
+    address = serve({"/": Page(PLAIN, lambda: large)})
+    with ExitStack() as hanging:
+        connections = [hanging.enter_context(connect(address)) for _ in range(pages.MOST + 20)]
+        for connection in connections[::2]:
+            with suppress(OSError):  # cut: the oldest go
+                connection.sendall(GET * 20)  # answers that nobody reads
+        assert fetched(address) == large
+        assert sum(t.name == f"rayzero-exporter-{address.rpartition(':')[2]}" for t in threading.enumerate()) == 1
+
+
+def test_the_oldest_connection_goes_for_a_new_one(serve) -> None:
+    address = serve()
+    with ExitStack() as held:
+        oldest, *others = [held.enter_context(connect(address)) for _ in range(pages.MOST)]
+        for connection in (oldest, *others):
+            connection.sendall(GET)
+            assert connection.recv(1 << 10) == ANSWER
+        assert fetched(address) == b"hello\n"
+        with suppress(ConnectionResetError):
+            assert oldest.recv(1) == b""
+        others[-1].sendall(GET)
+        assert others[-1].recv(1 << 10) == ANSWER
+
+
+@pytest.mark.parametrize(("limit", "asked"), [("IDLE_S", b""), ("IDLE_S", b"GET / HT"), ("WRITE_S", GET * 20)])
+def test_a_connection_that_does_not_move_is_cut(serve, monkeypatch, limit, asked) -> None:
+    monkeypatch.setattr(pages, limit, 0.1)
+    large = bytes(1 << 22)
+    address = serve({"/": Page(PLAIN, lambda: large)})
+    with connect(address) as still:
+        still.sendall(asked)
+        if limit == "WRITE_S":
+            time.sleep(2.2)  # two of its looks, in which we do not read
+        left = 20 * len(large) if limit == "WRITE_S" else 1
+        with suppress(ConnectionResetError):
+            while left > 0 and (more := still.recv(1 << 20)):
+                left -= len(more)
+        assert left > 0
+    assert fetched(address) == large
+
+
+def test_a_thousand_scrapes_on_one_connection_give_a_thousand_answers(serve) -> None:
+    with connect(serve()) as connection, connection.makefile("rb") as answers:
+        for _ in range(1000):
+            connection.sendall(GET)
+            assert answers.read(len(ANSWER)) == ANSWER
+
+
+def test_requests_that_come_together_or_in_pieces_are_answered_in_order(serve) -> None:
+    address = serve({"/": HELLO, "/n": Page(PLAIN, lambda: b"n")})
+    other = ANSWER.replace(b"6", b"1").replace(b"hello\n", b"n")
+    both = GET + GET.replace(b"/ ", b"/n?debug=1 ")
+    assert exchange(address, both * 50) == (ANSWER + other) * 50
+    assert exchange(address, *(both[i : i + 1] for i in range(len(both)))) == ANSWER + other
+
+
+def test_a_head_request_gets_the_head_alone_and_an_old_client_one_answer(serve) -> None:
+    address = serve()
+    with urlopen(Request(f"http://{address}/", method="HEAD"), timeout=20) as answer:
+        assert (answer.headers["Content-Length"], answer.read()) == ("6", b"")
+    assert exchange(address, GET.replace(b"1.1", b"1.0") * 2) == ANSWER
+    assert exchange(address, GET.replace(b"Host: x", b"CONNECTION: Close") * 2) == ANSWER
+
+
+def test_many_scrapes_at_once_make_a_page_once(serve, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "REFRESH_S", 3600.0)
+    made: list[int] = []
+    address = serve({"/n": Page(PLAIN, lambda: bytes(made.append(1) or 3))})
+    assert [fetched(address, "/n") for _ in range(5)] == [bytes(3)] * 5
+    assert len(made) == 1
+
+
+def test_a_page_that_is_too_old_is_made_anew_for_all_who_wait(serve, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+    made: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> bytes:
+        made.append(1)
+        begun.set()
+        assert go_on.wait(20)
+        return b"%d" % len(made)
+
+    address = serve({"/": Page(PLAIN, make)})
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(connect(address)) for _ in range(2))
+        first.sendall(GET)
+        assert begun.wait(20)
+        second.sendall(GET)
+        go_on.set()
+        assert first.recv(1 << 10).endswith(b"\r\n\r\n1")
+        assert second.recv(1 << 10).endswith(b"\r\n\r\n2")  # it asked after the first page was begun
+
+
+def test_a_page_that_fails_says_so_and_the_next_one_is_whole(serve, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+    answers = iter([b"whole"])
+    address = serve({"/": HELLO, "/bad": Page(PLAIN, lambda: 1 // 0), "/next": Page(PLAIN, lambda: next(answers))})
+    with pytest.raises(HTTPError, match="500") as told:
+        fetched(address, "/bad")
+    assert b"ZeroDivisionError" in told.value.read()
+    assert "cannot make /bad" in caplog.text
+    assert fetched(address, "/next") == b"whole"
+
+
+@pytest.mark.parametrize("path", ["/metric", "/metricss", "/m", ""])
+def test_other_paths_are_not_there(serve, path) -> None:
+    address = serve({"/metrics": HELLO})
+    assert exchange(address, b"GET " + path.encode() + b" HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\nthere is /metrics\n")
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "status"),
+    [
+        (b"\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", b"HTTP/1.1 405 "),
+        (b"GET / HTTP/1.1\r\n" + b"x" * (1 << 16), b""),
+        (b"\0" * 100 + b"\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"GET /\0 HTTP/1.1\r\n\r\n", b"HTTP/1.1 "),
+        (b"GET", b""),
+    ],
+)
+def test_what_is_no_request_ends_its_connection_alone(serve, nonsense, status) -> None:
+    address = serve()
+    found = exchange(address, nonsense)
+    assert found.startswith(status)
+    assert found.count(b"HTTP/1.1") <= 1
+    assert fetched(address) == b"hello\n"
+
+
+def test_a_process_without_descriptors_answers_once_it_has_some_and_does_not_spin(serve) -> None:
+    address = serve()
+    host, _, port = address.rpartition(":")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as connection:
+        connection.settimeout(20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connection.fileno(), hard))  # all below it may be taken
+        try:
+            with ExitStack() as taken:
+                with suppress(OSError):
+                    while True:
+                        taken.enter_context(socket.socket())
+                connection.connect((host, int(port)))
+                connection.sendall(GET)
+                used = time.process_time()
+                time.sleep(0.8)
+                assert time.process_time() - used < 0.4
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert connection.recv(1 << 10) == ANSWER
+
+
+def test_closing_frees_the_port_and_cuts_connections(server) -> None:
+    listening, address = listen("127.0.0.1", 0)
+    made = server(listening, {"/": HELLO})
+    with connect(address) as idle, connect(address) as asked:
+        asked.sendall(GET)
+        assert asked.recv(1 << 10) == ANSWER
+        made.close()
+        made.close()
+        with suppress(ConnectionResetError):
+            assert idle.recv(1) == b""
+    listen("127.0.0.1", int(address.rpartition(":")[2]))[0].close()
+
+
+def test_a_connection_that_comes_while_it_closes_is_cut_too(server) -> None:
+    for _ in range(100):
+        listening, address = listen("127.0.0.1", 0)
+        made = server(listening, {"/": HELLO})
+        with connect(address) as idle:
+            made.close()
+            with suppress(ConnectionResetError):
+                assert idle.recv(1) == b""
