@@ -6,7 +6,6 @@ done; only host buffers that are about to be reused need it."""
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from rayzero.activations.codec import Codec
 from rayzero.errors import RayZeroError
+from rayzero.kernels.exit import abandon_at_exit
 
 _SPANS_KEPT = 4096
 
@@ -221,7 +221,7 @@ class ThreadLane:
         self._lock = threading.Lock()
         self._closed = False
         weakref.finalize(self, _stop_queues, self._queues)
-        _lanes.add(self)
+        abandon_at_exit(self)
 
     def copy_out(self, source: Resident, parcel: Parcel, *, take: int, keep: bool) -> Ticket:
         """Queue it; the copy thread clears ``source`` unless told to keep it. A copy that fails clears nothing."""
@@ -294,6 +294,10 @@ class ThreadLane:
         for thread in self._threads:
             thread.join()
 
+    def abandon(self) -> None:
+        """The same: what is queued are copies of a few milliseconds."""
+        self.close()
+
     def _join(self, direction: str) -> None:
         last = self._last.get(direction)
         if last is not None:
@@ -318,16 +322,6 @@ class ThreadLane:
             self._threads.append(thread)
             thread.start()
         return self._queues[direction]
-
-
-_lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that is in torch's C++ while the interpreter goes ends the process with "terminate called"."""
-    for lane in list(_lanes):
-        lane.close()
 
 
 def _stop_queues(queues: dict[str, queue.SimpleQueue[_Job | None]]) -> None:

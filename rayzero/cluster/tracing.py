@@ -12,9 +12,8 @@ from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.exposure import TRACE_PATH
 from rayzero.cluster.status import run_status
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.telemetry.discovery import read_discovery
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.scrape import read_pages
+from rayzero.telemetry.scrape import discover, read_pages
 from rayzero.telemetry.spans import ASKED_S, Recorded
 from rayzero.telemetry.trace_file import trace_of
 
@@ -57,9 +56,11 @@ def _not_running(name: str, state: str, kept: Path) -> str:
 def _traced(http_sd: str, run: str) -> dict[str, str]:
     """By who it is, the address of every process that has spans: ranks first."""
     try:
-        targets = read_discovery(_pages({"the coordinator": http_sd}, run)["the coordinator"])
+        targets = discover(http_sd, timeout_s=_ANSWER_S)
+    except OSError as error:
+        raise _silent(f"the coordinator of run {run!r}", http_sd, error) from error
     except ValueError as error:
-        raise RunFailedError(f"run {run!r} does not answer at {http_sd}: {error}") from error
+        raise RunFailedError(f"run {run!r} does not tell of its processes at {http_sd}: {error}") from error
     found = sorted((one for one in targets if one.role in _TRACED), key=lambda one: (one.role != Role.RANK, one.index))
     if not found:
         raise RunFailedError(f"run {run!r} tells of no rank or owner at {http_sd} yet; ask again when it trains")
@@ -83,12 +84,13 @@ def _pages(urls: Mapping[str, str], run: str) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for (who, url), page in zip(urls.items(), read_pages([*urls.values()], timeout_s=_ANSWER_S), strict=True):
         if isinstance(page, str):
-            raise RunFailedError(
-                f"{who} of run {run!r} does not answer at {url}: {page}; has the run just ended, or is this another "
-                "network?"
-            )
+            raise _silent(f"{who} of run {run!r}", url, page)
         found[who] = page
     return found
+
+
+def _silent(who: str, url: str, why: object) -> RunFailedError:
+    return RunFailedError(f"{who} does not answer at {url}: {why}; has the run just ended, or is this another network?")
 
 
 def write_trace(path: Path, run: str, processes: Mapping[str, Recorded]) -> None:

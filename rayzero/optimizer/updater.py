@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 from collections.abc import Callable
 
+from rayzero.kernels.exit import abandon_at_exit
 from rayzero.kernels.threads import use_torch_threads
 
 Task = Callable[[], None]
@@ -15,10 +15,7 @@ Task = Callable[[], None]
 class Updater:
     """One thread with its own torch thread count.
 
-    Knows tasks and their order; not what they do. A task that raises ends nothing: the error goes to ``on_error``.
-
-    [Note: exit] A program may end without closing it. A thread that is in torch's C++ while the interpreter goes ends
-    the process with "terminate called": so the task that runs is waited for, and no other begins."""
+    Knows tasks and their order; not what they do. A task that raises ends nothing: the error goes to ``on_error``."""
 
     def __init__(self, name: str, threads: int, on_error: Callable[[BaseException], None]) -> None:
         """``threads``: torch threads of each task, at least 1."""
@@ -27,7 +24,7 @@ class Updater:
         self._abandoned = False
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
-        atexit.register(self._abandon)
+        abandon_at_exit(self)
 
     @property
     def queued(self) -> int:
@@ -42,10 +39,9 @@ class Updater:
         """Let the queued tasks finish, then end the thread. Idempotent; not from a task."""
         self._tasks.put(None)
         self._thread.join()
-        atexit.unregister(self._abandon)
 
-    def _abandon(self) -> None:
-        """The interpreter ends. [Note: exit]"""
+    def abandon(self) -> None:
+        """Wait for the task that runs; no other begins. Idempotent; not from a task."""
         self._abandoned = True
         self._tasks.put(None)
         self._thread.join()

@@ -73,7 +73,10 @@ def scrape(targets: Iterable[Target], *, timeout_s: float) -> Scrape:
 def discover(url: str, *, timeout_s: float) -> tuple[Target, ...]:
     """The targets that an http_sd address names; raises OSError where it cannot be read and ValueError where it says
     something else."""
-    return read_discovery(asyncio.run(_fetch(url, timeout_s)))
+    (page,) = read_pages([url], timeout_s=timeout_s)
+    if isinstance(page, str):
+        raise OSError(page)
+    return read_discovery(page)
 
 
 def read_pages(urls: Sequence[str], *, timeout_s: float) -> list[bytes | str]:

@@ -92,11 +92,11 @@ def test_what_discovery_serves_is_read_back() -> None:
     exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page})
     try:
         assert discover(f"http://{exporter.address}/sd", timeout_s=20) == targets
-        with pytest.raises(ValueError, match="404"):
+        with pytest.raises(OSError, match="404"):
             discover(f"http://{exporter.address}/ds", timeout_s=20)
     finally:
         exporter.close()
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(OSError, match="refused"):
         discover(f"http://{exporter.address}/sd", timeout_s=20)
 
 
