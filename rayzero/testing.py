@@ -41,6 +41,8 @@ from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 __all__ = ["run_ranks"]
 
+_LEAVE_S = 30.0  # for a rank's process to end once its loop has
+
 T = TypeVar("T")
 Loop = Callable[[RankContext], T]
 Connect = Callable[[int, Recorder, int], ParameterStore]  # (rank, recorder, number of the model) -> its store
@@ -266,18 +268,21 @@ def _results(outcomes: list[_Outcome]) -> list[Any]:
 
 
 def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
-    spawn = multiprocessing.get_context("spawn")
+    spawn, usual = multiprocessing.get_context("spawn"), multiprocessing.get_start_method(allow_none=True)
     pipes: dict[Connection, int] = {}
     children = []
     for place in places:
         ours, theirs = spawn.Pipe(duplex=False)
-        child = spawn.Process(target=_child, args=(fn, place, connect, theirs), name=f"rank-{place.rank}")
+        child = spawn.Process(target=_child, args=(fn, place, connect, theirs, usual), name=f"rank-{place.rank}")
         child.start()
         theirs.close()
         pipes[ours] = place.rank
         children.append(child)
     try:
-        return _results(_outcomes(pipes))
+        results = _results(_outcomes(pipes))
+        for child in children:  # it leaves the run
+            child.join(_LEAVE_S)
+        return results
     finally:
         for child in children:
             child.terminate()
@@ -300,7 +305,8 @@ def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:
     return outcomes
 
 
-def _child(fn: Loop[Any], place: _Place, connect: Connect, pipe: Connection) -> None:
+def _child(fn: Loop[Any], place: _Place, connect: Connect, pipe: Connection, start_method: str | None) -> None:
+    multiprocessing.set_start_method(start_method, force=True)  # as in any program: a spawned one would spawn its own
     torch.set_num_threads(place.threads)
     with running_in(place.context(connect, _Ending())) as context:
         _send(pipe, _outcome(fn, context))  # before the rank leaves the run, which fails the others

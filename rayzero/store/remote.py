@@ -121,6 +121,7 @@ class RemoteStore(DirectMemory):
         self._order = PushOrder()
         self._closing = threading.Event()
         self._close_once = threading.Lock()
+        self._attaching = threading.RLock()  # held until an attach has ended: what it makes, close() ends after it
         self._fetches = transfer_threads(len(addresses), rank, "fetch")
         self._pushes = transfer_threads(len(addresses), rank, "push")
         self._wires = [
@@ -152,6 +153,10 @@ class RemoteStore(DirectMemory):
 
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner; see ``ParameterStore.attach``."""
+        with self._attaching:
+            return self._shake_hands(spec, page_lock)
+
+    def _shake_hands(self, spec: ModelSpec, page_lock: bool) -> Attached:
         self._greeted = True
         # no shorter than any other call's deadline: an owner allocates, or restores a checkpoint, before it answers
         deadline_s = max(QUICK_S, self._stall_s)
@@ -415,7 +420,11 @@ class RemoteStore(DirectMemory):
         for stream in self._notices:
             stream.cancel()
         for link in self._links:
-            link.close()
+            link.close()  # an attach of another thread fails
+        with self._attaching:
+            self._free()
+
+    def _free(self) -> None:
         self._close_memory()
         if self._shared is not None:
             self._shared.close(self._closed_error())

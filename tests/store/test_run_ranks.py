@@ -1,16 +1,19 @@
-"""Ranks of ``run_ranks`` that disagree: the first error ends the run at once, wherever the others wait."""
+"""Ranks of ``run_ranks``: the first error ends the run at once, wherever the others wait; processes of their own."""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from typing import Literal
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError, RayZeroError
+from rayzero.store.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 
 _STALL_S = 60.0
@@ -57,3 +60,28 @@ def test_a_rank_that_fails_before_it_prepares_ends_the_others(
         run_ranks(train, 2, 2, transport, stall_timeout=_STALL_S)
     assert isinstance(caught.value, ZeroDivisionError)
     assert time.monotonic() - began < _AT_ONCE_S
+
+
+def _load_by_workers(ctx: RankContext) -> tuple[str, list[float]]:
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+    seen = []
+    for _ in range(2):
+        for (batch,) in DataLoader(TensorDataset(torch.arange(16.0).view(4, 4)), batch_size=2, num_workers=2):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(batch.sum()))
+    return multiprocessing.get_start_method(), seen
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_workers_of_a_ranks_loader_are_forked_as_in_any_program(
+    transport: Literal["grpc", "shm"], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    if transport == "shm" and why_no_sharing() is not None:
+        pytest.skip("no shared memory here")
+    usual = multiprocessing.get_start_method()
+    assert run_ranks(_load_by_workers, 2, 1, transport, processes=True) == [(usual, [28.0, 92.0] * 2)] * 2
+    assert "fork" not in capfd.readouterr().err, "gRPC tells of each fork"
+    assert "lost its connection" not in caplog.text, "ranks that are done leave, they are not killed"
