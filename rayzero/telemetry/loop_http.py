@@ -4,14 +4,17 @@ scrape; by asyncio's streams 90)."""
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rayzero.telemetry import pages as limits
-from rayzero.telemetry.pages import REFUSED, Page, head_of, unknown
+from rayzero.telemetry.pages import REFUSED, Page, end, head_of, unknown
 
+_PATH_ENDS = re.compile(rb"[ ?\r]")
 _SWEEP_S = 1.0  # between two looks for connections that do not move
 
 
@@ -28,14 +31,17 @@ class LoopServer:
         self._socket = listening
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self.closing = False  # many pages may be made one after the other: looked at between them
         name = f"rayzero-exporter-{listening.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Cut every connection and free the port. Idempotent."""
+        self.closing = True
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with suppress(RuntimeError):  # another thread closes it too, and the loop has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def _run(self) -> None:
@@ -54,6 +60,7 @@ class LoopServer:
             await asyncio.wait(tasks)
         for connection in list(self._connections):
             connection.cut()
+        end(self._socket)
         server.close()
         await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
 
@@ -79,8 +86,8 @@ class LoopServer:
     def answer(self, head: bytes) -> tuple[bytes, bool]:
         """What a request is answered, and whether another may follow on its connection."""
         method, _, rest = head.partition(b" ")
-        path = rest.split(None, 1)[0].partition(b"?")[0].decode("latin-1") if rest else ""
-        if method not in (b"GET", b"HEAD"):
+        path = _PATH_ENDS.split(rest, 1)[0].decode("latin-1")
+        if method not in (b"GET", b"HEAD") or b"\0" in head:
             return REFUSED, False
         whole = self._page(path)
         told = whole if method == b"GET" else head_of(whole)
@@ -112,6 +119,7 @@ class _Connection(asyncio.Protocol):
         """End it at once, whatever is on its way."""
         self._server.dismiss(self)
         if self._transport is not None:
+            end(self._transport.get_extra_info("socket"))
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -142,12 +150,13 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self) -> None:
         assert self._transport is not None
-        while not self.stuck and b"\r\n\r\n" in self._asked:
+        while not self.stuck and not self._server.closing and b"\r\n\r\n" in self._asked:
             head, _, self._asked = self._asked.partition(b"\r\n\r\n")
-            self._move()
             told, more = self._server.answer(head)
+            self._move()
             self._transport.write(told)
             if not more:
+                self._asked = b""  # it would be answered once this answer is taken
                 self._transport.close()
                 return
         if len(self._asked) > limits.REQUEST_BYTES and not self.stuck:

@@ -14,7 +14,7 @@ from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from rayzero.telemetry import pages as limits
-from rayzero.telemetry.pages import REFUSED, Page, head_of, unknown
+from rayzero.telemetry.pages import REFUSED, Page, end, head_of, unknown
 
 LIBRARY = Path(__file__).parent / f"_pages.{sysconfig.get_platform()}.so"  # built by hatch_build.py, never here
 
@@ -68,14 +68,17 @@ class NativeServer:
         self._thread.start()
 
     def _run(self) -> None:
-        while (index := self._library.serve(self._server)) >= 0:
-            path, page = self._pages[index]
-            self._set(index, page.answer(path))
-        if index != -1:
-            log.error("the exporter's server ended: %s", os.strerror(ctypes.get_errno()))
-        self._library.close(self._server)
-        for held in (self._socket, self._awake):
-            held.close()
+        try:
+            while (index := self._library.serve(self._server)) >= 0:
+                path, page = self._pages[index]
+                self._set(index, page.answer(path))
+            if index != -1:
+                log.error("the exporter's server ended: %s", os.strerror(ctypes.get_errno()))
+        finally:
+            self._library.close(self._server)
+            end(self._socket)
+            for held in (self._socket, self._awake):
+                held.close()
 
     def _set(self, index: int, answer: bytes, *, lasting: bool = False, last: bool = False) -> None:
         if self._library.set(self._server, index, answer, len(answer), len(head_of(answer)), lasting, last):
@@ -83,5 +86,7 @@ class NativeServer:
 
     def close(self) -> None:
         """Cut every connection and free the port. Idempotent."""
+        if self._thread.is_alive():  # a process forked off has the object and not the thread
+            end(self._wake)
+            self._thread.join()
         self._wake.close()
-        self._thread.join()

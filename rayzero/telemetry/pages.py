@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 REFRESH_S = 1.0  # a page asked for again within that time is not made anew
@@ -26,9 +29,10 @@ class Page:
         """The page as it is now; where making it fails, that is what the answer says, and is logged."""
         try:
             return _answer("200 OK", self.content_type, self.make())
-        except Exception as error:  # whatever a source raises: scrapers are told, training goes on
+        except BaseException as error:  # whatever a source raises: scrapers are told, training and the server go on
             log.exception("cannot make %s", path)
-            return _answer("500 Internal Server Error", "text/plain", f"{type(error).__name__}: {error}\n".encode())
+            said = "".join(traceback.format_exception_only(error))  # even of one that cannot say what it is
+            return _answer("500 Internal Server Error", "text/plain", said.encode(errors="backslashreplace"))
 
 
 REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nonly GET\n"
@@ -37,6 +41,12 @@ REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nConte
 def unknown(pages: Mapping[str, Page]) -> bytes:
     """What is said of a path that is not there."""
     return _answer("404 Not Found", "text/plain", f"there is {', '.join(pages)}\n".encode())
+
+
+def end(connection: socket.socket) -> None:
+    """End a connection, or listening, though a process forked off (a loader of data) holds the socket open too."""
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def head_of(answer: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -217,7 +218,9 @@ def test_other_paths_are_not_there(serve, path) -> None:
         (b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", b"HTTP/1.1 405 "),
         (b"GET / HTTP/1.1\r\n" + b"x" * (1 << 16), b""),
         (b"\0" * 100 + b"\r\n\r\n", b"HTTP/1.1 405 "),
-        (b"GET /\0 HTTP/1.1\r\n\r\n", b"HTTP/1.1 "),
+        (b"GET /\0 HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"GET \r\n\r\n", b"HTTP/1.1 404 "),
+        (b"GET   \r\n\r\n", b"HTTP/1.1 404 "),
         (b"GET", b""),
     ],
 )
@@ -249,6 +252,142 @@ def test_a_process_without_descriptors_answers_once_it_has_some_and_does_not_spi
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert connection.recv(1 << 10) == ANSWER
+
+
+def test_a_client_whose_page_took_long_to_make_has_as_long_as_others_to_read_it(serve, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "WRITE_S", 1.0)
+    large = bytes(8 << 20)  # more than the kernel takes at once
+
+    def make() -> bytes:
+        time.sleep(1.2)
+        return large
+
+    address = serve({"/": Page(PLAIN, make)})
+    with connect(address) as connection, connection.makefile("rb") as answers:
+        connection.sendall(GET)
+        assert len(answers.read(len(large))) == len(large)
+
+
+def test_a_request_that_came_while_a_page_was_made_is_not_taken_for_silence(serve, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "IDLE_S", 1.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> bytes:
+        begun.set()
+        assert go_on.wait(20)
+        return b"slow"
+
+    address = serve({"/": HELLO, "/slow": Page(PLAIN, make)})
+    with connect(address) as patient, connect(address) as other:
+        patient.sendall(GET)
+        assert patient.recv(1 << 10) == ANSWER
+        other.sendall(GET.replace(b"/ ", b"/slow "))
+        assert begun.wait(20)
+        patient.sendall(GET)
+        time.sleep(1.2)
+        go_on.set()
+        assert patient.recv(1 << 10) == ANSWER
+
+
+def test_nothing_is_answered_after_a_last_answer_that_waited_to_be_read(serve) -> None:
+    large = bytes(8 << 20)
+    address = serve({"/": Page(PLAIN, lambda: large)})
+    with connect(address) as connection, connection.makefile("rb") as answers:
+        connection.sendall(GET.replace(b"1.1", b"1.0") * 2)
+        time.sleep(0.2)  # until the kernel takes no more
+        assert answers.read().count(b"HTTP/1.1 200") == 1
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it cannot be said")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("\udcff"), Unspeakable()])
+def test_no_error_of_a_page_ends_the_server(serve, error) -> None:
+    def make() -> bytes:
+        raise error
+
+    address = serve({"/": HELLO, "/bad": Page(PLAIN, make)})
+    with pytest.raises(HTTPError, match="500") as told:
+        fetched(address, "/bad")
+    assert type(error).__name__.encode() in told.value.read()
+    assert fetched(address) == b"hello\n"
+
+
+def test_closing_waits_for_one_page_at_most(server, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+    made: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> bytes:
+        made.append(1)
+        begun.set()
+        assert go_on.wait(20)
+        return b""
+
+    listening, address = listen("127.0.0.1", 0)
+    serving = server(listening, {"/": Page(PLAIN, make)})
+    with connect(address) as connection:
+        connection.sendall(GET * 100)
+        assert begun.wait(20)
+        closing = threading.Thread(target=serving.close)
+        closing.start()
+        closing.join(0.3)
+        go_on.set()
+        closing.join(20)
+    assert len(made) <= 2
+
+
+def test_closing_from_many_threads_at_once(server) -> None:
+    failed: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            serving.close()
+        except BaseException as error:
+            failed.append(error)
+
+    for _ in range(30):
+        listening, address = listen("127.0.0.1", 0)
+        serving = server(listening, {"/": HELLO})
+        threads = [threading.Thread(target=close) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        listen("127.0.0.1", int(address.rpartition(":")[2]))[0].close()
+    assert failed == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_closing_ends_all_though_a_process_was_forked_off(server) -> None:
+    listening, address = listen("127.0.0.1", 0)
+    serving = server(listening, {"/": HELLO})
+    with connect(address) as connection:
+        connection.sendall(GET)
+        assert connection.recv(1 << 10) == ANSWER
+        ended, go_on = os.pipe()
+        child = os.fork()
+        if child == 0:  # a loader of data, which holds all that was open and ends when we do
+            try:
+                os.close(go_on)
+                serving.close()  # not its own
+                os.read(ended, 1)
+            finally:
+                os._exit(0)
+        try:
+            assert fetched(address) == b"hello\n"
+            closing = threading.Thread(target=serving.close, daemon=True)
+            closing.start()
+            closing.join(20)
+            assert not closing.is_alive()
+            assert connection.recv(1) == b""
+            listen("127.0.0.1", int(address.rpartition(":")[2]))[0].close()
+        finally:
+            os.close(ended)
+            os.close(go_on)
+            os.waitpid(child, 0)
 
 
 def test_closing_frees_the_port_and_cuts_connections(server) -> None:

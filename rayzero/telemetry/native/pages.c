@@ -45,7 +45,7 @@ typedef struct {
     bool ended;            /* it sends no more */
     answer *sending;       /* NULL: nothing is on its way */
     size_t sent, until;    /* of `sending` */
-    int64_t moved_ns;      /* last request, or last time answers were taken */
+    int64_t moved_ns;      /* last request, or last time an answer was begun or taken */
     size_t have;           /* bytes of `asked` */
     char asked[REQUEST_BYTES + 1];
 } client;
@@ -53,7 +53,7 @@ typedef struct {
 typedef struct {
     int listener, wake;
     int64_t refresh_ns, idle_ns, write_ns;
-    int64_t deaf_until_ns; /* nobody is admitted before: the process had no descriptor left */
+    int64_t deaf_until_ns; /* nobody is admitted before: it could not be done */
     int num_clients, num_pages;
     client *clients[MOST]; /* oldest first */
     page pages[];          /* then what is said of an unknown path, and of what is no GET */
@@ -81,12 +81,14 @@ static void begin(server *s, client *c) {
     c->until = c->head_only ? found->head : found->size;
     c->last |= found->last;
     c->page = -1;
+    c->moved_ns = now_ns();
 }
 
 /* ---- Clients -------------------------------------------------------------------------------------------------------- */
 
 static void drop(server *s, int i) {
     client *gone = s->clients[i];
+    shutdown(gone->fd, SHUT_RDWR); /* a process forked off, a loader of data, may hold it too */
     close(gone->fd);
     release(gone->sending);
     free(gone);
@@ -95,8 +97,8 @@ static void drop(server *s, int i) {
 
 static void admit(server *s) {
     int fd = accept4(s->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
-        s->deaf_until_ns = now_ns() + SWEEP_MS * 1000000L; /* it stays in the queue: no use to look at once */
+    if (fd < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+        s->deaf_until_ns = now_ns() + SWEEP_MS * 1000000L; /* no descriptor left: no use to look again at once */
     if (fd < 0) return;
     client *fresh = malloc(sizeof *fresh);
     if (!fresh) {
@@ -118,12 +120,13 @@ static int find_page(const server *s, const char *path, size_t size) {
 static bool next_request(server *s, client *c) {
     char *end = memmem(c->asked, c->have, "\r\n\r\n", 4);
     if (!end) return false;
+    bool text = !memchr(c->asked, 0, (size_t)(end - c->asked));
     *end = 0;
     char *line_end = memmem(c->asked, (size_t)(end - c->asked), "\r\n", 2);
     size_t line = (size_t)((line_end ? line_end : end) - c->asked);
     bool http_1_1 = memmem(c->asked, line, "HTTP/1.1", 8) != NULL;
     bool head = !strncmp(c->asked, "HEAD ", 5), get = !strncmp(c->asked, "GET ", 4);
-    if (get || head) {
+    if (text && (get || head)) {
         const char *path = c->asked + (head ? 5 : 4);
         c->page = find_page(s, path, strcspn(path, " ?\r"));
     } else {
@@ -173,11 +176,11 @@ static bool read_more(client *c) {
 
 static short awaited(const client *c) { return c->sending ? POLLOUT : c->page < 0 ? POLLIN : 0; }
 
-/* Cut those that have not moved for too long. */
+/* Cut those that have not moved for too long; not those that wait for us. */
 static void sweep(server *s) {
     int64_t now = now_ns();
     for (int i = s->num_clients - 1; i >= 0; i--)
-        if (now - s->clients[i]->moved_ns > (s->clients[i]->sending ? s->write_ns : s->idle_ns)) drop(s, i);
+        if (s->clients[i]->page < 0 && now - s->clients[i]->moved_ns > (s->clients[i]->sending ? s->write_ns : s->idle_ns)) drop(s, i);
 }
 
 /* The page that somebody waits for; -1: nobody waits. */
@@ -227,8 +230,9 @@ EXPORT int32_t rz_pages_set(server *s, int32_t index, const char *bytes, int64_t
     return 0;
 }
 
-/* Wait for clients, take in what they say and who is new. False: woken, or the wait failed (`errno`, else 0). */
-static bool hear(server *s) {
+/* Wait for clients, but not longer than `wait_ms` (-1: for ever), take in what they say and who is new. False: woken, or
+ * the wait failed (`errno`, else 0). */
+static bool hear(server *s, int wait_ms) {
     struct pollfd fds[MOST + 2];
     bool deaf = s->deaf_until_ns > now_ns();
     int known = s->num_clients;
@@ -237,7 +241,8 @@ static bool hear(server *s) {
     for (int i = 0; i < known; i++)
         fds[2 + i] = (struct pollfd){.fd = s->clients[i]->fd, .events = awaited(s->clients[i])};
     errno = 0;
-    if (poll(fds, (nfds_t)(2 + known), known || deaf ? SWEEP_MS : -1) < 0) return errno == EINTR;
+    if (wait_ms < 0 && (known || deaf)) wait_ms = SWEEP_MS;
+    if (poll(fds, (nfds_t)(2 + known), wait_ms) < 0) return errno == EINTR;
     if (fds[0].revents) return false;
     for (int i = known - 1; i >= 0; i--) {
         short told = fds[2 + i].revents;
@@ -249,13 +254,14 @@ static bool hear(server *s) {
 
 /* Answer until a page is to be made: its index; -1: woken, to be closed; -2: it cannot go on, see errno. */
 EXPORT int32_t rz_pages_serve(server *s) {
-    for (;;) {
+    int wait_ms = 0; /* many pages may be made one after the other: hear between them who is new, and the end */
+    for (;; wait_ms = -1) {
+        if (!hear(s, wait_ms)) return errno ? -2 : -1;
         for (int i = s->num_clients - 1; i >= 0; i--)
             if (!go_on(s, s->clients[i])) drop(s, i);
+        sweep(s);
         int stale = wanted(s);
         if (stale >= 0) return stale;
-        if (!hear(s)) return errno ? -2 : -1;
-        sweep(s);
     }
 }
 
