@@ -57,6 +57,7 @@ class SharedOwner:
         self._life = secrets.randbits(63)
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # around every look at what others wrote: each piece is taken once
+        self._failed = False  # something could not be heard
         self._ranks: dict[int, _Rank] = {}
         self._orders: dict[int, Asker] = {}  # of the lead: owner -> where it asks
         self._lead: Answerer | None = None  # where this owner answers the lead
@@ -169,28 +170,34 @@ class SharedOwner:
         return asker.ask(method, request) if asker is not None else None
 
     def _listen(self) -> None:
-        self._hear(self._look)
+        with self._looking:
+            self._look()
 
-    def _hear(self, look: Callable[[], None]) -> None:
+    def _hear(self, take: Callable[[], None]) -> None:
+        """What cannot be heard ends the run; all else is heard still, so that whoever asks is told of it."""
         try:
-            with self._looking:
-                look()
+            take()
         except Exception as exc:  # the supervision loop of all that this owner hears
-            log.exception("optimizer %d cannot go on", self.owner)
+            if not self._failed:  # again at every look
+                log.exception("optimizer %d cannot go on", self.owner)
+            self._failed = True
             self._service.abort(exc if isinstance(exc, StoreError) else StoreError(f"an owner failed: {exc!r}"))
 
     def _look(self) -> None:
         for rank in list(self._ranks.values()):
             self._look_at(rank)
         if self._lead is not None:
-            self._answer_all(self._lead)
+            self._hear(partial(self._answer_all, self._lead))
         for asker in self._orders.values():
-            asker.take_answers()
+            self._hear(asker.take_answers)
 
     def _look_at(self, rank: _Rank) -> None:
+        self._hear(partial(self._observe, rank))
+        self._hear(partial(self._answer_all, rank.questions))
+
+    def _observe(self, rank: _Rank) -> None:
         for unit, pushed in rank.stamps.news():
             self._service.observe(rank.rank, unit, pushed)
-        self._answer_all(rank.questions)
 
     def _answer_all(self, answerer: Answerer) -> None:
         for slot, number, method, request in answerer.take_questions():
@@ -210,7 +217,8 @@ class SharedOwner:
             gone = self._ranks.pop(rank, None)
         if gone is None:
             return
-        self._hear(partial(self._look_at, gone))
+        with self._looking:
+            self._look_at(gone)
         for slab in gone.slabs:
             slab.close()
 

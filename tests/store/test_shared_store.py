@@ -30,6 +30,7 @@ from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.remote import RemoteStore
 from rayzero.store.select import connect_store
 from rayzero.store.shared_owner import SharedOwner
+from rayzero.store.shared_words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.testing import run_ranks
@@ -112,6 +113,24 @@ def test_what_a_rank_said_before_it_left_is_heard_by_owners_that_were_slow_to_lo
     other.push(random_grads(other.spec, 2))
     assert other.finish().result(WAIT).finite
     other.fetch(1)
+
+
+def test_who_asks_an_owner_that_cannot_hear_is_told_and_the_log_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Stamps) -> None:
+        raise ValueError("stamps that cannot be read")
+
+    ranks = ranks_of(stack, served(stack, 1), 3)
+    monkeypatch.setattr(Stamps, "news", fail)
+    finishing = []
+    for rank in ranks:
+        rank.push(random_grads(rank.spec, 1))
+        finishing.append(rank.finish())
+    ranks[2].store.close("end of the training loop")
+    for finished in finishing[:2]:
+        assert "stamps that cannot be read" in str(finished.exception(WAIT))
+    assert caplog.text.count("cannot go on") == 1
 
 
 def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owners_write(stack: ExitStack) -> None:
