@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 REFRESH_S = 1.0  # a page asked for again within that time is not made anew
-IDLE_S = 60.0  # between two requests of a connection; Prometheus keeps them open
+IDLE_S = 150.0  # between two requests of a connection; Prometheus keeps them open, and asks once a minute
 WRITE_S = 10.0  # to take an answer
 MOST = 64  # connections; the oldest is cut for a new one: also in native/pages.c
 REQUEST_BYTES = 8 << 10  # of one request: also in native/pages.c
