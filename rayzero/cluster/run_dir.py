@@ -16,7 +16,7 @@ from rayzero.cluster.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
 
-__all__ = ["RECORD", "RunDirectory", "read_record"]
+__all__ = ["RECORD", "RunDirectory", "checkpoint_to_resume", "read_record"]
 
 RECORD = "run.json"
 
@@ -45,7 +45,7 @@ class RunDirectory:
         fresh = not path.exists()
         lock = RunLock.take(path) if (path / LOCK).exists() else None
         try:
-            resume = _resume_from(config, path)
+            resume = checkpoint_to_resume(config, path)
             _refuse_other_run(path, resume, setting)
             _make(path / "checkpoints", setting)
             lock = lock or RunLock.take(path)
@@ -151,8 +151,9 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
 }
 
 
-def _resume_from(config: RunConfig, path: Path) -> Path | None:
-    """The checkpoint to start from, opened once to see that it is whole."""
+def checkpoint_to_resume(config: RunConfig, path: Path) -> Path | None:
+    """The checkpoint that a run in ``path`` starts from; None: from none. Raises CheckpointError where it has one to
+    start from and there is none, or none that is whole."""
     if config.resume is False:
         return None
     found = latest_checkpoint(path) if config.resume is True else Path(config.resume).absolute()

@@ -13,11 +13,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from rayzero.checkpoint import CheckpointReader, latest_checkpoint
+from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.reports import Report
-from rayzero.cluster.run_dir import RECORD, RunDirectory
+from rayzero.cluster.run_dir import RECORD, RunDirectory, checkpoint_to_resume
+from rayzero.cluster.run_lock import LOCK, RunLock
 from rayzero.cluster.trainer import Result, ZeroTrainer
-from rayzero.config import RunConfig, ScalingConfig
+from rayzero.config import ScalingConfig
 from rayzero.engine.starting import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.memory.process_memory import ProcessMemory
@@ -87,7 +88,9 @@ def _work(recipe: RecipeConfig, text: Text, imported: ProcessMemory) -> RecipeWo
 
 
 def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
-    found = _checkpoint_to_resume(recipe.run)
+    if recipe.run.resume and (recipe.run.path / LOCK).exists():
+        RunLock.take(recipe.run.path).close()  # a run that is going on is not resumed, whatever it holds by now
+    found = checkpoint_to_resume(recipe.run, recipe.run.path)
     if found is None:
         return 0
     with CheckpointReader(found) as checkpoint:
@@ -95,15 +98,6 @@ def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
         if checkpoint.step >= recipe.steps:
             raise ConfigError(f"steps is {recipe.steps} and {found} has done {checkpoint.step}: nothing is left to do")
         return checkpoint.step
-
-
-def _checkpoint_to_resume(run: RunConfig) -> Path | None:
-    if run.resume is False:
-        return None
-    found = latest_checkpoint(run.path) if run.resume is True else Path(run.resume)
-    if found is None:
-        raise CheckpointError(f"nothing to resume: {run.path / 'checkpoints'} holds no complete checkpoint")
-    return found
 
 
 def _check_same_model(checkpoint: CheckpointReader, model: nn.Module) -> None:

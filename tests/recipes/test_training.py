@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rayzero.cluster.run_lock import RunLock
 from rayzero.errors import CheckpointError, ConfigError, DataError, UnsupportedError
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.training import prepare_run
@@ -48,3 +49,10 @@ def test_what_cannot_run_is_refused_by_name(recipe, change, error, message):
     with pytest.raises(error, match=message) as caught:
         prepare_run(recipe.replace(**change))
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_goes_on_is_not_resumed_even_if_it_has_no_checkpoint_yet(recipe):
+    going_on = recipe.replace(run={"resume": True}).run.path
+    going_on.mkdir(parents=True)
+    with RunLock.take(going_on), pytest.raises(ConfigError, match="in use by a run that is going on"):
+        prepare_run(recipe.replace(run={"resume": True}))
