@@ -179,8 +179,10 @@ static short awaited(const client *c) { return c->sending ? POLLOUT : c->page < 
 /* Cut those that have not moved for too long; not those that wait for us. */
 static void sweep(server *s) {
     int64_t now = now_ns();
-    for (int i = s->num_clients - 1; i >= 0; i--)
-        if (s->clients[i]->page < 0 && now - s->clients[i]->moved_ns > (s->clients[i]->sending ? s->write_ns : s->idle_ns)) drop(s, i);
+    for (int i = s->num_clients - 1; i >= 0; i--) {
+        const client *c = s->clients[i];
+        if (c->page < 0 && now - c->moved_ns > (c->sending ? s->write_ns : s->idle_ns)) drop(s, i);
+    }
 }
 
 /* The page that somebody waits for; -1: nobody waits. */
