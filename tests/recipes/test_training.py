@@ -51,8 +51,8 @@ def test_what_cannot_run_is_refused_by_name(recipe, change, error, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_that_goes_on_is_not_resumed_even_if_it_has_no_checkpoint_yet(recipe):
-    going_on = recipe.replace(run={"resume": True}).run.path
-    going_on.mkdir(parents=True)
-    with RunLock.take(going_on), pytest.raises(ConfigError, match="in use by a run that is going on"):
-        prepare_run(recipe.replace(run={"resume": True}))
+def test_a_run_that_goes_on_is_not_resumed_even_if_it_has_no_checkpoint_yet(recipe, tmp_path):
+    resuming = recipe.replace(run={"resume": True, "storage_path": str(tmp_path / "runs")})
+    resuming.run.path.mkdir(parents=True)
+    with RunLock.take(resuming.run.path), pytest.raises(ConfigError, match="in use by a run that is going on"):
+        prepare_run(resuming)
