@@ -46,6 +46,8 @@ class RunDirectory:
         lock = RunLock.take(path) if (path / LOCK).exists() else None
         try:
             resume = checkpoint_to_resume(config, path)
+            if resume is not None:
+                CheckpointReader(resume).close()  # it is whole
             _refuse_other_run(path, resume, setting)
             _make(path / "checkpoints", setting)
             lock = lock or RunLock.take(path)
@@ -152,15 +154,14 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
 
 
 def checkpoint_to_resume(config: RunConfig, path: Path) -> Path | None:
-    """The checkpoint that a run in ``path`` starts from; None: from none. Raises CheckpointError where it has one to
-    start from and there is none, or none that is whole."""
+    """Where the checkpoint lies that a run in ``path`` starts from; None: it starts from none. Raises CheckpointError
+    where it is to resume and nothing is there."""
     if config.resume is False:
         return None
     found = latest_checkpoint(path) if config.resume is True else Path(config.resume).absolute()
     if found is None:
         raise CheckpointError(f"nothing to resume: {path / 'checkpoints'} holds no complete checkpoint")
-    with CheckpointReader(found):
-        return found
+    return found
 
 
 def _refuse_other_run(path: Path, resume: Path | None, setting: str) -> None:

@@ -102,9 +102,8 @@ class SpanRing:
 
     def begin(self, lane: str, name: str, step: int) -> Over:
         """See :class:`Spans`."""
-        if (
-            not self._until or not self.wanted
-        ):  # the first alone is known at once: it is called hundreds of times a step
+        # called hundreds of times a step, and mostly nobody has ever asked: that is known without a clock
+        if not self._until or not self.wanted:
             return nothing
         began = [self._clock()]
 

@@ -58,6 +58,21 @@ def serve(server) -> Iterator[Serve]:
         yield begin
 
 
+class Held:
+    """A page whose making waits for ``go_on``; it says how often it was made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.page = Page(PLAIN, self._make)
+
+    def _make(self) -> bytes:
+        self.made += 1
+        self.begun.set()
+        assert self.go_on.wait(20)
+        return b"%d" % self.made
+
+
 def connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
@@ -82,20 +97,17 @@ def exchange(address: str, *sent: bytes) -> bytes:
         return found
 
 
-def test_the_native_server_is_taken_where_its_library_is(serve, monkeypatch) -> None:
+@pytest.mark.parametrize("there", [True, False])
+def test_the_native_server_is_taken_where_its_library_is(there, monkeypatch) -> None:
+    if not there:
+        monkeypatch.setattr(native_http, "load", lambda: "none was built")
+    elif isinstance(native_http.load(), str):
+        pytest.skip("no library of pages here")
     listening, address = listen("127.0.0.1", 0)
-    with suppress_library(monkeypatch):
-        python = serve_pages(listening, {"/": HELLO})
-    assert isinstance(python, LoopServer)
+    serving = serve_pages(listening, {"/": HELLO})
+    assert isinstance(serving, NativeServer if there else LoopServer)
     assert fetched(address) == b"hello\n"
-    python.close()
-
-
-def suppress_library(monkeypatch) -> ExitStack:
-    stack = ExitStack()
-    patch = stack.enter_context(monkeypatch.context())
-    patch.setattr(native_http, "load", lambda: "none was built")
-    return stack
+    serving.close()
 
 
 def test_sockets_that_never_read_or_ask_hinder_nobody(serve) -> None:
@@ -174,22 +186,14 @@ def test_many_scrapes_at_once_make_a_page_once(serve, monkeypatch) -> None:
 
 def test_a_page_that_is_too_old_is_made_anew_for_all_who_wait(serve, monkeypatch) -> None:
     monkeypatch.setattr(pages, "REFRESH_S", 0.0)
-    made: list[int] = []
-    begun, go_on = threading.Event(), threading.Event()
-
-    def make() -> bytes:
-        made.append(1)
-        begun.set()
-        assert go_on.wait(20)
-        return b"%d" % len(made)
-
-    address = serve({"/": Page(PLAIN, make)})
+    held = Held()
+    address = serve({"/": held.page})
     with ExitStack() as stack:
         first, second = (stack.enter_context(connect(address)) for _ in range(2))
         first.sendall(GET)
-        assert begun.wait(20)
+        assert held.begun.wait(20)
         second.sendall(GET)
-        go_on.set()
+        held.go_on.set()
         assert first.recv(1 << 10).endswith(b"\r\n\r\n1")
         assert second.recv(1 << 10).endswith(b"\r\n\r\n2")  # it asked after the first page was begun
 
@@ -270,22 +274,16 @@ def test_a_client_whose_page_took_long_to_make_has_as_long_as_others_to_read_it(
 
 def test_a_request_that_came_while_a_page_was_made_is_not_taken_for_silence(serve, monkeypatch) -> None:
     monkeypatch.setattr(pages, "IDLE_S", 1.0)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def make() -> bytes:
-        begun.set()
-        assert go_on.wait(20)
-        return b"slow"
-
-    address = serve({"/": HELLO, "/slow": Page(PLAIN, make)})
+    held = Held()
+    address = serve({"/": HELLO, "/slow": held.page})
     with connect(address) as patient, connect(address) as other:
         patient.sendall(GET)
         assert patient.recv(1 << 10) == ANSWER
         other.sendall(GET.replace(b"/ ", b"/slow "))
-        assert begun.wait(20)
+        assert held.begun.wait(20)
         patient.sendall(GET)
         time.sleep(1.2)
-        go_on.set()
+        held.go_on.set()
         assert patient.recv(1 << 10) == ANSWER
 
 
@@ -317,26 +315,18 @@ def test_no_error_of_a_page_ends_the_server(serve, error) -> None:
 
 def test_closing_waits_for_one_page_at_most(server, monkeypatch) -> None:
     monkeypatch.setattr(pages, "REFRESH_S", 0.0)
-    made: list[int] = []
-    begun, go_on = threading.Event(), threading.Event()
-
-    def make() -> bytes:
-        made.append(1)
-        begun.set()
-        assert go_on.wait(20)
-        return b""
-
+    held = Held()
     listening, address = listen("127.0.0.1", 0)
-    serving = server(listening, {"/": Page(PLAIN, make)})
+    serving = server(listening, {"/": held.page})
     with connect(address) as connection:
         connection.sendall(GET * 100)
-        assert begun.wait(20)
+        assert held.begun.wait(20)
         closing = threading.Thread(target=serving.close)
         closing.start()
         closing.join(0.3)
-        go_on.set()
+        held.go_on.set()
         closing.join(20)
-    assert len(made) <= 2
+    assert held.made <= 2
 
 
 def test_closing_from_many_threads_at_once(server) -> None:
