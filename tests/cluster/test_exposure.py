@@ -18,6 +18,7 @@ from rayzero.cluster.file_discovery import announced, sweep_announcements
 from rayzero.cluster.heartbeats import LATE_S, Heartbeats
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
+from rayzero.memory.malloc import give_back_freed
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
@@ -78,6 +79,7 @@ def test_settings_that_cannot_be_are_one_line() -> None:
 
 
 def test_what_a_loop_imports_and_reads_before_it_hands_its_model_over_is_the_processs() -> None:
+    give_back_freed()  # what earlier tests have freed: else begin_run() gives it back and the process is as much less
     recorder, mib = MemoryRecorder(), 1 << 20
     memory = MemorySource(SHM)
     recorder.watch(memory)
