@@ -67,6 +67,10 @@ class GradientRegion:
         direct = push.seq == 0 and flat.dtype is self._units[push.unit].dtype and not progress.is_stale(push)
         return flat if direct else None
 
+    def holds(self, unit: int, grads: Tensor) -> bool:
+        """True where ``grads`` is the unit's range itself."""
+        return grads.data_ptr() == self.flats[unit].data_ptr()
+
     def put(self, push: Contribution, grads: Tensor) -> Pushed | None:
         """Have the gradients of ``push`` (1D, unit.numel) in the region; nothing is copied where they are there.
 
@@ -77,10 +81,10 @@ class GradientRegion:
             return None
         if push.seq > 0 and flat.dtype is not torch.float32:
             raise AccumulationError(unplanned(unit, push))
-        if push.seq == 0:
-            _copy(flat, grads, unit)
-        else:
+        if push.seq > 0:
             self._add(flat, grads, unit, push, progress.presence)
+        elif not self.holds(push.unit, grads):
+            _copy(flat, grads, unit)
         before = progress.presence if push.seq else 0
         presence = before | int.from_bytes(push.presence, "little")
         self._progress[push.unit] = _Progress(push.step, push.attempt, push.seq + 1, presence)
@@ -99,8 +103,6 @@ class GradientRegion:
 
 
 def _copy(flat: Tensor, grads: Tensor, unit: UnitLayout) -> None:
-    if grads.data_ptr() == flat.data_ptr():
-        return
     flat.copy_(grads)
     for slot, gap in zip(unit.slots, unit.gaps, strict=True):
         if gap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,10 @@ class GradientWriter:
     """Writes one rank's pushes, each in its turn and not before the range is free.
 
     Knows pushes and their memory; not owners. A push that may be written at once is written by its caller; one that
-    has to wait, by a thread of its own."""
+    has to wait, by a thread of its own.
+
+    [Note: other readers] A push that was gathered in the region is sent from there to the unit's owners of other
+    hosts: until they have it, the unit's next push, which would be added to the same bytes, waits."""
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class GradientWriter:
         self._published, self._announce = published, announce
         self._free: dict[int, Future[int]] = {}  # unit -> when its range is free for the newest step asked about
         self._steps: dict[int, int] = {}  # unit -> that step
+        self._sent: dict[int, Future[None]] = {}  # unit -> when its range was read by all that is sent from it
         self._order = PushOrder()
         self._worker = ThreadPoolExecutor(1, f"{name}-push", initializer=use_torch_threads, initargs=(1,))
 
@@ -47,38 +52,48 @@ class GradientWriter:
 
     def landing(self, push: Contribution) -> Tensor | None:
         """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
-        if self.region.is_stale(push) or not _is_well(self._when_free(push)):
+        if self.region.is_stale(push) or not (_is_well(self._when_free(push)) and self._when_sent(push).done()):
             return None
         return self.region.landing(push)
 
-    def push(self, push: Contribution, grads: Tensor) -> Future[None]:
-        """Write a push once its range is free; one that has to wait for nothing is written before this returns."""
+    def _when_sent(self, push: Contribution) -> Future[None]:
+        return self._sent.get(push.unit, DONE)
+
+    def push(self, push: Contribution, grads: Tensor, sent: Future[None] = DONE) -> Future[None]:
+        """Write a push once its range is free; one that has to wait for nothing is written before this returns.
+        ``sent``: done, never failed, when nobody else reads ``grads`` any more."""
         try:
             if self.region.is_stale(push):  # what a repeat would wait for may be long gone
                 return DONE
         except StoreError as exc:
             return failed(exc)
         turn, free = self._order.turn(0, push), self._when_free(push)
-        if _is_well(turn) and _is_well(free):
-            error = self._write(push, grads)
+        if _is_well(turn) and _is_well(free) and self._when_sent(push).done():
+            error = self._write(push, grads, sent)
             return DONE if error is None else failed(error)
         done: Future[None] = Future()
-        when_all([turn, free], lambda _: self._write_later(push, grads, done), lambda error: fail(done, error))
-        return done
 
-    def _write_later(self, push: Contribution, grads: Tensor, done: Future[None]) -> None:
-        def write() -> None:
-            error = self._write(push, grads)
+        def write(_: object) -> None:
+            error = self._write(push, grads, sent)
             settle(done, None) if error is None else fail(done, error)
 
+        def its_turn(_: object) -> None:  # only now is it known what was gathered in the range
+            self._when_sent(push).add_done_callback(lambda _: self._later(push, write, done))
+
+        when_all([turn, free], its_turn, partial(fail, done))
+        return done
+
+    def _later(self, push: Contribution, write: Callable[[object], None], done: Future[None]) -> None:
         try:
-            self._worker.submit(write)
+            self._worker.submit(write, None)
         except RuntimeError:  # shut down by close()
             fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
 
-    def _write(self, push: Contribution, grads: Tensor) -> Exception | None:
+    def _write(self, push: Contribution, grads: Tensor, sent: Future[None]) -> Exception | None:
         """Write and tell of it; returns what went wrong."""
         try:
+            if self.region.holds(push.unit, grads):
+                self._sent[push.unit] = sent
             pushed = self.region.put(push, grads)
             if pushed is not None:
                 self._announce(push.unit, pushed)

@@ -85,7 +85,8 @@ class ParameterStore(Protocol):
 
     def landing(self, contribution: Contribution) -> Tensor | None:
         """This rank's memory that the gradients of a push may be gathered in, before ``push`` of that very tensor,
-        which then copies nothing: 1D, unit.numel elements, the unit's dtype. None: bring memory of your own.
+        which then copies nothing: 1D, unit.numel elements, the unit's dtype, zeros to be written into its padding.
+        None: bring memory of your own.
         """
         ...
 

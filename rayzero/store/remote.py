@@ -46,7 +46,7 @@ from rayzero.messages import (
     StepInputs,
     Write,
 )
-from rayzero.optimizer.futures import chain, fail, failed, settle, when_all
+from rayzero.optimizer.futures import DONE, chain, fail, failed, settle, when_all
 from rayzero.optimizer.ownership import owner_map
 from rayzero.optimizer.writes import digest_of
 from rayzero.store import translate
@@ -74,6 +74,7 @@ from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
 Parts = list[tuple[Transfers | SharedTransfers, list[Shard]]]  # per owner, a unit's shards in order
+Away = list[tuple[Transfers, list[Shard]]]  # those of other hosts
 
 log = logging.getLogger(__name__)
 
@@ -288,13 +289,27 @@ class RemoteStore(DirectMemory):
             return failed(error)
         away = [(self._wires[t.owner], mine) for t, mine in parts if not self._is_shared(t.owner)]
         here = sum(shard.numel for t, mine in parts for shard in mine if self._is_shared(t.owner))
-        gather = Gather(len(away) + (here > 0), self._timing(PUSH_SECONDS))
+        gather = Gather((len(away) > 0) + (here > 0), self._timing(PUSH_SECONDS))
+        sent = self._send(gather, away, layout, contribution, grads) if away else DONE
         if here and self._writer is not None:
-            written = self._writer.push(contribution, grads)
+            written = self._writer.push(contribution, grads, sent)
             written.add_done_callback(partial(self._written, gather, here, grads.dtype))
-        for wire, mine in away:
-            wire.push(gather, layout, mine, contribution, grads)
         return gather.future
+
+    def _send(
+        self, gather: Gather, away: Away, unit: UnitLayout, contribution: Contribution, grads: Tensor
+    ) -> Future[None]:
+        """Send to owners elsewhere, one part of ``gather``; done, never failed, when ``grads`` is read no more."""
+        sending, sent = Gather(len(away)), Future[None]()
+
+        def over(all_sent: Future[None]) -> None:
+            settle(sent, None)
+            gather.end(all_sent.exception())
+
+        sending.future.add_done_callback(over)
+        for wire, shards in away:
+            wire.push(sending, unit, shards, contribution, grads)
+        return sent
 
     def _written(self, gather: Gather, numel: int, dtype: torch.dtype, done: Future[None]) -> None:
         error = done.exception()

@@ -165,6 +165,23 @@ def test_accumulation_adds_in_each_ranks_own_order(make_stores: StoreFactory, dt
         assert equal(accumulated, masters(ranks[0]))
 
 
+def test_a_backward_may_be_pushed_while_the_one_before_is_on_its_way(make_stores: StoreFactory) -> None:
+    spec = make_spec(2, accumulation_steps=3)
+    rows = [[random_grads(spec, 10 * rank + seq) for seq in range(3)] for rank in range(2)]
+    sums = [{name: first[name] + second[name] + third[name] for name in first} for first, second, third in rows]
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for rank, row in zip(ranks, rows, strict=True):
+            for future in [rank.push_unit(unit, grads) for unit in range(3) for grads in row]:
+                future.result(WAIT)
+            rank.finish()
+        pushed_at_once = masters(ranks[0])
+    with make_stores(2, 1) as stores:
+        ranks = start(stores, make_spec(2))
+        take_step(ranks, sums)
+        assert equal(pushed_at_once, masters(ranks[0]))
+
+
 def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory) -> None:
     spec = make_spec(10, optimizer="torch.optim.sgd:SGD", hyper=[{"lr": 1.0}])
     grads = [random_grads(spec, seed) for seed in range(10)]

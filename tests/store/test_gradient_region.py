@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
+from rayzero.optimizer.futures import settled
 from rayzero.optimizer.host_memory import carve
 from rayzero.optimizer.service import ShardService
 from rayzero.store.gradient_region import GradientRegion
@@ -117,6 +118,27 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
     frees[1].set_result(0)  # too late: the store was closed
     with pytest.raises(StoreClosedError):
         waiting.result(WAIT)
+
+
+def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_in() -> None:
+    spec = make_spec(1)
+    region = GradientRegion(spec, carve)
+    writer = GradientWriter(region, lambda unit, step: settled(0), lambda unit, pushed: None, "test")
+    first, ones = push_of(0), torch.ones(spec.layout.units[UNIT].numel)
+    landing = writer.landing(first)
+    assert landing is not None
+    sent: Future[None] = Future()
+    assert writer.push(first, landing.fill_(2.0), sent).done()
+    second = writer.push(push_of(1), ones)
+    assert writer.landing(push_of(0, attempt=1)) is None
+    assert (region.flats[UNIT][0], second.done()) == (2.0, False)
+    sent.set_result(None)
+    second.result(WAIT)
+    assert region.flats[UNIT][0] == 3.0
+    assert writer.landing(push_of(0, attempt=1)) is not None
+    assert writer.push(push_of(2), ones, Future()).done()
+    assert writer.push(push_of(3), ones).done(), "the sending of what lies elsewhere keeps no range"
+    writer.close()
 
 
 # ---- an owner that is told

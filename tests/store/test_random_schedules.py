@@ -8,11 +8,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayzero.messages import ModelSpec
-from store.stores import inprocess
+from store.stores import STORES, inprocess
 from store.toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start
 
 MAX_PUSHES = 3  # of one unit in one attempt
@@ -59,10 +60,13 @@ def events_of(rank: Rank, program: Sequence[RankStep], spec: ModelSpec):  # type
         yield True
         rank.fetch()
         for dropped, units in ((True, plan.dropped), (False, plan.pushed)):
+            flying = []
             for unit in units:
                 yield False
                 seq = rank.counts.get(unit, 0)
-                rank.push_unit(unit, grads_of(spec, rank.rank, step, unit, seq, dropped)).result(WAIT)
+                flying.append(rank.push_unit(unit, grads_of(spec, rank.rank, step, unit, seq, dropped)))
+            for push in flying:
+                push.result(WAIT)
             if dropped and units:
                 rank.zero_grad()
         yield False
@@ -70,7 +74,7 @@ def events_of(rank: Rank, program: Sequence[RankStep], spec: ModelSpec):  # type
 
 
 def interleave(spec: ModelSpec, program: Sequence[Sequence[RankStep]], num_owners: int, order: random.Random) -> Grads:
-    """Run all ranks in one thread, an event of a random rank at a time; every push is waited for at once."""
+    """Run all ranks in one thread, an event of a random rank at a time."""
     with inprocess(spec.world_size, num_owners) as stores:
         ranks = start(stores, spec)
         running = {r.rank: events_of(r, program[r.rank], spec) for r in ranks}
@@ -97,11 +101,14 @@ def test_any_interleaving_ends_with_the_same_bits(
     assert equal(interleave(spec, program, num_owners, order), interleave(spec, program, 1, in_rank_order))
 
 
+@pytest.mark.parametrize("store", STORES)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(programs(), st.integers(1, 4))
-def test_ranks_in_threads_of_their_own_end_with_the_same_bits(program: list[list[RankStep]], num_owners: int) -> None:
+@given(program=programs(), num_owners=st.integers(1, 4))
+def test_ranks_in_threads_of_their_own_end_with_the_same_bits(
+    store: str, program: list[list[RankStep]], num_owners: int
+) -> None:
     spec = make_spec(len(program), accumulation_steps=MAX_PUSHES)
-    with inprocess(spec.world_size, num_owners) as stores:
+    with STORES[store](spec.world_size, num_owners) as stores:
         ranks = start(stores, spec)
         failures: list[BaseException] = []
 

@@ -144,7 +144,8 @@ class Rank:
         return found
 
     def push_unit(self, unit: int, grads: Grads, **header: Any) -> Future[None]:
-        """Push one unit with the gradients it has; absent ones' bytes are NaN, and so is the padding."""
+        """Push one unit with the gradients it has, gathered where the store wants them. Absent ones' bytes are NaN, and
+        so is the padding but in the store's own memory."""
         layout = self.spec.layout.units[unit]
         present = [slot.name in grads for slot in layout.slots]
         push = Contribution(
@@ -157,7 +158,14 @@ class Rank:
         )
         if not header:
             self.counts[unit] = self.counts.get(unit, 0) + 1
-        return self.store.push(replace(push, **header), flatten(layout, grads, layout.dtype, torch.nan))
+        push, flat = replace(push, **header), flatten(layout, grads, layout.dtype, torch.nan)
+        landing = self.store.landing(push)
+        if landing is None:
+            return self.store.push(push, flat)
+        for slot, gap in zip(layout.slots, layout.gaps, strict=True):
+            landing[slot.start : slot.stop] = flat[slot.start : slot.stop]
+            landing[slot.stop : slot.stop + gap] = 0
+        return self.store.push(push, landing)
 
     def push(self, grads: Grads, units: Sequence[int] | None = None) -> None:
         """Push trained units, last first as a backward does, and wait until each has landed."""
