@@ -231,10 +231,10 @@ def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Te
 
 def shown(data: Tensor, piece: Piece, saved: Saved) -> Tensor:
     """``saved``'s tensor, sharing ``data``: the piece's bytes (1D uint8)."""
-    view, storage, start = saved.view, data.untyped_storage(), int(data.storage_offset())
+    view, start = saved.view, int(data.storage_offset())
     if piece.gathered is not None:
-        return _tensor(storage, start, view.size, _compact_strides(view), saved.dtype)
-    return _tensor(storage, start + view.start - piece.start, view.size, view.stride, saved.dtype)
+        return _tensor(data.untyped_storage(), start, view.size, _compact_strides(view), saved.probe)
+    return _tensor(data.untyped_storage(), start + view.start - piece.start, view.size, view.stride, saved.probe)
 
 
 def alive(entry: Entry) -> torch.UntypedStorage | None:
@@ -249,15 +249,15 @@ def alive(entry: Entry) -> torch.UntypedStorage | None:
 
 def in_place(storage: torch.UntypedStorage, saved: Saved) -> Tensor:
     """``saved``'s tensor in the storage it was saved from."""
-    return _tensor(storage, saved.view.start, saved.view.size, saved.view.stride, saved.dtype)
+    return _tensor(storage, saved.view.start, saved.view.size, saved.view.stride, saved.probe)
 
 
 def _tensor(
-    storage: torch.UntypedStorage, start: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    storage: torch.UntypedStorage, start: int, size: tuple[int, ...], stride: tuple[int, ...], like: Tensor
 ) -> Tensor:
+    """A tensor of ``like``'s dtype and device (a fake one's is not its storage's); ``start`` in bytes."""
     with torch.no_grad():
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        return empty.set_(storage, start // dtype.itemsize, size, stride)
+        return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, start // like.itemsize, size, stride)
 
 
 def _common_dtype(piece: Piece, members: Sequence[Saved]) -> torch.dtype:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
@@ -42,7 +43,7 @@ from rayzero.activations.unload import Unload
 from rayzero.errors import ConfigError
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake ones: a model that is planned
 
 
 class ActivationOffload:

@@ -1,7 +1,8 @@
 """The least time a step can take, and what binds it: each stage's work over the most its hardware can do.
 
 Stages overlap at best completely, so the bound is the longest of them (with ``overlap="none"`` the update stands
-alone). What it leaves out (latencies, launches, caches that miss) only makes real steps longer: a bound, not a guess.
+alone). What it leaves out (latencies, launches, caches that miss, activations that leave: a copy that is late is not
+made) only makes real steps longer: a bound, not a guess.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
 def _own(plan: RunBytes) -> float:
     """Host bytes of one rank alone."""
     host = max(plan.hosts, key=lambda one: one.ranks)
-    return (host.staging + host.compute) / host.ranks
+    return host.of_ranks / host.ranks
 
 
 def _computes_here(rank: Scraped) -> bool:

@@ -3,7 +3,8 @@
 ::
 
     device of a rank   gathered parameters (within gpu_param_memory_budget) + buffers + what one micro-batch keeps live
-    host of a rank     staging between device and owners in other processes (none where memory is shared)
+    host of a rank     staging between device and owners in other processes (none where memory is shared) + activations
+                       that wait for their backward
     owner              published parameters, masters, moments, every rank's gradients (memory/planner.py)
 """
 
@@ -72,6 +73,7 @@ class HostBytes:
     shared: int  # of the sum: in slab_dir, where owners and ranks of this host share memory
     owner_bytes: int
     staging: int  # of its ranks
+    activations: int  # of its ranks: those that wait here for their backward
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
     programs: int  # of its processes, by themselves
     coordinator: bool  # whether it has the run's
@@ -82,15 +84,21 @@ class HostBytes:
         return f" and {self.beside} owners beside ranks" if self.beside else ""
 
     @property
+    def of_ranks(self) -> int:
+        """What its ranks keep beside their programs."""
+        return self.staging + self.activations + self.compute
+
+    @property
     def total(self) -> int:
         """All of it."""
-        return self.owner_bytes + self.staging + self.compute + self.programs
+        return self.owner_bytes + self.of_ranks + self.programs
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
         terms = {
             f"{self.owners} optimizer actors" + self._beside: self.owner_bytes,
             "staging": self.staging,
+            "offloaded activations": self.activations,
             f"{self.ranks} ranks computing": self.compute,
             f"{self.ranks + self.owners + self.coordinator} programs": self.programs,
         }
@@ -149,7 +157,7 @@ def plan_bytes(
     )
     device = _device_bytes(layout, work, zero, max(plan.on_device for plan in plans))
     each = tuple(
-        _host_bytes(host, plans, ranks, owners, layout, device, zero, hosts, programs)
+        _host_bytes(host, plans, ranks, owners, layout, work, device, zero, hosts, programs)
         for host in sorted({*ranks, *owners})
     )
     return RunBytes(device=device, owners=plans, hosts=each)
@@ -220,6 +228,7 @@ def _host_bytes(
     ranks: Sequence[int],
     owners: Sequence[int],
     layout: ModelLayout,
+    work: Work,
     device: DeviceBytes,
     zero: ZeroConfig,
     hosts: Hosts,
@@ -239,6 +248,7 @@ def _host_bytes(
         shared=sum(plan.total - plan.staging - plan.norms for plan in own) if shared else 0,
         owner_bytes=sum(plan.total for plan in own),
         staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
+        activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
         programs=programs.of_host(num_ranks, actors + (host == 0)),
@@ -257,7 +267,8 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
     if hardware.device_bytes is not None and run.device.peak > hardware.device_bytes:
         raise MemoryPlanError(
             f"a rank needs {run.device.describe()} on its GPU, which has {format_bytes(hardware.device_bytes)}; lower "
-            "zero.gpu_param_memory_budget, batch_size or seq_len, or use activation checkpointing"
+            "zero.gpu_param_memory_budget, batch_size or seq_len, set zero.offload_activations, or use activation "
+            "checkpointing"
         )
     for host in run.hosts:
         if host.total > hardware.host_bytes:

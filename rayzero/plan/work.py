@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.pool import buffer_bytes
+from rayzero.plan.activations import Moved, Offload, offloading
 
 __all__ = ["Work", "measure_work"]
 
@@ -53,20 +54,28 @@ class Work:
     saved_bytes: int  # live when the forward ends: what backward needs
     forward_peak_bytes: int
     backward_peak_bytes: int  # gradients included, each until its unit's have all come
+    offloaded_bytes: int = 0  # activations that leave in the forward and come back in the backward
+    offloaded_host_bytes: int = 0  # where those wait, in host memory
     cpu_attention_flops: int = 0  # both passes; whole squares as torch counts elsewhere, though CPUs skip what causal
     # masks hide: part of the model's operations, and of no bound
 
 
-def measure_work(build: Build, loss: Loss, layout: ModelLayout, *, gathers: bool = False) -> Work:
+def measure_work(
+    build: Build, loss: Loss, layout: ModelLayout, *, gathers: bool = False, offload: Offload | None = None
+) -> Work:
     """Run ``loss(build())`` forward and backward on nothing.
 
     layout: of that model as it is trained: dtypes, and which gradients leave together. gathers: a unit's gradients are
-    made one vector on the device before they leave it (GPU ranks). Raises UnsupportedError where
-    the model asks for data while it runs (a branch on values): nothing can be said of such a model."""
+    made one vector on the device before they leave it (GPU ranks). offload: activations that leave, too. Raises
+    UnsupportedError where the model asks for data while it runs (a branch on values): nothing can be said of such a
+    model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        with FakeTensorMode(), torch.device(device):
-            return _run(build(), loss, layout, gathers)
+        with _Nothing(), torch.device(device):
+            if offload is not None and offload.budget is not None:
+                could = _run(build(), loss, layout, gathers, offload.share(1.0)).offloaded_bytes
+                offload = offload.share(max(0.0, 1.0 - offload.budget / could) if could else 0.0)
+            return _run(build(), loss, layout, gathers, offload)
     except (torch._subclasses.fake_tensor.DataDependentOutputException, RuntimeError) as exc:
         said = " ".join(str(exc).split())[:200]
         raise UnsupportedError(
@@ -74,17 +83,57 @@ def measure_work(build: Build, loss: Loss, layout: ModelLayout, *, gathers: bool
         ) from exc
 
 
-def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool) -> Work:
+class _Nothing(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Without memory or data. It remembers what it has found out of operations, but not of those that make a tensor
+    over another one's storage: it would keep that alive."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.cache_enabled = func is not torch.ops.aten.set_.source_Storage_storage_offset
+        return super().dispatch(func, types, args, kwargs)
+
+
+def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool, offload: Offload | None) -> Work:
     _convert(model, layout)
     live = _LiveBytes([*model.parameters(), *model.buffers()])
     leaving = _Leaving(model, layout, gathers)
     with live:
-        with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as forward:
-            result = loss(model)
-        saved, forward_peak = live.now, live.take_peak()
-        with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as backward:
-            torch.autograd.backward(result)
+        if offload is None:
+            work = _micro_batch(model, loss, live)
+        else:
+            with offloading(model, offload, live.elsewhere) as offloaded:
+                first, then = (_with_offload(_micro_batch(model, loss, live), offloaded.take()) for _ in range(2))
+            work = _either(first, then)
     leaving.close()
+    return work
+
+
+def _with_offload(work: Work, moved: Moved) -> Work:
+    """The work of a model whose activations left at once: in a run a group leaves while the next one is computed."""
+    return replace(
+        work,
+        forward_peak_bytes=work.forward_peak_bytes + moved.group,
+        backward_peak_bytes=work.backward_peak_bytes + moved.group,
+        offloaded_bytes=moved.total,
+        offloaded_host_bytes=moved.host,
+    )
+
+
+def _either(first: Work, then: Work) -> Work:
+    """The first micro-batch, of which nothing is known (all groups leave), and those after it."""
+    return replace(
+        then,
+        forward_peak_bytes=max(first.forward_peak_bytes, then.forward_peak_bytes),
+        backward_peak_bytes=max(first.backward_peak_bytes, then.backward_peak_bytes),
+        offloaded_host_bytes=max(first.offloaded_host_bytes, then.offloaded_host_bytes),
+    )
+
+
+def _micro_batch(model: nn.Module, loss: Loss, live: _LiveBytes) -> Work:
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as forward:
+        result = loss(model)
+    saved, forward_peak = live.now, live.take_peak()
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as backward:
+        torch.autograd.backward(result)
     on_cpu = [_of(counter, _CPU_ATTENTION) for counter in (forward, backward)]
     return Work(
         forward_flops=forward.get_total_flops() - on_cpu[0],
@@ -126,6 +175,15 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
         self.now = 0
         self._peak = 0
+        self._elsewhere = False
+
+    def elsewhere(self, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` makes, which does not count."""
+        self._elsewhere = True
+        made = make()
+        self._elsewhere = False
+        self._seen.add(made.untyped_storage())
+        return made
 
     def take_peak(self) -> int:
         """The most there was since the last call."""
@@ -134,7 +192,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        for tensor in () if self._elsewhere else tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
         return made

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.config import ScalingConfig
+from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.process_memory import ProcessMemory, process_memory
+from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Programs
@@ -100,9 +102,15 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: ProcessMemory, 
 
     with torch.device("meta"):
         layout = plan_units(build(), recipe.zero_config).layout
-    work = measure_work(build, loss, layout, gathers=on_gpu)
+    work = measure_work(build, loss, layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
     programs = Programs.between(imported, process_memory())
     return RecipeWork(recipe=recipe, layout=layout, work=work, programs=programs)
+
+
+def _offload(config: ZeroConfig) -> Offload | None:
+    if not config.offload_activations:
+        return None
+    return Offload(modules=config.offload_activations, policy=policy_of(config, rank=0, poison=False))
 
 
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:
@@ -132,7 +140,7 @@ def reserve(work: RecipeWork) -> ScalingConfig:
     (host,) = run.hosts
     rank, owner = work.programs.of_host(1, 0), work.programs.of_host(0, 1)
     return scaling.replace(
-        memory_per_worker=scaling.memory_per_worker or rank + (host.staging + host.compute) // host.ranks,
+        memory_per_worker=scaling.memory_per_worker or rank + host.of_ranks // host.ranks,
         memory_per_optimizer=scaling.memory_per_optimizer or owner + max(plan.total for plan in run.owners),
     )
 

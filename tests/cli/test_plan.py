@@ -58,6 +58,33 @@ def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
     assert "on its GPU, which has 1 MiB" in done.stderr
 
 
+GPUS = [
+    "--hosts", "2", "--network", "1", "--gpus", "1", "--flops", "1", "--link", "1", "--memory", "1",
+    "scaling.use_gpu=true", "num_layers=8", "batch_size=8",
+]  # fmt: skip
+
+
+def test_a_run_that_fits_because_activations_leave_is_not_refused(capsys, monkeypatch) -> None:
+    leaving = ['zero.offload_activations=["blocks.?"]', "zero.activation_min_bytes=4096"]
+
+    def plan(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["rayzero", "plan", *SMALL, *GPUS, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    ample = ["--json", "--gpu-memory", "80GiB"]
+    stays, leaves = (json.loads(plan(*ample, *some)[1])["bytes"] for some in ([], leaving))
+    assert leaves["device"]["peak"] < 0.7 * stays["device"]["peak"]
+    assert [host["activations"] for host in stays["hosts"]] == [0, 0]
+    assert leaves["hosts"][0]["activations"] >= stays["device"]["peak"] - leaves["device"]["peak"]
+    between = str((leaves["device"]["peak"] + stays["device"]["peak"]) // 2)
+    assert plan("--gpu-memory", between)[0] == 2
+    code, said = plan("--gpu-memory", between, *leaving)
+    assert code == 0
+    assert "offloaded activations" in said
+
+
 @pytest.mark.parametrize(
     ("option", "value", "wrong"),
     [

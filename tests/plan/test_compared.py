@@ -24,8 +24,8 @@ PLAN = RunBytes(
     ),
     hosts=(
         HostBytes(
-            host=0, ranks=1, owners=2, shared=0, owner_bytes=1900, staging=0, compute=100, programs=99999,
-            coordinator=True,
+            host=0, ranks=1, owners=2, shared=0, owner_bytes=1900, staging=0, activations=0, compute=100,
+            programs=99999, coordinator=True,
         ),
     ),
 )  # fmt: skip

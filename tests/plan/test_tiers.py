@@ -77,6 +77,24 @@ def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_co
     assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + 4 * UNIT))
 
 
+def test_activations_that_leave_a_gpu_wait_in_host_memory_and_on_cpus_they_only_move() -> None:
+    offloaded = replace(WORK, backward_peak_bytes=3000, forward_peak_bytes=2000, offloaded_host_bytes=4500)
+    two = ScalingConfig(num_workers=2, num_optimizers=2)
+    on_gpus, here = (
+        plan_bytes(four_layers(), offloaded, BF16, scaling, machine.hosts, num_states=2, programs=NOTHING)
+        for machine, scaling in ((GPU_HOSTS, two.replace(use_gpu=True)), (CPU_HOST, two))
+    )
+    assert (on_gpus.device.peak, on_gpus.hosts[0].activations) == (4 * UNIT + 3100, 2 * 4500)
+    (host,) = here.hosts
+    assert host.of_ranks == 2 * (3100 + 4500)
+    assert host.total == host.owner_bytes + host.of_ranks
+    assert "offloaded activations 8.789 KiB" in host.describe()
+    tight = replace(GPU_HOSTS, device_bytes=4 * UNIT + 3100)
+    check_fits(on_gpus, tight)
+    with pytest.raises(MemoryPlanError, match=r"set zero\.offload_activations"):
+        check_fits(planned(BF16, two.replace(use_gpu=True), GPU_HOSTS), tight)
+
+
 def test_hosts_without_a_process_are_not_summed_up_however_many() -> None:
     many = replace(CPU_HOST, hosts=Hosts(count=10**12))
     run = planned(ZeroConfig(placement="packed"), ScalingConfig(num_workers=2, num_optimizers=1), many)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,18 @@ from torch.profiler import ProfilerActivity, profile
 
 import rayzero
 from rayzero import ZeroConfig
+from rayzero.activations.copy_lane import ThreadLane
+from rayzero.activations.host_pool import HostPool
+from rayzero.activations.offload import ActivationOffload
+from rayzero.activations.policy import OffloadPolicy
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import engine_of
-from rayzero.errors import UnsupportedError
+from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.units import build_layout
+from rayzero.plan.activations import Offload
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes
-from rayzero.plan.work import measure_work
+from rayzero.plan.work import _Leaving, measure_work
 from rayzero.recipes.gpt import GPT, GPTConfig
 
 from .machines import CPU_HOST
@@ -95,6 +101,62 @@ def test_planned_device_bytes_are_those_of_a_real_step(name: str) -> None:
         gathered = engine_of(model).residency.peak
     assert planned.parameters == pytest.approx(gathered, rel=0.1)
     assert max(planned.forward, planned.backward) == pytest.approx(activations, rel=0.1)
+
+
+EIGHT_BLOCKS = GPTConfig(vocab_size=256, seq_len=64, num_layers=8, num_heads=4, dim=128)
+BLOCK_BYTES = 2_232_320  # that one of them saves
+POLICIES = {
+    "all": OffloadPolicy(min_bytes=4096),
+    "no margin, nothing ahead": OffloadPolicy(min_bytes=4096, margin=0, prefetch=0),
+    "a half": OffloadPolicy(min_bytes=4096, fraction=0.5),
+    "a bounded host": OffloadPolicy(min_bytes=4096, host_cap_bytes=2 << 20),
+    "big tensors": OffloadPolicy(min_bytes=400_000),
+    "nothing": OffloadPolicy(min_bytes=4096, fraction=0.0),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_planned_bytes_of_activations_that_leave_are_those_of_the_offload(name: str) -> None:
+    policy = POLICIES[name]
+    with torch.device("meta"):
+        layout = build_layout(GPT(EIGHT_BLOCKS), min_unit_bytes=4096).layout
+    offload = Offload(modules=("blocks.?",), policy=policy)
+    work = measure_work(lambda: GPT(EIGHT_BLOCKS), gpt_loss, layout, offload=offload)
+    model, lane = GPT(EIGHT_BLOCKS), ThreadLane()
+    lane.close()  # it copies at once
+    pool = HostPool(
+        cap_bytes=policy.host_cap_bytes, allocate=lambda nbytes, _: torch.from_numpy(np.empty(nbytes, "u1"))
+    )
+    leaving = _Leaving(model, layout, gathers=False)
+    with ActivationOffload(model, policy, offload_modules=["blocks.?"], lane=lane, pool=pool) as offloaded:
+        gpt_loss(model).backward()
+        before = offloaded.summary().offloaded_bytes
+        first = peak_allocated(lambda: gpt_loss(model).backward())
+        moved = offloaded.summary().offloaded_bytes - before
+    leaving.close()
+    assert (work.offloaded_bytes, work.offloaded_host_bytes) == (moved, pool.status().peak_bytes)
+    assert work.backward_peak_bytes == pytest.approx(first, abs=0.05 * first + min(moved, BLOCK_BYTES))
+    assert work.backward_peak_bytes >= 0.95 * first
+
+
+def test_a_device_budget_is_planned_as_what_stays() -> None:
+    with torch.device("meta"):
+        layout = build_layout(GPT(EIGHT_BLOCKS), min_unit_bytes=4096).layout
+    moved = {}
+    for budget in (0, 2 * BLOCK_BYTES, 100 * BLOCK_BYTES):
+        policy = OffloadPolicy(min_bytes=4096, margin=0, device_budget_bytes=budget)
+        offload = Offload(modules=("blocks.?",), policy=policy)
+        work = measure_work(lambda: GPT(EIGHT_BLOCKS), gpt_loss, layout, offload=offload)
+        moved[budget] = work.offloaded_bytes
+    assert list(moved.values()) == [8 * BLOCK_BYTES, pytest.approx(6 * BLOCK_BYTES, abs=4), 0]
+
+
+def test_a_pattern_that_matches_nothing_is_named() -> None:
+    with torch.device("meta"):
+        layout = build_layout(nn.Linear(4, 4)).layout
+    offload = Offload(modules=("layers.*",), policy=OffloadPolicy())
+    with pytest.raises(ConfigError, match=r"'layers\.\*' matches no submodule of Linear"):
+        measure_work(lambda: nn.Linear(4, 4), lambda model: model(torch.ones(2, 4)).sum(), layout, offload=offload)
 
 
 def test_operations_are_counted_as_torch_counts_them() -> None:
