@@ -34,15 +34,16 @@ sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def loop(
-    context: RankContext, base: nn.Module, make: Any = adamw, *, steps: int = 4, poisoned: int = -1
+    context: RankContext, base: nn.Module, make: Any = adamw, *, steps: int = 4, poisoned: int = -1, backwards: int = 1
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """Clipped training on one rank: complete weights, norms, the optimizer's state."""
     model = copy.deepcopy(base)
     model, optimizer = rayzero.prepare(model, make(model.parameters()))
     norms = []
     for step in range(steps):
-        loss = token_loss(model, tokens(step, context.rank))
-        (loss * float("nan") if step == poisoned else loss).backward()
+        for backward in range(backwards):
+            loss = token_loss(model, tokens(step + 10 * backward, context.rank))
+            (loss * float("nan") if step == poisoned else loss).backward()
         norms.append(float(optimizer.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
@@ -59,11 +60,15 @@ def same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 def test_bits_norms_and_states_are_those_of_an_optimizer_on_the_host(settings, world_size):
     base = seeded(Net)
     config = SMALL.replace(**settings)
-    want = run_ranks(lambda ctx: loop(ctx, base), world_size, 2, config=config)[0]
+    backwards = config.gradient_accumulation_steps
+    want = run_ranks(lambda ctx: loop(ctx, base, backwards=backwards), world_size, 2, config=config)[0]
     assert min(want[1]) > MAX_NORM, "clipping must trigger"
     for fraction in (0.0, 0.6):
         for state, norms, states in run_ranks(
-            lambda ctx: loop(ctx, base), world_size, 2, config=config.replace(offload_fraction=fraction)
+            lambda ctx: loop(ctx, base, backwards=backwards),
+            world_size,
+            2,
+            config=config.replace(offload_fraction=fraction),
         ):
             assert same_bits(state, want[0])
             assert norms == want[1]
@@ -91,11 +96,15 @@ def test_any_element_wise_optimizer_and_a_skipped_step():
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_bits_do_not_depend_on_the_transport(transport):
-    base = seeded(Net)
-    want = run_ranks(lambda ctx: loop(ctx, base, steps=2), 2, 2, config=SMALL)[0][0]
-    config = SMALL.replace(offload_fraction=0.5)
-    for state, _, _ in run_ranks(lambda ctx: loop(ctx, base, steps=2), 2, 1, transport, config=config):
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_bits_do_not_depend_on_the_transport(transport, backwards):
+    base, several = seeded(Net), SMALL.replace(gradient_accumulation_steps=backwards)
+
+    def train(ctx: RankContext) -> dict[str, Tensor]:
+        return loop(ctx, base, steps=2, backwards=backwards)[0]
+
+    want = run_ranks(train, 2, 2, config=several)[0]
+    for state in run_ranks(train, 2, 1, transport, config=several.replace(offload_fraction=0.5)):
         assert same_bits(state, want)
 
 
