@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
@@ -22,9 +23,12 @@ from rayzero.store.rpc import (
     token_metadata,
 )
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
+_LEAVE_S = 5.0  # deadline of saying goodbye
 _POLL_S = 60.0  # at most this long is one long poll held; owners answer "ask again" sooner
 
 
@@ -140,6 +144,25 @@ class OwnerLink:
             return begin(self._calls[method])
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
             raise self.error(error) from error
+
+
+def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:
+    """Tell all owners at once that this rank leaves; one that does not hear it is gone itself, which is logged."""
+    started = []
+    for link in links:
+        try:
+            started.append((link, link.start("Leave", pb.LeaveRequest(rank=link.rank, reason=reason), _LEAVE_S)))
+        except RayZeroError as error:
+            _log_unheard(link, error)
+    for link, call in started:
+        try:
+            link.answer(call)
+        except RayZeroError as error:
+            _log_unheard(link, error)
+
+
+def _log_unheard(link: OwnerLink, error: RayZeroError) -> None:
+    log.info("rank %d: %s did not hear the goodbye: %s", link.rank, link.name, error)
 
 
 class LongPoll(Generic[T]):

@@ -58,7 +58,7 @@ from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.gradient_writer import GradientWriter
 from rayzero.store.lead_line import LeadLine
 from rayzero.store.notices import PublishBoard
-from rayzero.store.owner_link import QUICK_S, OwnerLink
+from rayzero.store.owner_link import QUICK_S, OwnerLink, say_goodbye
 from rayzero.store.push_order import PushOrder
 from rayzero.store.rpc import TlsFiles, from_failure
 from rayzero.store.same_host import host_identity
@@ -77,8 +77,6 @@ Parts = list[tuple[Transfers | SharedTransfers, list[Shard]]]  # per owner, a un
 Away = list[tuple[Transfers, list[Shard]]]  # those of other hosts
 
 log = logging.getLogger(__name__)
-
-LEAVE_S = 5.0  # deadline of saying goodbye
 
 
 class RemoteStore(DirectMemory):
@@ -428,7 +426,7 @@ class RemoteStore(DirectMemory):
             self._closing.set()
         atexit.unregister(self.close)
         if self._greeted:
-            self._say_goodbye(reason)
+            say_goodbye(self._links, reason)
         self._watch.close()
         self._board.fail(self._closed_error())
         self._order.fail(self._closed_error())
@@ -449,20 +447,6 @@ class RemoteStore(DirectMemory):
             pool.shutdown(wait=True)
         for thread in self._threads:
             thread.join()
-
-    def _say_goodbye(self, reason: str) -> None:
-        request = pb.LeaveRequest(rank=self._rank, reason=reason)
-        started = []
-        for link in self._links:
-            try:
-                started.append((link, link.start("Leave", request, LEAVE_S)))
-            except RayZeroError as error:
-                log.info("rank %d: %s did not hear the goodbye: %s", self._rank, link.name, error)
-        for link, call in started:
-            try:
-                link.answer(call)
-            except RayZeroError as error:
-                log.info("rank %d: %s did not hear the goodbye: %s", self._rank, link.name, error)
 
     # ---- small parts
 
