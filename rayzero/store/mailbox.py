@@ -48,19 +48,24 @@ class Cells:
 
 
 class _News:
-    """Which of the other side's cells have changed since the last look."""
+    """Which of the other side's cells have changed since the last look.
+
+    A cell that is seen while it is written and read when it is whole changes once more for whoever looks next: what
+    tells its messages apart are their numbers."""
 
     def __init__(self, cells: Cells) -> None:
         self._where = cells
         self._cells = cells.cells()
         self._seen = array("Q", [0] * SLOTS)
+        self._taken = [0] * SLOTS  # number of the last message of each
 
     def take(self) -> list[tuple[int, int, bytes]]:
-        """(slot, number, message) of each that is whole; one that is being written rings when it is done."""
+        """(slot, number, message) of each that is whole, once; one that is being written rings when it is done."""
         found = []
         for slot in changed(self._where.address, self._where.stride, self._seen, SLOTS):
             read = self._cells[slot].read()
-            if read is not None:
+            if read is not None and read[0] != self._taken[slot]:
+                self._taken[slot] = read[0]
                 found.append((slot, *read))
         return found
 

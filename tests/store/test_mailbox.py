@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError
-from rayzero.kernels.signals import BELL_BYTES, Bell, available
+from rayzero.kernels.signals import BELL_BYTES, Bell, available, changed
 from rayzero.memory.slab_header import SlabFacts, lay_out_slab
 from rayzero.memory.slabs import Slab
+from rayzero.store import mailbox
 from rayzero.store.mailbox import SLOTS, Answerer, Asker, Cells
 
 from .toy import WAIT
@@ -62,6 +65,27 @@ def test_a_question_is_taken_once_and_its_cell_serves_the_next(both: tuple[Asker
         asker.take_answers()
         assert future is not None
         assert future.result(0) == turn.to_bytes(2, "little")
+
+
+def test_a_question_that_was_seen_half_written_and_read_whole_is_taken_once(
+    both: tuple[Asker, Answerer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asker, answerer = both
+    asker.ask("Write", b"x")
+    sequence = ctypes.c_uint64.from_address(answerer._news._where.address)
+
+    def seen_while_written(*arguments: Any) -> list[int]:
+        sequence.value -= 1  # odd: the asker is writing still
+        found = changed(*arguments)
+        sequence.value += 1
+        return found
+
+    with monkeypatch.context() as early:
+        early.setattr(mailbox, "changed", seen_while_written)
+        assert len(answerer.take_questions()) == 1
+    assert answerer.take_questions() == [], "its ring, which comes after it"
+    asker.ask("Write", b"y")
+    assert len(answerer.take_questions()) == 1
 
 
 def test_an_error_arrives_as_itself(both: tuple[Asker, Answerer]) -> None:
