@@ -144,7 +144,7 @@ class RemoteStore(DirectMemory):
         self._threads: list[threading.Thread] = []
         self._notices: list[Any] = []  # streams under way. freed by: close()
         self._attached: tuple[ModelSpec, ShardMap] | None = None
-        self._writes = 0  # asked for so far
+        self._writes = self._saves = 0  # asked for so far
         self._greeted = False  # some owner may know this rank
         atexit.register(self.close)
 
@@ -404,7 +404,10 @@ class RemoteStore(DirectMemory):
     def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Write a checkpoint; see ``ParameterStore.save``."""
         entries = [translate.file_to_pb(entry) for entry in files]
-        request = pb.SaveRequest(rank=self._rank, step=step, directory=str(directory), files=entries)
+        self._saves += 1
+        request = pb.SaveRequest(
+            rank=self._rank, step=step, directory=str(directory), files=entries, number=self._saves
+        )
         awaited = f"the checkpoint of step {step}"
         return self._ask_lead("Save", request, lambda a: translate.checkpoint_from_pb(a.checkpoint), awaited)
 

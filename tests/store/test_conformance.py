@@ -4,8 +4,9 @@ Schedules are written out: one thread drives all ranks, so the order of events i
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.errors import (
     AccumulationError,
+    CheckpointError,
     HandshakeError,
     NonFiniteGradientError,
     RankLeftError,
@@ -24,7 +27,7 @@ from rayzero.errors import (
     StepMismatchError,
     StoreError,
 )
-from rayzero.messages import COMPUTE, MASTER, Action, Clamp, Edit, EditKind, ModelSpec, StepInputs
+from rayzero.messages import COMPUTE, MASTER, Action, CheckpointInfo, Clamp, Edit, EditKind, ModelSpec, StepInputs
 from store.stores import StoreFactory
 from store.toy import (
     HYPER,
@@ -677,6 +680,30 @@ def test_a_checkpoint_is_exactly_its_version_although_ranks_go_on(
             for grads in schedule[1:]:
                 take_step(ranks, grads, 0.5)
             assert equal(masters(ranks[0]), end)
+
+
+def test_the_same_save_again_is_another_save(make_stores: StoreFactory, tmp_path: Path) -> None:
+    directory = tmp_path / "best"
+    directory.mkdir()
+    (directory / "notes").touch()  # of the user: nothing may be put there
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, make_spec(2))
+
+        def save() -> list[Future[CheckpointInfo]]:
+            staging = staging_path(directory)
+            files = [write_rank_state(staging, rank.rank, {}, {}) for rank in ranks]
+            asked = [rank.store.save(0, directory, (file,)) for rank, file in zip(ranks, files, strict=True)]
+            wait(asked, WAIT)
+            return asked
+
+        for refused in save():
+            with pytest.raises(CheckpointError, match="not a checkpoint"):
+                refused.result(0)
+        for _ in range(2):
+            shutil.rmtree(directory)
+            for saved in save():
+                assert saved.result(0).path == str(directory)
+            assert (directory / MANIFEST).is_file()
 
 
 def test_ranks_that_save_different_things_are_named(make_stores: StoreFactory, tmp_path: Path) -> None:

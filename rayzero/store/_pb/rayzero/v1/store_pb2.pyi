@@ -440,16 +440,18 @@ class DiscardResponse(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("rank", "step", "directory", "files")
+    __slots__ = ("rank", "step", "directory", "files", "number")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
     directory: str
     files: _containers.RepeatedCompositeFieldContainer[FileEntry]
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class SaveResponse(_message.Message):
     __slots__ = ("checkpoint", "waiting")
