@@ -36,13 +36,15 @@ class RecorderCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Family]:
-        """A family for each metric that has series."""
+        """A family for each metric that has series. What was counted is of one moment; only then are sources asked,
+        which may take long."""
         sums: dict[Metric, Mapping[Labels, float]] = {metric: {(): 0.0} for metric in self._zeros}
-        sums |= self._recorder.counters()
+        counters, histograms = self._recorder.counters(), self._recorder.timings()
+        sums |= counters
         sums |= self._recorder.gauges()
         for metric, series in sums.items():
             yield _plain_family(metric, series)
-        for metric, timings in self._recorder.timings().items():
+        for metric, timings in histograms.items():
             yield _histogram_family(metric, timings)
 
 

@@ -65,6 +65,22 @@ def test_counters_gauges_and_histograms_arrive_as_they_were_told(recorder, expor
     assert found["rayzero_step_seconds_bucket", (("le", "+Inf"),)] == 3
 
 
+def test_what_a_page_counts_is_of_one_moment_however_long_its_gauges_take(recorder, exporter) -> None:
+    def train_a_step() -> None:
+        recorder.add(names.TOKENS, 128)
+        recorder.observe(names.STEP_SECONDS, 0.1)
+
+    def slow() -> list[Reading]:
+        train_a_step()  # the rank goes on meanwhile
+        return [Reading(names.MEMORY_BYTES, 5, {"kind": "param", "tier": "ram"})]
+
+    train_a_step()
+    recorder.watch(slow)
+    found = samples(scrape(exporter))
+    assert found["rayzero_memory_bytes", (("kind", "param"), ("tier", "ram"))] == 5
+    assert found["rayzero_tokens_total", ()] == 128 * found["rayzero_step_seconds_count", ()]
+
+
 def test_counters_of_the_role_are_zero_before_they_are_counted(exporter) -> None:
     found = samples(scrape(exporter))
     assert found["rayzero_tokens_total", ()] == 0
