@@ -8,6 +8,10 @@ never make room for a prefetch. A model that fits as a whole stays up from its f
 [Note: versions] The step makes trained units' parameters out of date. Their memory is kept for the next version until
 others need it, and fetched into only if the owners changed the content (a skipped step, a unit without gradients:
 they did not). Frozen units stay up over the step, which does not change them.
+
+[Note: pinned units] A unit that somebody holds (views, graphs) cannot go down at the step: the next version is fetched
+under it, at once, as views must read it. One for which that failed is behind: what it has is no version, and nothing
+computes with it, writes it back or keeps it before it was fetched after all.
 """
 
 from __future__ import annotations
@@ -102,6 +106,7 @@ class UnitCache:
         self._most_ahead = config.prefetch_buffer_size if self._prefetches else 0
         self._pace = PrefetchPace() if config.prefetch_adaptive else None
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
+        self._behind: set[int] = set()  # units that are up, with what is not this version yet. [Note: pinned units]
         self._dropped: list[Fetching] = []  # fetches nobody wants, still writing. freed by: _reap
         self._up = 0  # units that are not SHARDED
         self._current: int | None = None  # the unit last used
@@ -113,7 +118,7 @@ class UnitCache:
 
     def use(self, unit: ParamUnit, phase: Phase) -> None:
         """Something computes with the unit: have it up, and ask for what comes next."""
-        if unit.index == self._current and unit.state is UnitState.UNSHARDED:
+        if unit.index == self._current and unit.state is UnitState.UNSHARDED and not self._behind:
             return
         if unit.index != self._current and unit.index not in self._root:
             self._current = unit.index
@@ -126,6 +131,8 @@ class UnitCache:
                 self.prefetch()
         if unit.state is not UnitState.UNSHARDED:
             self._bring_up(unit)
+        elif unit.index in self._behind:
+            self._refresh(unit)
 
     def _bring_up(self, unit: ParamUnit) -> None:
         if unit.state is UnitState.SHARDED:
@@ -270,6 +277,10 @@ class UnitCache:
         return True
 
     def _reshard(self, unit: ParamUnit, *, keep: bool) -> None:
+        if unit.index in self._behind:  # what is there is neither the user's nor any version's
+            self._behind.remove(unit.index)
+            self.writes.settle(unit)
+            keep = False
         self.writes.set_aside(unit)
         buffer = unit.reshard()
         if (
@@ -323,6 +334,8 @@ class UnitCache:
     def write_back(self) -> None:
         """Give the owners what the user wrote; every rank calls it before its finish. [Note: writes, in written.py]"""
         for unit in self._units:
+            if unit.index in self._behind:
+                self._refresh(unit)
             values = self.writes.values(unit)
             if values is None:
                 continue
@@ -364,12 +377,14 @@ class UnitCache:
         """Put the present version under a unit that somebody holds."""
         buffer = unit.buffer
         assert buffer is not None
+        self._behind.add(unit.index)
         published = self._published(unit.index)
         if buffer.mapped:
             self._store.revert(unit.index)
         self._lane.fetch(unit.layout, self.version, buffer, published=published, held=None, ahead=False).wait()
         unit.refreshed(self.version)
         self.writes.settle(unit)
+        self._behind.remove(unit.index)
         self._note("refresh", unit.name)
 
     # ---- passes and steps
@@ -414,11 +429,12 @@ class UnitCache:
         trained = [unit for unit in self._units if unit.index in self._trained]
         for unit in trained:
             self._publications.pop(unit.index, None)
-        for unit in trained:
-            if unit.state is UnitState.UNSHARDED:  # pinned: its views must read the new version
-                self._recorder.add(PINNED_UNITS, 1, group=self._groups[unit.index])
-                log.debug("unit %s is pinned over step %d: refreshed in place", unit.name, self.version)
-                self._refresh(unit)
+        pinned = [unit for unit in trained if unit.state is UnitState.UNSHARDED]
+        self._behind.update(unit.index for unit in pinned)
+        for unit in pinned:
+            self._recorder.add(PINNED_UNITS, 1, group=self._groups[unit.index])
+            log.debug("unit %s is pinned over step %d: refreshed in place", unit.name, self.version)
+            self._refresh(unit)
 
     def wait_published(self) -> None:
         """Block until every unit of this version is published."""

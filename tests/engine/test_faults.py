@@ -27,7 +27,11 @@ class FaultyStore(InProcessStore):
 
     fail_fetch: Callable[[int, int], bool] = staticmethod(lambda unit, version: False)
     fail_push: Callable[[Contribution], bool] = staticmethod(lambda contribution: False)
+    fail_published: Callable[[int, int], bool] = staticmethod(lambda unit, version: False)
     hold: Callable[[int], bool] = staticmethod(lambda unit: False)
+
+    def published(self, unit: int, version: int) -> Future[int]:
+        return failed("news") if self.fail_published(unit, version) else super().published(unit, version)
 
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         if kind == COMPUTE and self.fail_fetch(unit, version):
@@ -105,6 +109,29 @@ def test_a_failed_fetch_is_raised_where_the_unit_is_needed_and_the_next_try_is_r
     optimizer.zero_grad()
     step_once(model, optimizer, 2)
     assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 3))
+
+
+@pytest.mark.parametrize("let_go", [False, True], ids=["still held", "let go"])
+@pytest.mark.parametrize(("debug", "what"), [("0", "published"), ("1", "fetch")])
+@pytest.mark.parametrize("unit", [0, 1, 3])
+def test_pinned_units_that_a_step_could_not_refresh_are_refreshed_before_anything_computes_with_them(
+    unit: int, debug: str, what: str, let_go: bool, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYZERO_DEBUG", debug)  # 0: units are the owners' own memory
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig(min_unit_bytes=1))
+    views = [param.detach() for param in model.parameters()]  # what a logger holds
+    step_once(model, optimizer, 0)
+    setattr(store, f"fail_{what}", once(lambda index, version: index == unit and version == 2))
+    with pytest.raises(TransferError, match="failed as planned"):
+        step_once(model, optimizer, 1)
+    if let_go:
+        views.clear()
+    step_once(model, optimizer, 2)
+    right = plain_steps(base, 3)
+    assert same_bits(rayzero.full_state_dict(model), right)
+    held = dict(zip((name for name, _ in base.named_parameters()), views, strict=False))
+    assert all(torch.equal(view, right[name]) for name, view in held.items())
 
 
 def test_a_failed_push_is_raised_at_the_step_and_a_discard_starts_over(store: FaultyStore) -> None:
