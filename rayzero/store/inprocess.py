@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +40,7 @@ from rayzero.optimizer.service import CPU, ShardService
 from rayzero.optimizer.writes import digest_of
 from rayzero.store.counting import count_bytes, tell_build, watch_gradients
 from rayzero.store.direct_memory import DirectMemory
+from rayzero.store.gather import Gather
 from rayzero.store.gradient_region import GradientRegion
 from rayzero.store.gradient_writer import GradientWriter
 from rayzero.store.local_peer import LocalPeer
@@ -145,24 +145,44 @@ class InProcessStore(DirectMemory):
     def load(self, unit: int, values: Tensor) -> Future[None]:
         """See ``ParameterStore.load``."""
 
-        def load_shard(shard: Shard) -> Future[None]:
-            def copy() -> None:
-                self._service(shard).load(shard.index, values[shard.start : shard.stop])
+        def copy(shard: Shard) -> None:
+            self._service(shard).load(shard.index, values[shard.start : shard.stop])
 
-            return self._pool.submit(copy)
-
-        return self._each_shard(unit, values, load_shard, "load")
+        try:
+            self._check_size(unit, values)
+            shards = self._attached()[0].layout.shards_by_unit[unit]
+        except StoreError as exc:
+            return failed(exc)
+        gather = Gather(len(shards))
+        self._timed("load", values, gather.future)
+        for shard in shards:
+            self._pool.submit(gather.run, partial(copy, shard))
+        return gather.future
 
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """See ``ParameterStore.fetch``."""
-        done: Future[None] = Future()
-        claim = _Claim(done)
+        try:
+            self._check_size(unit, out)
+            shards = self._attached()[0].layout.shards_by_unit[unit]
+            gather = Gather(len(shards))
+            self._timed("fetch", out, gather.future)
+            for shard in shards:
+                copy = partial(self._copy, gather, out[shard.start : shard.stop])
+                self._read(shard, version, kind).add_done_callback(copy)
+        except StoreError as exc:
+            return failed(exc)
+        return gather.future
 
-        def fetch_shard(shard: Shard) -> Future[None]:
-            read = self._read(shard, version, kind)
-            return self._then(read, lambda memory: claim.copy(out[shard.start : shard.stop], memory))
-
-        return self._each_shard(unit, out, fetch_shard, "fetch", done)
+    def _copy(self, gather: Gather, out: Tensor, read: Future[Tensor]) -> None:
+        """One part of a fetch: copy what was read, in the pool."""
+        error = read.exception()
+        if error is not None:
+            gather.end(error)
+            return
+        try:
+            self._pool.submit(gather.run, partial(_copy_into, out, read.result()))
+        except RuntimeError:  # the pool was shut down by close()
+            gather.end(StoreClosedError(f"rank {self.rank} closed its store"))
 
     def _read(self, shard: Shard, version: int, kind: str) -> Future[Tensor]:
         read = self._service(shard).read(shard.index, version, kind)
@@ -283,25 +303,6 @@ class InProcessStore(DirectMemory):
             return failed(exc)
         return self._watch.watch(ask(self._owners.lead), what, self._owners.lead.describe)
 
-    def _each_shard(
-        self,
-        unit: int,
-        tensor: Tensor,
-        move: Callable[[Shard], Future[None]],
-        direction: str,
-        done: Future[None] | None = None,
-    ) -> Future[None]:
-        """Move every shard of a unit; done when all are, counted in bytes and seconds."""
-        done = done if done is not None else Future()
-        try:
-            self._check_size(unit, tensor)
-            shards = self._attached()[0].layout.shards_by_unit[unit]
-            self._timed(direction, tensor, done)
-            when_all([move(shard) for shard in shards], lambda _: settle(done, None), partial(fail, done))
-        except StoreError as exc:
-            return failed(exc)
-        return done
-
     def _timed(self, direction: str, tensor: Tensor, done: Future[None]) -> Future[None]:
         """Count the bytes and the seconds of a transfer that ends well."""
         started = time.perf_counter()
@@ -322,44 +323,6 @@ class InProcessStore(DirectMemory):
         if tensor.shape != (layout.numel,):
             raise StoreError(f"{layout.name!r} has {layout.numel} elements, got a tensor of {tuple(tensor.shape)}")
 
-    def _then(self, source: Future[T], act: Callable[[T], None]) -> Future[None]:
-        """Run ``act`` on the result, in the pool."""
-        target: Future[None] = Future()
 
-        def run(result: T) -> None:
-            try:
-                act(result)
-            except Exception as exc:  # whatever it is belongs to the caller of the transfer
-                fail(target, exc)
-            else:
-                settle(target, None)
-
-        def submit(done: Future[T]) -> None:
-            error = done.exception()
-            if error is not None:
-                fail(target, error)
-                return
-            try:
-                self._pool.submit(run, done.result())
-            except RuntimeError:  # the pool was shut down by close()
-                fail(target, StoreClosedError(f"rank {self.rank} closed its store"))
-
-        source.add_done_callback(submit)
-        return target
-
-
-class _Claim:
-    """The right to write into a fetch's buffer: given up once the fetch is cancelled."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-        self._lock = threading.Lock()
-        self._granted: bool | None = None
-
-    def copy(self, out: Tensor, memory: Tensor) -> None:
-        """Copy unless the fetch was cancelled; from the first copy on it can no longer be."""
-        with self._lock:
-            if self._granted is None:
-                self._granted = self._future.set_running_or_notify_cancel()
-        if self._granted:
-            out.copy_(memory)
+def _copy_into(out: Tensor, memory: Tensor) -> None:
+    out.copy_(memory)

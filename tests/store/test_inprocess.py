@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
+from concurrent.futures import Future
 from contextlib import ExitStack
 
 import pytest
@@ -51,6 +53,26 @@ def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
         gate.release()
         future.result(WAIT)
         assert not out.isnan().any()
+
+
+def test_a_fetch_that_fails_is_over_only_when_nobody_writes_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        owners = LocalOwners(1)
+        stack.callback(owners.close)
+        store = InProcessStore(0, owners)
+        stack.callback(store.close)
+        (rank,) = start([store], make_spec(1))
+        reads: dict[int, Future[torch.Tensor]] = defaultdict(Future)
+        monkeypatch.setattr(store, "_read", lambda shard, *_: reads[shard.index])
+        future, out = rank.fetch_unit(0)
+        (broken, *others) = reads.values()
+        broken.set_exception(StoreError("as planned"))
+        assert not future.done()
+        for shard, read in zip(rank.spec.layout.shards_by_unit[0][1:], others, strict=True):
+            read.set_result(torch.ones(shard.numel))
+        with pytest.raises(StoreError, match="as planned"):
+            future.result(WAIT)
+        assert out[512:].eq(1).all()
 
 
 def test_bytes_and_seconds_are_counted_by_direction() -> None:
