@@ -234,7 +234,8 @@ class InProcessStore(DirectMemory):
             self._check_size(unit, values)
             if self.rank == 0:
                 for shard in self._attached()[0].layout.shards_by_unit[unit]:
-                    self._service(shard).stage(shard.index, version, kind, values[shard.start : shard.stop])
+                    content = values[shard.start : shard.stop].clone()  # the caller's memory is its own after a stall
+                    self._service(shard).stage(shard.index, version, kind, content)
         except StoreError as exc:
             return failed(exc)
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))

@@ -67,6 +67,19 @@ def test_what_all_ranks_write_is_published_at_the_same_version_and_trained_on(
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
 
 
+def test_after_a_stalled_write_the_callers_memory_is_its_own(make_stores: StoreFactory) -> None:
+    spec = make_spec(2)
+    with make_stores(2, 2, stall_timeout=0.8) as stores:
+        ranks = start(stores, spec)
+        written = values_of(ranks[0], 1, COMPUTE) * 2
+        memory = written.clone()
+        with pytest.raises(StallError):
+            ranks[0].store.write(1, 0, COMPUTE, memory).result(WAIT)
+        memory.zero_()
+        ranks[1].store.write(1, 0, COMPUTE, written).result(WAIT)
+        assert torch.equal(values_of(ranks[1], 1, COMPUTE), written)
+
+
 def test_a_bf16_master_keeps_its_precision_where_nothing_was_written(make_stores: StoreFactory) -> None:
     spec = make_spec(2, dtypes=[BF16, BF16, torch.float32])
     with make_stores(2, 2) as stores:
