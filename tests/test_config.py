@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.config import (
@@ -270,13 +270,11 @@ zero_configs = st.builds(
 )
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(zero_configs)
 def test_yaml_out_and_in_gives_an_equal_config(config: ZeroConfig) -> None:
     assert ZeroConfig.from_yaml(config.to_yaml()) == config
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(zero_configs)
 def test_the_schema_accepts_what_to_yaml_writes(config: ZeroConfig) -> None:
     jsonschema.validate(yaml.safe_load(config.to_yaml()), ZeroConfig.json_schema())

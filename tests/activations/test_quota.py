@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.activations.policy import OffloadPolicy
@@ -24,7 +24,6 @@ def test_five_groups_at_four_fifths_keep_one():
     assert run(OffloadPolicy(fraction=0.8), [100] * 5, [100] * 5) == [100, 100, 100, 100, 0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**9), max_size=20), st.floats(0, 1), st.integers(0, 3), st.integers(0, 3))
 def test_the_share_is_exact_to_the_byte_when_the_chunk_is_known(groups, fraction, margin, rank):
     policy = OffloadPolicy(fraction=fraction, rank=rank, delta_bytes=1000)
@@ -35,7 +34,6 @@ def test_the_share_is_exact_to_the_byte_when_the_chunk_is_known(groups, fraction
     assert margin == 0 or not any(taken[len(groups) - margin :])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**6), max_size=20), st.floats(0, 1))
 def test_an_unknown_chunk_is_never_more_than_one_tensor_off(groups, fraction):
     taken = run(OffloadPolicy(fraction=fraction), groups, None)

@@ -208,7 +208,7 @@ def test_any_master_is_rounded_as_torch_rounds_it(isa: str, dtype: torch.dtype) 
     assert bool(memory.params[~number].isnan().all())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     present=st.lists(st.integers(0, 40), min_size=1, max_size=17, unique=True).map(sorted),
     dtype=st.sampled_from(DTYPES),
@@ -242,7 +242,7 @@ def test_ranks_that_no_segment_names_are_not_read() -> None:
 # ---- The same bits ----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     ranks=st.integers(1, 17),
     dtype=st.sampled_from(DTYPES),
@@ -360,7 +360,7 @@ def test_sums_of_squares_are_the_written_definition(isa: str, dtype: torch.dtype
     assert struct.pack("d", got) == struct.pack("d", want)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(count=st.integers(0, 5000), start=st.integers(0, 70), ranks=st.integers(1, 17), dtype=st.sampled_from(DTYPES))
 def test_sums_of_squares_are_exact_to_rounding(count: int, start: int, ranks: int, dtype: torch.dtype) -> None:
     gradients = make_gradients(start + count, ranks, dtype)
