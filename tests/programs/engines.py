@@ -181,8 +181,10 @@ def categories() -> list[str]:
     ]
 
 
-def limited(act: Callable[[], Any], seconds: float) -> Any:
-    """What ``act`` returns or raises; TimeoutError that names who waits for what when it takes too long."""
+def limited(act: Callable[[], Any], seconds: float, since: threading.Event | None = None) -> Any:
+    """What ``act`` returns or raises; TimeoutError that names who waits for what when it takes too long.
+
+    ``since``: set by ``act`` where its ``seconds`` begin; at once without."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -193,6 +195,8 @@ def limited(act: Callable[[], Any], seconds: float) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    if since is not None:
+        since.wait(LIMIT_S)
     thread.join(seconds)
     if not ended:
         raise TimeoutError(waiting())

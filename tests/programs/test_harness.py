@@ -10,7 +10,7 @@ from engine.models import token_loss
 
 from . import engines
 from .case import Case, Run, steps, train
-from .engines import Setting, run_rayzero
+from .engines import Setting, limited, run_rayzero
 from .fsdp2 import Fsdp2Ranks
 
 SETTING = Setting("none", 2, "fp32", "inprocess")
@@ -33,14 +33,15 @@ def test_other_weights_and_other_results_are_wrong() -> None:
 
 
 def test_a_hang_names_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "LIMIT_S", 1.0)
-    never = threading.Event()
+    begun, never = threading.Event(), threading.Event()
 
     def waits(run: Run) -> None:
         if run.rank == 1 and run.engine == "rayzero":
+            begun.set()
             never.wait()
         train(run)
 
+    monkeypatch.setattr(engines, "limited", lambda act, _: limited(act, 1.0, since=begun))
     result = run_rayzero(Case("waits", waits), SETTING)
     never.set()
     assert result.kind == "hangs"
