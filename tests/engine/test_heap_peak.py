@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ MIB = 1 << 20
 
 
 def test_it_is_the_most_of_the_first_steps() -> None:
+    gc.collect()  # else what earlier tests left may go meanwhile
     peak = HeapPeak(5)
     peak.look(5)
     first = peak.peak
@@ -53,6 +56,7 @@ def test_a_cpu_ranks_heap_at_its_height_is_told() -> None:
     with running_in(RankContext(recorder=recorder)):
         model = Keeps()
         model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        gc.collect()  # else what earlier tests left may go meanwhile
         before = heap_use()
         assert before is not None
         model(torch.zeros(4, 4 * MIB)).backward()  # exp keeps its result, the product its factor
