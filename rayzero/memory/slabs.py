@@ -1,9 +1,11 @@
 """Slabs: files of shared memory that outlive nobody. One maker, who holds the file's lock; any number who attach.
 
 [Note: no slab stays behind] A maker locks its file (``flock``) before it fills it and keeps the lock while it lives;
-the kernel frees the lock when it dies, however it dies. ``sweep`` removes exactly the files whose lock it can take. A
-file that was created but not locked yet can be caught by that: its maker sees that it lost its name, and begins again
-under another one. A process that the maker forked, without exec, shares the lock and keeps the slab from sweeps.
+the kernel frees the lock when it dies, however it dies. ``sweep`` removes exactly the files whose lock it can share:
+an exclusive one would fail beside whoever lists the slab or sweeps too, and take a dead maker for a living one. A file
+that was created but not locked yet can be caught by that: its maker, who waits for the sweep's lock, sees that it lost
+its name, and begins again under another one. A process that the maker forked, without exec, shares the lock and keeps
+the slab from sweeps.
 """
 
 from __future__ import annotations
@@ -249,11 +251,11 @@ def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
     """Remove the slabs whose makers are dead; (path, bytes) of each. Those of other users are left alone."""
     removed = []
     for path, fd in _opened(directory):
-        if not _locked(fd, fcntl.LOCK_EX) or not os.fstat(fd).st_nlink:
+        if not _free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it
         try:
             path.unlink()
-        except FileNotFoundError:  # it got its final name meanwhile, and then its maker died: the next sweep's
+        except FileNotFoundError:  # another sweep's; or it got its final name, and its maker died: the next sweep's
             continue
         removed.append((path, os.fstat(fd).st_size))
     return removed
@@ -275,7 +277,7 @@ def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
         FoundSlab(
             path=path,
             bytes=os.fstat(fd).st_size,
-            alive=not _locked(fd, fcntl.LOCK_SH),
+            alive=not _free(fd),
             header=_header_or_none(path, fd),
         )
         for path, fd in _opened(directory)
@@ -302,10 +304,10 @@ def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
             os.close(fd)
 
 
-def _locked(fd: int, kind: int) -> bool:
-    """Take the lock if it is free; it is free again when ``fd`` is closed."""
+def _free(fd: int) -> bool:
+    """Whether no maker holds the lock; then none gets it before ``fd`` is closed."""
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import resource
@@ -302,6 +303,7 @@ def test_a_process_that_ends_by_itself_removes_its_slabs(tmp_path: Path, end: st
 
 def test_a_forked_child_that_ends_leaves_its_parents_slabs_alone(tmp_path: Path) -> None:
     forked = """
+import fcntl
 import os
 if (child := os.fork()) == 0:
     for slab in slabs:
@@ -321,6 +323,32 @@ def test_a_slab_left_on_purpose_is_the_next_sweeps_also_while_its_tensors_live(t
     slab.close(unlink=False)
     assert sweep(tmp_path) == [(slab.path, slab.header.bytes)]
     assert tensor.fill_(1).tolist() == [1] * 8
+
+
+def test_a_slab_that_another_process_is_listing_is_swept(tmp_path: Path) -> None:
+    slab = Slab.create(header(), tmp_path)
+    assert slab.path is not None
+    slab.close(unlink=False)
+    with slab.path.open("rb") as listing:
+        fcntl.flock(listing, fcntl.LOCK_SH)
+        assert sweep(tmp_path) == [(slab.path, slab.header.bytes)]
+    assert names(tmp_path) == []
+
+
+def test_of_two_sweeps_at_once_one_removes_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one runs while the first holds the slab's lock, before it removes the file."""
+    slab = Slab.create(header(), tmp_path)
+    slab.close(unlink=False)
+    unlink, second = Path.unlink, []
+
+    def unlink_after_another(path: Path, missing_ok: bool = False) -> None:
+        monkeypatch.setattr(Path, "unlink", unlink)
+        second.extend(sweep(tmp_path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_after_another)
+    assert sweep(tmp_path) == []
+    assert second == [(slab.path, slab.header.bytes)]
 
 
 def test_a_file_swept_before_its_maker_locked_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
