@@ -1,9 +1,14 @@
-"""What every suite of the stores' conformance runs over."""
+"""What every suite of the stores' conformance runs over, and shared memory of a test's own."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from rayzero.memory.slabs import SHARED_MEMORY
 from store.stores import STORES, StoreFactory
 
 
@@ -11,3 +16,10 @@ from store.stores import STORES, StoreFactory
 def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
     """One store after the other."""
     return STORES[request.param]
+
+
+@pytest.fixture
+def slab_dir() -> Iterator[Path]:
+    """A folder in shared memory where no other test's sweep comes."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as directory:
+        yield Path(directory)

@@ -150,8 +150,8 @@ def halt_at(point: str, patch: Any, stop: Any = halt) -> None:
         patch.setattr(TileStamps, "writing", stopping_writing)
 
 
-def two_steps(stack: ExitStack, spec: ModelSpec) -> Rank:
-    store = RemoteStore(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY, stall_timeout=20)
+def two_steps(stack: ExitStack, spec: ModelSpec, directory: Path = SHARED_MEMORY) -> Rank:
+    store = RemoteStore(0, served(stack, 1, directory=directory), token=TOKEN, share=directory, stall_timeout=20)
     stack.callback(store.close)
     (rank,) = start([store], spec)
     for step in range(2):
@@ -210,25 +210,26 @@ def test_every_kernel_stamps_what_it_wrote(kernel: str) -> None:
 # ---- killed
 
 PROGRAM = """
-import os, signal, sys
+import os, pathlib, signal, sys
 sys.path.insert(0, sys.argv[1])
 from contextlib import ExitStack
 from store import test_recovery as t
 class Patch:
     setattr = staticmethod(setattr)
 t.halt_at("between tiles", Patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-t.two_steps(ExitStack(), t.large_spec("killed")).fetch(2)
+t.two_steps(ExitStack(), t.large_spec("killed"), pathlib.Path(sys.argv[2])).fetch(2)
 """
 
 
 @needs_signals
-def test_doctor_tells_what_a_killed_owner_left_before_it_sweeps() -> None:
-    killed = subprocess.run([sys.executable, "-c", PROGRAM, str(Path(__file__).parents[1])], timeout=60)
+def test_doctor_tells_what_a_killed_owner_left_before_it_sweeps(slab_dir: Path) -> None:
+    tests = str(Path(__file__).parents[1])
+    killed = subprocess.run([sys.executable, "-c", PROGRAM, tests, str(slab_dir)], timeout=60)
     assert killed.returncode == -signal.SIGKILL
-    told = CliRunner().invoke(app, ["doctor", "--sweep"]).output.splitlines()
+    told = CliRunner().invoke(app, ["doctor", "--sweep", "--slab-dir", str(slab_dir)]).output.splitlines()
     said = "run killed: redo: step 1 was decided; 4 tiles of 2 of 2 shards lack its update"
     assert said in told
-    assert not [s for s in list_slabs() if s.header is not None and s.header.facts.run == "killed"]
+    assert list_slabs(slab_dir) == []
 
 
 @needs_signals

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ def served(
     return addresses
 
 
-def ranks_of(stack: ExitStack, addresses: list[str], world_size: int, **options: Any) -> list[Rank]:
-    stores = [RemoteStore(r, addresses, token=TOKEN, share=SHARED_MEMORY, **options) for r in range(world_size)]
+def ranks_of(
+    stack: ExitStack, addresses: list[str], world_size: int, *, share: Path = SHARED_MEMORY, **options: Any
+) -> list[Rank]:
+    stores = [RemoteStore(r, addresses, token=TOKEN, share=share, **options) for r in range(world_size)]
     for store in stores:
         stack.callback(store.close)
     return start(stores, make_spec(world_size))
@@ -250,7 +253,8 @@ def test_ranks_in_processes_of_their_own_have_the_bits_of_every_other_store() ->
         assert {name: value.tolist() for name, value in state.items()} == {n: v.tolist() for n, v in expected.items()}
 
 
-def die(ctx: RankContext) -> None:
+def die(pids: Path, ctx: RankContext) -> None:
+    (pids / str(os.getpid())).touch()
     model = torch.nn.Linear(40, 70)
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     model(torch.ones(1, 40)).sum().backward()
@@ -260,32 +264,35 @@ def die(ctx: RankContext) -> None:
     rayzero.full_state_dict(model)
 
 
-def test_a_killed_rank_ends_the_others_and_its_slabs_are_swept() -> None:
-    before = {slab.path for slab in list_slabs()}
+def test_a_killed_rank_ends_the_others_and_its_slabs_are_swept(tmp_path: Path) -> None:
     with pytest.raises(RayZeroError):
-        run_ranks(die, 2, 1, "shm", processes=True)
-    assert [slab.path for slab in list_slabs() if slab.path not in before and not slab.alive] == []
+        run_ranks(partial(die, tmp_path), 2, 1, "shm", processes=True)
+    ours = {os.getpid(), *(int(pid.name) for pid in tmp_path.iterdir())}  # others may run beside this test
+    assert len(ours) == 3
+    left = [slab for slab in list_slabs() if slab.header is not None and slab.header.pid in ours]
+    assert [slab.path for slab in left if not slab.alive] == []
 
 
-def test_the_slabs_of_a_killed_process_are_gone_after_the_next_start(stack: ExitStack) -> None:
+def test_the_slabs_of_a_killed_process_are_gone_after_the_next_start(stack: ExitStack, slab_dir: Path) -> None:
     program = """
-import os, signal, sys
+import pathlib, signal, sys
 sys.path.insert(0, sys.argv[1])
 from contextlib import ExitStack
 from store.test_shared_store import ranks_of, served
-stack = ExitStack()
-ranks_of(stack, served(stack, 1), 1)
+stack, slab_dir = ExitStack(), pathlib.Path(sys.argv[2])
+ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
 print("up", flush=True)
 signal.pause()
 """
     tests = str(Path(__file__).parents[1])
-    with subprocess.Popen([sys.executable, "-c", program, tests], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", program, tests, str(slab_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        left = [slab.path for slab in list_slabs() if slab.header is not None and slab.header.pid == process.pid]
+        left = [slab.path for slab in list_slabs(slab_dir)]
         assert len(left) == 6
         process.kill()
     assert all(path.exists() for path in left)
-    ranks = ranks_of(stack, served(stack, 1), 1)
+    ranks = ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
     assert not any(path.exists() for path in left)
     assert ranks[0].fetch(0).keys() == initial_values(ranks[0].spec).keys()
