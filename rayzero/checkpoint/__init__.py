@@ -2,7 +2,8 @@
 
 A checkpoint is a directory ``step-000030/``: ``owner-000.safetensors`` … (what each owner holds),
 ``rank-0000.safetensors`` … (each rank's loop state) and ``manifest.json``. It is written into
-``staging_path(directory)``, every file is fsynced, and one rename makes it exist. Nothing here is pickled.
+``staging_path(directory)``, every file is fsynced; who commits takes that folder away under another name, and one
+rename makes it exist. Nothing here is pickled.
 
 This package knows files, names and element ranges; not stores, owners or ranks.
 """

@@ -26,7 +26,8 @@ from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 STATE = "state/"  # prefixes of tensor names in a rank's file
 BUFFER = "buffer/"
 
-_STALE = re.compile(r"\.(step-\d+)\.(tmp|replaced|discarded)")
+_STALE = re.compile(r"\.(step-\d+)\.(tmp|taken|replaced)")
+_TRIES = 100  # to put a file into a folder that others remove whenever it is empty
 
 
 def checkpoint_name(step: int) -> str:
@@ -79,15 +80,23 @@ def _refuse_target(directory: Path) -> None:
 
 
 def discard_staging(directory: Path) -> None:
-    """Remove what a save to ``directory`` that failed has written. Idempotent.
+    """Remove all that a save to ``directory`` that failed has staged. Idempotent.
 
-    The folder goes by a rename first, so that whoever commits it at this moment has all of it or nothing."""
-    discarded = directory.with_name(f".{directory.name}.discarded")
-    try:
-        staging_path(directory).rename(discarded)
-    except OSError:  # nothing was staged, or another rank was faster
-        return
-    shutil.rmtree(discarded, ignore_errors=True)
+    For who commits, once every owner has answered and before ranks hear of the failure: a rank that tries again stages
+    its file under the same name."""
+    with suppress(OSError):  # nothing was staged, or not here
+        shutil.rmtree(_take_staged(directory))
+
+
+def _take_staged(directory: Path) -> Path:
+    """Give what is staged a name that only who commits uses; returns it, also where nothing was staged.
+
+    A rank that gave up withdraws its file before, and the commit fails, or finds it no more: no half of a save."""
+    taken = directory.with_name(f".{directory.name}.taken")
+    shutil.rmtree(taken, ignore_errors=True)  # of a process that was killed
+    with suppress(FileNotFoundError):
+        staging_path(directory).rename(taken)
+    return taken
 
 
 def sweep_stale(parent: Path) -> list[str]:
@@ -146,10 +155,9 @@ def _write_file(
     metadata: Mapping[str, str],
 ) -> FileEntry:
     try:
-        staging.mkdir(parents=True, exist_ok=True)
-        file = _stream(staging / name, tensors, metadata)
+        file = _stream(_begin(staging / name, tensors, metadata), tensors)
     except BaseException as exc:
-        _withdraw(staging / name)
+        withdraw(staging / name)
         if isinstance(exc, OSError):
             raise CheckpointError(f"cannot write {staging / name}: {exc.strerror}") from exc
         raise
@@ -160,15 +168,30 @@ def _write_file(
     return FileEntry(name=name, size_bytes=file.size_bytes, sha256=file.file_sha256, content=described)
 
 
-def _stream(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> TensorFileWriter:
-    with TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata) as file:
+def _begin(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> TensorFileWriter:
+    """Open a file in its staging directory, which another process's ``withdraw`` may remove as long as it is empty."""
+    tries = 1
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata)
+        except (FileNotFoundError, FileExistsError):  # removed after mkdir made it, or found it there
+            if tries == _TRIES:
+                raise
+            tries += 1
+
+
+def _stream(file: TensorFileWriter, tensors: Mapping[str, Tensor]) -> TensorFileWriter:
+    with file:
         for key in file.order:
             file.write(key, [tensors[key]])
     return file
 
 
-def _withdraw(path: Path) -> None:
-    """Remove a file that could not be written, and its staging directory once nothing else is in it."""
+def withdraw(path: Path) -> None:
+    """Remove a file of this process from its staging directory, and that once nothing else is in it. Idempotent.
+
+    For a file that could not be written, or whose save failed; those of others stay."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -211,7 +234,7 @@ def _commit_staged(
     rank_files: Sequence[FileEntry],
 ) -> Manifest:
     check_target(directory)
-    staging = staging_path(directory)
+    taken = _take_staged(directory)
     manifest = Manifest(
         step=step,
         spec=spec,
@@ -220,11 +243,11 @@ def _commit_staged(
         owner_files=tuple(sorted(owner_files, key=lambda entry: entry.name)),
         rank_files=tuple(sorted(rank_files, key=lambda entry: entry.name)),
     )
-    _check_staged(staging, manifest.files)
+    _check_staged(taken, manifest.files)
     manifest.check_complete()
-    _drop_strangers(staging, {entry.name for entry in manifest.files})
-    _write_manifest(staging / MANIFEST, manifest)
-    _rename_into_place(staging, directory)
+    _drop_strangers(taken, {entry.name for entry in manifest.files})
+    _write_manifest(taken / MANIFEST, manifest)
+    _rename_into_place(taken, directory)
     return manifest
 
 
@@ -240,9 +263,9 @@ def _merged_steps(slot_steps: Mapping[str, int], owner_files: Sequence[FileEntry
     return dict(sorted(merged.items()))
 
 
-def _check_staged(staging: Path, entries: Sequence[FileEntry]) -> None:
+def _check_staged(taken: Path, entries: Sequence[FileEntry]) -> None:
     for entry in entries:
-        path = staging / entry.name
+        path = taken / entry.name
         got = path.stat().st_size if path.exists() else None
         if got != entry.size_bytes:
             found = "it is not there" if got is None else f"it has {got:,} bytes"
@@ -252,9 +275,9 @@ def _check_staged(staging: Path, entries: Sequence[FileEntry]) -> None:
             )
 
 
-def _drop_strangers(staging: Path, wanted: set[str]) -> None:
+def _drop_strangers(taken: Path, wanted: set[str]) -> None:
     """Remove files an interrupted save with more owners or ranks left under the same name."""
-    for path in staging.iterdir():
+    for path in taken.iterdir():
         if path.name not in wanted:
             path.unlink()
 
@@ -267,13 +290,13 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     fsync_directory(path.parent)
 
 
-def _rename_into_place(staging: Path, directory: Path) -> None:
+def _rename_into_place(taken: Path, directory: Path) -> None:
     """The commit point. An older checkpoint of the same step steps aside first and is then removed."""
     replaced = _replaced_path(directory)
     if directory.exists():
         directory.rename(replaced)
     try:
-        staging.rename(directory)
+        taken.rename(directory)
     except OSError:
         if replaced.exists():
             replaced.rename(directory)

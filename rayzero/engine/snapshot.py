@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.writer import check_target, discard_staging, staging_path, write_rank_state
+from rayzero.checkpoint.writer import check_target, staging_path, withdraw, write_rank_state
 from rayzero.engine.context import RankContext
 from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
@@ -37,7 +37,8 @@ def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state:
 
     Raises UnsupportedError for another optimizer than prepare()'s, ConfigError for a ``loop_state`` that is no
     mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
-    written, or where ``loop_state`` is not JSON-able. A save that failed leaves no files."""
+    written, or where ``loop_state`` is not JSON-able. A save that failed leaves no files, and may be tried again once
+    every rank has its error."""
     _check_arguments(optimizer, loop_state)
     engine = optimizer.engine
     directory = of_model(Path(directory), engine.number)
@@ -55,7 +56,7 @@ def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state:
     try:
         return engine.save(directory, (entry,))
     except BaseException:
-        discard_staging(directory)
+        withdraw(staging_path(directory) / entry.name)  # the others' files may be of their next try
         raise
 
 

@@ -66,6 +66,27 @@ def when_all(
         future.add_done_callback(one_done)
 
 
+def when_ended(
+    futures: Sequence[Future[Any]], then: Callable[[list[Any]], None], otherwise: Callable[[BaseException], None]
+) -> None:
+    """As ``when_all``, but nothing is called before each of ``futures`` is done; the first in order has its error."""
+    left = _Countdown(len(futures))
+
+    def one_done(_: Future[Any]) -> None:
+        if not left.step():
+            return
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            otherwise(errors[0])
+        else:
+            then([future.result() for future in futures])
+
+    if not futures:
+        then([])
+    for future in futures:
+        future.add_done_callback(one_done)
+
+
 class _Countdown:
     """Counts down to one event, which may be called off, from any thread."""
 

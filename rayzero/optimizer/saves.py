@@ -9,11 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rayzero.checkpoint.writer import commit_checkpoint
+from rayzero.checkpoint.writer import commit_checkpoint, discard_staging
 from rayzero.errors import RayZeroError, StepMismatchError
 from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
-from rayzero.optimizer.futures import fail, settle, when_all
+from rayzero.optimizer.futures import fail, settle, when_ended
 from rayzero.optimizer.peers import OwnerPeer
 from rayzero.telemetry.names import CHECKPOINT_FAILURES, CHECKPOINT_LAST_SUCCESS, CHECKPOINT_SECONDS
 from rayzero.telemetry.recorder import Recorder, timed
@@ -27,6 +28,12 @@ class Save:
     directory: Path
     files: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)  # per rank that asked
     futures: dict[int, Future[CheckpointInfo]] = field(default_factory=dict)
+    writing: bool = False  # owners have been asked
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the ranks that asked."""
+        for future in self.futures.values():
+            fail(future, error)
 
 
 class SaveRequests:
@@ -78,32 +85,49 @@ class SaveRequests:
         hyper_at: Callable[[int], tuple[Hyper, ...]],
         written: Callable[[], None],
     ) -> None:
-        """Ask every owner to write; then ``written`` is called, and the manifest is committed in a thread."""
+        """Ask every owner to write. Once all have answered, ``written`` is called, and in a thread the manifest is
+        committed, or what was staged is discarded; only then do ranks hear, and may try again."""
+        if not self._begin(save):
+            return
 
         def then(owner_files: list[FileEntry]) -> None:
-            hyper = hyper_at(save.step)
-            self._committer.submit(_commit, save, spec, hyper, owner_files, self._recorder)
-            self._release(written)
+            self._end(save, _commit, save, spec, hyper_at(save.step), owner_files, self._recorder)
+            written()
 
         def otherwise(error: BaseException) -> None:
             self._recorder.add(CHECKPOINT_FAILURES)
-            for future in save.futures.values():
-                fail(future, error)
-            self._release(written)
+            self._end(save, _give_up, save, error)
+            written()
 
-        when_all([peer.save(save.step, save.directory) for peer in self._peers], then, otherwise)
+        when_ended([peer.save(save.step, save.directory) for peer in self._peers], then, otherwise)
 
-    def _release(self, written: Callable[[], None]) -> None:
+    def _begin(self, save: Save) -> bool:
+        """False for a save that was abandoned, or is being written: a rank that gave up waiting asked again."""
         with self._lock:
+            begins = self._open is save and not save.writing
+            save.writing = save.writing or begins
+            return begins
+
+    def _end(self, save: Save, action: Callable[..., None], *args: Any) -> None:
+        """Owners have answered: ``action`` in the committing thread, unless the run has failed meanwhile."""
+        with self._lock:
+            goes_on = self._open is save
             self._open = None
-        written()
+        if goes_on:  # from here on a rank that hears of a failure can ask for the next one
+            self._committer.submit(action, *args)
+        else:
+            discard_staging(save.directory)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail those who ask for a checkpoint that will not be."""
+        """Fail those who ask for a checkpoint that will not be. While owners write, their files are left to ``_end``:
+        ranks need not wait for an owner that may be gone."""
         with self._lock:
             save, self._open = self._open, None
-        for future in save.futures.values() if save else ():
-            fail(future, error)
+        if save is None:
+            return
+        if not save.writing:
+            discard_staging(save.directory)
+        save.fail(error)
 
     def close(self) -> None:
         """Finish the checkpoint that is being committed. Idempotent."""
@@ -113,6 +137,11 @@ class SaveRequests:
 def have(ranks: Sequence[int]) -> str:
     """Which ranks have (done something), for messages."""
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+
+
+def _give_up(save: Save, error: BaseException) -> None:
+    discard_staging(save.directory)
+    save.fail(error)
 
 
 def _commit(
@@ -125,8 +154,7 @@ def _commit(
             info = commit(slot_steps={}, owner_files=owner_files, rank_files=rank_files)
     except (OSError, RayZeroError) as exc:
         recorder.add(CHECKPOINT_FAILURES)
-        for future in save.futures.values():
-            fail(future, exc)
+        save.fail(exc)
         return
     recorder.set(CHECKPOINT_LAST_SUCCESS, time.time())
     for future in save.futures.values():

@@ -13,7 +13,9 @@ from torch import nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader, export_full, staging_path, write_rank_state
+from rayzero.checkpoint import writer as writer_module
 from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.checkpoint.writer import withdraw
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError
 from rayzero.messages import MASTER
@@ -91,6 +93,44 @@ def test_a_file_that_cannot_be_written_leaves_no_staging_directory(tmp_path: Pat
     with pytest.raises(UnsupportedError, match="safetensors files cannot hold"):
         write_rank_state(staging_path(tmp_path / "ck"), 0, {}, {"x": torch.zeros(2, dtype=torch.complex128)})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_may_be_begun_while_another_withdraws_the_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, mkdir, times = staging_path(tmp_path / "ck"), Path.mkdir, iter(range(2))
+
+    def mkdir_and_withdraw(path: Path, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if next(times, None) is not None:
+            withdraw(staging / "rank-0001.safetensors")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_withdraw)
+    entry = write_rank_state(staging, 0, {}, {})
+    withdraw(staging / "rank-0001.safetensors")
+    assert [path.name for path in staging.iterdir()] == [entry.name]
+
+
+@pytest.mark.parametrize(("point", "left"), [("_take_staged", False), ("_check_staged", True)])
+def test_a_file_that_is_withdrawn_during_the_commit_is_part_of_it_or_stops_it(
+    written, directory, monkeypatch: pytest.MonkeyPatch, point: str, left: bool
+) -> None:
+    """Its rank gave up waiting, at the worst moments."""
+    owners, ranks = written.stage(directory)
+    usual = getattr(writer_module, point)
+
+    def withdraw_first(*args: Any) -> Any:
+        withdraw(staging_path(directory) / ranks[0].name)
+        return usual(*args)
+
+    monkeypatch.setattr(writer_module, point, withdraw_first)
+    if left:
+        written.commit(directory, owners, ranks)
+        CheckpointReader(directory).verify()
+    else:
+        with pytest.raises(CheckpointError, match=r"rank-0000.safetensors should have .* it is not there"):
+            written.commit(directory, owners, ranks)
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name] * left
 
 
 def test_a_save_that_the_lead_refuses_leaves_no_staging_directory(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from torch.nn import functional as F
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.checkpoint import CheckpointReader
+from rayzero.checkpoint import CheckpointReader, rank_file_name
+from rayzero.checkpoint import writer as checkpoint_writer
+from rayzero.engine import snapshot
 from rayzero.engine.context import RankContext, get_context, running_in
 from rayzero.errors import CheckpointError
+from rayzero.messages import FileEntry
+from rayzero.optimizer import snapshot as owner_snapshot
 from rayzero.testing import run_ranks
 
 from .models import Net, same_bits, seeded, tight, tokens
@@ -163,3 +169,63 @@ def test_resuming_from_nothing_is_one_line_before_anything_changes(tmp_path: Pat
         with pytest.raises(CheckpointError, match="no checkpoint at"):
             rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
         assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+# ---- a save that failed
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """The first call of a module's function finds the disk full."""
+    usual, first = getattr(module, name), iter([True])
+
+    def call(*args: Any) -> Any:
+        if next(first, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return usual(*args)
+
+    monkeypatch.setattr(module, name, call)
+
+
+def withdraw_late(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """Rank ``slow`` looks after its failed save when the other rank has staged its file for the next try."""
+    write, withdraw, times, again = snapshot.write_rank_state, snapshot.withdraw, [0, 0], threading.Event()
+
+    def write_and_tell(staging: Path, rank: int, *args: Any, **options: Any) -> FileEntry:
+        entry = write(staging, rank, *args, **options)
+        times[rank] += 1
+        if rank != slow and times[rank] == 2:
+            again.set()
+        return entry
+
+    def wait_and_withdraw(path: Path) -> None:
+        if path.name == rank_file_name(slow):
+            assert again.wait(60)
+        withdraw(path)
+
+    monkeypatch.setattr(snapshot, "write_rank_state", write_and_tell)
+    monkeypatch.setattr(snapshot, "withdraw", wait_and_withdraw)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(
+    ("module", "name"), [(checkpoint_writer, "_rename_into_place"), (owner_snapshot, "write_tensors")]
+)
+def test_a_rank_that_hears_late_of_a_failed_save_leaves_the_others_next_try_alone(
+    module: Any, name: str, slow: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, module, name)
+    withdraw_late(monkeypatch, slow)
+    base = nn.Linear(8, 8)
+
+    def loop(context: RankContext) -> str:
+        model = copy.deepcopy(base)
+        _, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            rayzero.save_checkpoint(optimizer, tmp_path / "best", {"try": 1})
+        return rayzero.save_checkpoint(optimizer, tmp_path / "best", {"try": 2}).path
+
+    assert run_ranks(loop, 2) == [str(tmp_path / "best")] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    with CheckpointReader(tmp_path / "best") as reader:
+        reader.verify()
+        assert [reader.rank_state(rank)[0]["loop"] for rank in range(2)] == [{"try": 2}] * 2

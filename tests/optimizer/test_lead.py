@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from store.toy import HYPER, WAIT, flatten, initial_values, make_spec
 
+from rayzero.checkpoint import staging_path, write_rank_state
 from rayzero.errors import ConfigError, StepMismatchError, StoreClosedError, StoreError, TransferError, UnsupportedError
 from rayzero.messages import Decision, Edit, EditKind, FileEntry, FinishReport, ModelSpec, NormParts, StepInputs
-from rayzero.optimizer.futures import fail, failed, settle
+from rayzero.optimizer.futures import fail, failed, settle, settled
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.service import ShardService
 from rayzero.telemetry.names import DECIDED_STEPS, LOSS_SCALE
@@ -29,6 +30,7 @@ class WatchedPeer:
     calls: list[str] = field(default_factory=list)
     fails: dict[str, Exception] = field(default_factory=dict)
     recorded: list[Decision] = field(default_factory=list)  # what the lead knew when it told this owner
+    answers: list[Future[FileEntry]] = field(default_factory=list)  # to its next saves, which it does not make itself
     hold_acks: bool = False
     acks: list[Future[None]] = field(default_factory=list)
 
@@ -52,7 +54,9 @@ class WatchedPeer:
 
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
         self.calls.append(f"save {step}")
-        return failed(self.fails["save"]) if "save" in self.fails else self.service.save(step, directory)
+        if "save" in self.fails:
+            return failed(self.fails["save"])
+        return self.answers.pop() if self.answers else self.service.save(step, directory)
 
     def abort(self, error: StoreError) -> None:
         self.calls.append(f"abort {type(error).__name__}")
@@ -244,6 +248,51 @@ def test_a_checkpoint_that_cannot_be_written_fails_its_callers_and_not_the_run(t
         norms = [lead.finish(report(rank), inputs(spec)) for rank in range(2)]
         assert norms[0].result(WAIT).step == 0
         assert lead.decision(0).result(WAIT).step == 0
+
+
+def staged(directory: Path, rank: int) -> tuple[FileEntry]:
+    return (write_rank_state(staging_path(directory), rank, {}, {}),)
+
+
+def test_ranks_hear_of_a_failed_save_when_every_owner_has_answered_and_nothing_is_staged(tmp_path: Path) -> None:
+    """An owner that still writes would put its file into the folder of the next try."""
+    spec, directory = make_spec(2), tmp_path / "best"
+    with lead_of(spec) as (lead, peers):
+        writes: Future[FileEntry] = Future()
+        peers[0].fails["save"] = OSError("disk full")
+        peers[1].answers.append(writes)
+        saves = [lead.save(rank, 0, directory, staged(directory, rank)) for rank in range(2)]
+        assert not any(save.done() for save in saves)
+        gone: list[bool] = []
+        saves[0].add_done_callback(lambda _: gone.append(not any(tmp_path.iterdir())))
+        peers[1].service.save(0, directory).add_done_callback(lambda file: settle(writes, file.result()))
+        for save in saves:
+            with pytest.raises(OSError, match="disk full"):
+                save.result(WAIT)
+        assert gone == [True]
+        again = [lead.save(rank, 0, tmp_path / "other", staged(tmp_path / "other", rank)) for rank in range(2)]
+        with pytest.raises(OSError, match="disk full"):  # asked anew, not told what the first try was
+            again[1].result(WAIT)
+        assert peers[0].calls == ["save 0", "save 0"]
+
+
+@pytest.mark.parametrize("num_asked", [1, 2])
+def test_a_run_that_fails_during_a_save_leaves_nothing_of_it(tmp_path: Path, num_asked: int) -> None:
+    """With both ranks asking, owners write: the one that answers last has what was staged removed."""
+    spec, directory = make_spec(2), tmp_path / "best"
+    with lead_of(spec) as (lead, peers):
+        writes: Future[FileEntry] = Future()
+        (entry,) = staged(directory, 0)
+        peers[0].answers, peers[1].answers = [settled(entry)], [writes]
+        saves = [lead.save(rank, 0, directory, staged(directory, rank)) for rank in range(num_asked)]
+        lead.close()
+        for save in saves:
+            with pytest.raises(StoreClosedError):
+                save.result(0)
+        if num_asked == 2:
+            assert staging_path(directory).exists()
+            settle(writes, entry)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_decision_waits_until_the_version_before_it_is_saved(tmp_path: Path) -> None:

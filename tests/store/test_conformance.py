@@ -10,13 +10,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.writer import staging_path, write_rank_state
+from rayzero.checkpoint.writer import rank_file_name, staging_path, withdraw, write_rank_state
 from rayzero.errors import (
     AccumulationError,
     CheckpointError,
@@ -27,7 +28,19 @@ from rayzero.errors import (
     StepMismatchError,
     StoreError,
 )
-from rayzero.messages import COMPUTE, MASTER, Action, CheckpointInfo, Clamp, Edit, EditKind, ModelSpec, StepInputs
+from rayzero.messages import (
+    COMPUTE,
+    MASTER,
+    Action,
+    CheckpointInfo,
+    Clamp,
+    Edit,
+    EditKind,
+    FileEntry,
+    ModelSpec,
+    StepInputs,
+)
+from rayzero.optimizer import snapshot
 from store.stores import StoreFactory
 from store.toy import (
     HYPER,
@@ -704,6 +717,35 @@ def test_the_same_save_again_is_another_save(make_stores: StoreFactory, tmp_path
             for saved in save():
                 assert saved.result(0).path == str(directory)
             assert (directory / MANIFEST).is_file()
+
+
+def test_a_save_that_an_owner_failed_can_be_tried_again_by_a_rank_at_once(
+    make_stores: StoreFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank's file of its next try is there before the others look what became of the first."""
+    spec, directory, write, first = make_spec(2), tmp_path / "best", snapshot.write_tensors, iter([True])
+
+    def fail_once(*args: Any) -> FileEntry:
+        if next(first, False):
+            raise CheckpointError("the disk is full")
+        return write(*args)
+
+    def ask(rank: Rank) -> Future[CheckpointInfo]:
+        return rank.store.save(0, directory, (write_rank_state(staging_path(directory), rank.rank, {}, {}),))
+
+    monkeypatch.setattr(snapshot, "write_tensors", fail_once)
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        saves = [ask(rank) for rank in ranks]
+        again = []
+        for rank, save in zip(ranks, saves, strict=True):
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                save.result(WAIT)
+            withdraw(staging_path(directory) / rank_file_name(rank.rank))
+            again.append(ask(rank))
+        for save in again:
+            save.result(WAIT)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_ranks_that_save_different_things_are_named(make_stores: StoreFactory, tmp_path: Path) -> None:
