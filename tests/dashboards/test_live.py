@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +14,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
 
+from rayzero.cluster.run_dir import read_record
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Metric
 
@@ -46,17 +47,16 @@ SETTINGS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+LISTENS = re.compile(r'msg="Listening on".* address=(\S+)')
+
+Found = TypeVar("Found")
 
 
 class Prometheus:
     """One that runs, and its API."""
 
-    def __init__(self, port: int) -> None:
-        self._api = f"http://127.0.0.1:{port}/api/v1"
+    def __init__(self, address: str) -> None:
+        self._api = f"http://{address}/api/v1"
 
     def ask(self, what: str, **parameters: str) -> Any:
         """The data of an answer; raises on an error, a query that is not legal among them."""
@@ -82,12 +82,13 @@ def process(*command: str, cwd: Path, log: Path) -> Iterator[subprocess.Popen[by
             running.wait(timeout=60)
 
 
-def until(true: Callable[[], object], what: str, log: Path, seconds: float = 150) -> None:
+def until(true: Callable[[], Found], what: str, log: Path, seconds: float = 150) -> Found:
+    """What ``true`` returns once it is true."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            if true():
-                return
+            if found := true():
+                return found
         except OSError:  # not up yet
             pass
         assert time.monotonic() < deadline, f"{what}\n{log.read_text()[-3000:]}"
@@ -100,42 +101,39 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     folder = tmp_path_factory.mktemp("live")
-    discovery, port = free_port(), free_port()
     shutil.copy(RULES, folder)
     (folder / "text.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 500)
-    (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration(discovery)))
-    settings = SETTINGS | {
-        "data": folder / "text.txt",
-        "split": "tail",
-        "run.storage_path": folder,
-        "run.telemetry.port": discovery,
-    }
+    settings = SETTINGS | {"data": folder / "text.txt", "split": "tail", "run.storage_path": folder}
     train = [sys.executable, "-m", "rayzero", "train", *(f"{key}={value}" for key, value in settings.items())]
     serve = [
         "prometheus",
         "--config.file=prometheus.yaml",
         f"--storage.tsdb.path={folder / 'tsdb'}",
-        f"--web.listen-address=127.0.0.1:{port}",
+        "--web.listen-address=127.0.0.1:0",  # any free port: its log says which
     ]
     logs = folder / "train.log", folder / "prometheus.log"
-    with process(*train, cwd=folder, log=logs[0]), process(*serve, cwd=folder, log=logs[1]):
-        prometheus = Prometheus(port)
-        until(lambda: prometheus.ask("targets")["activeTargets"] is not None, "Prometheus is not up", logs[1])
-        until(lambda: len(prometheus.values('up{job="rayzero"} == 1')) == 5, "five exporters are not up", logs[0])
-        last = "min(rayzero_step) > 60 and min(rayzero_checkpoint_last_success_timestamp_seconds) > 0"
-        until(lambda: prometheus.values(last), "no 60 steps and a checkpoint", logs[0])
-        until(lambda: prometheus.values("run:rayzero_tokens:rate1m"), "no recorded rule", logs[1])
-        yield prometheus
+    with process(*train, cwd=folder, log=logs[0]):
+        told = until(lambda: read_record(folder / "live"), "no run", logs[0])["telemetry"]
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration(told["http_sd"])))
+        with process(*serve, cwd=folder, log=logs[1]):
+            listens = until(lambda: LISTENS.search(logs[1].read_text()), "Prometheus does not listen", logs[1])
+            prometheus = Prometheus(listens[1])
+            until(lambda: prometheus.ask("targets")["activeTargets"] is not None, "Prometheus is not up", logs[1])
+            until(lambda: len(prometheus.values('up{job="rayzero"} == 1')) == 5, "five exporters are not up", logs[0])
+            last = "min(rayzero_step) > 60 and min(rayzero_checkpoint_last_success_timestamp_seconds) > 0"
+            until(lambda: prometheus.values(last), "no 60 steps and a checkpoint", logs[0])
+            until(lambda: prometheus.values("run:rayzero_tokens:rate1m"), "no recorded rule", logs[1])
+            yield prometheus
 
 
-def configuration(discovery: int) -> dict[str, Any]:
+def configuration(http_sd: str) -> dict[str, Any]:
     return {
         "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
         "rule_files": ["rules.yaml"],
         "scrape_configs": [
             {
                 "job_name": "rayzero",
-                "http_sd_configs": [{"url": f"http://127.0.0.1:{discovery}/sd", "refresh_interval": "1s"}],
+                "http_sd_configs": [{"url": http_sd, "refresh_interval": "1s"}],
             }
         ],
     }
