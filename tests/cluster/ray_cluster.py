@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +46,18 @@ def two_nodes() -> Iterator[Cluster]:
             end(processes or [process for process in psutil.process_iter() if belongs_to(process, files)])
 
 
+_PORTS = iter(random.SystemRandom().sample(range(20_000, 32_768), 100))
+"""Above those that Ray gives its workers and below those that the kernel gives to who asks for any: nobody takes one
+while Ray starts. Each once, and others for who tests on this machine too."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens on."""
+    for port in _PORTS:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("a hundred ports are taken")
 
 
 def ray_start(*options: str) -> None:
@@ -58,7 +67,7 @@ def ray_start(*options: str) -> None:
 
 
 def run_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"RAY_ADDRESS": ""}
+    environment = os.environ | {"RAY_ADDRESS": "", "RAY_JOB_STOP_WAIT_TIME_S": "60"}  # a run may take 5 s to end, Ray 3
     return subprocess.run([str(RAY), *arguments], capture_output=True, text=True, timeout=150, env=environment)
 
 
