@@ -91,7 +91,12 @@ class SaveRequests:
             return
 
         def then(owner_files: list[FileEntry]) -> None:
-            self._end(save, _commit, save, spec, hyper_at(save.step), owner_files, self._recorder)
+            try:
+                hyper = hyper_at(save.step)
+            except (OSError, RayZeroError) as exc:  # the checkpoint that the run began with is gone
+                otherwise(exc)
+                return
+            self._end(save, _commit, save, spec, hyper, owner_files, self._recorder)
             written()
 
         def otherwise(error: BaseException) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from store.toy import HYPER, WAIT, flatten, initial_values, make_spec
 
 from rayzero.checkpoint import staging_path, write_rank_state
-from rayzero.errors import ConfigError, StepMismatchError, StoreClosedError, StoreError, TransferError, UnsupportedError
+from rayzero.errors import (
+    CheckpointError,
+    ConfigError,
+    StepMismatchError,
+    StoreClosedError,
+    StoreError,
+    TransferError,
+    UnsupportedError,
+)
 from rayzero.messages import Decision, Edit, EditKind, FileEntry, FinishReport, ModelSpec, NormParts, StepInputs
 from rayzero.optimizer.futures import fail, failed, settle, settled
 from rayzero.optimizer.lead import StepLead
@@ -274,6 +282,19 @@ def test_ranks_hear_of_a_failed_save_when_every_owner_has_answered_and_nothing_i
         with pytest.raises(OSError, match="disk full"):  # asked anew, not told what the first try was
             again[1].result(WAIT)
         assert peers[0].calls == ["save 0", "save 0"]
+
+
+def test_a_save_whose_hyper_parameters_are_gone_fails_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step a resumed run has them in the checkpoint it began with, which may be removed meanwhile."""
+    spec, directory = make_spec(1), tmp_path / "best"
+    with lead_of(spec) as (lead, _):
+        monkeypatch.setattr(lead, "_spec", replace(spec, restore_from=str(tmp_path / "gone")))
+        with pytest.raises(CheckpointError, match="gone"):
+            lead.save(0, 0, directory, staged(directory, 0)).result(WAIT)
+        assert not list(tmp_path.iterdir())
+        assert lead.finish(report(0), inputs(spec)).result(WAIT).step == 0
 
 
 @pytest.mark.parametrize("num_asked", [1, 2])
