@@ -90,7 +90,7 @@ def interleave(spec: ModelSpec, program: Sequence[Sequence[RankStep]], num_owner
         return masters(ranks[0])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_interleaving_ends_with_the_same_bits(
     program: list[list[RankStep]], num_owners: int, order: random.Random
@@ -102,7 +102,7 @@ def test_any_interleaving_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("store", STORES)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(program=programs(), num_owners=st.integers(1, 4))
 def test_ranks_in_threads_of_their_own_end_with_the_same_bits(
     store: str, program: list[list[RankStep]], num_owners: int
