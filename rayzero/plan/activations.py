@@ -45,9 +45,9 @@ class Offload:
 class Moved:
     """Of one rank in one micro-batch; bytes."""
 
-    total: int = 0  # out in its forward, and in again in its backward
-    group: int = 0  # the largest group's: on its way out while the next one is computed
-    host: int = 0  # what waits for the backward, in whole buffers
+    total: int  # out in its forward, and in again in its backward
+    group: int  # the largest group's: on its way out while the next one is computed
+    host: int  # what waits for the backward, in whole buffers
 
 
 class _AtOnce(ThreadLane):

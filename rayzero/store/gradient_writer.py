@@ -50,14 +50,15 @@ class GradientWriter:
             self._steps[push.unit] = push.step
         return self._free[push.unit]
 
+    def _when_sent(self, push: Contribution) -> Future[None]:
+        """Done when nothing is being sent from the push's range."""
+        return self._sent.get(push.unit, DONE)
+
     def landing(self, push: Contribution) -> Tensor | None:
         """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
         if self.region.is_stale(push) or not (_is_well(self._when_free(push)) and self._when_sent(push).done()):
             return None
         return self.region.landing(push)
-
-    def _when_sent(self, push: Contribution) -> Future[None]:
-        return self._sent.get(push.unit, DONE)
 
     def push(self, push: Contribution, grads: Tensor, sent: Future[None] = DONE) -> Future[None]:
         """Write a push once its range is free; one that has to wait for nothing is written before this returns.
@@ -73,19 +74,19 @@ class GradientWriter:
             return DONE if error is None else failed(error)
         done: Future[None] = Future()
 
-        def write(_: object) -> None:
-            error = self._write(push, grads, sent)
-            settle(done, None) if error is None else fail(done, error)
-
         def its_turn(_: object) -> None:  # only now is it known what was gathered in the range
-            self._when_sent(push).add_done_callback(lambda _: self._later(push, write, done))
+            self._when_sent(push).add_done_callback(lambda _: self._write_later(push, grads, sent, done))
 
         when_all([turn, free], its_turn, partial(fail, done))
         return done
 
-    def _later(self, push: Contribution, write: Callable[[object], None], done: Future[None]) -> None:
+    def _write_later(self, push: Contribution, grads: Tensor, sent: Future[None], done: Future[None]) -> None:
+        def write() -> None:
+            error = self._write(push, grads, sent)
+            settle(done, None) if error is None else fail(done, error)
+
         try:
-            self._worker.submit(write, None)
+            self._worker.submit(write)
         except RuntimeError:  # shut down by close()
             fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
 

@@ -149,8 +149,7 @@ class InProcessStore(DirectMemory):
             self._service(shard).load(shard.index, values[shard.start : shard.stop])
 
         try:
-            self._check_size(unit, values)
-            shards = self._attached()[0].layout.shards_by_unit[unit]
+            shards = self._shards(unit, values)
         except StoreError as exc:
             return failed(exc)
         gather = Gather(len(shards))
@@ -162,8 +161,7 @@ class InProcessStore(DirectMemory):
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """See ``ParameterStore.fetch``."""
         try:
-            self._check_size(unit, out)
-            shards = self._attached()[0].layout.shards_by_unit[unit]
+            shards = self._shards(unit, out)
             gather = Gather(len(shards))
             self._timed("fetch", out, gather.future)
             for shard in shards:
@@ -231,9 +229,8 @@ class InProcessStore(DirectMemory):
     def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
         """See ``ParameterStore.write``."""
         try:
-            self._check_size(unit, values)
-            if self.rank == 0:
-                for shard in self._attached()[0].layout.shards_by_unit[unit]:
+            for shard in self._shards(unit, values):
+                if self.rank == 0:
                     content = values[shard.start : shard.stop].clone()  # the caller's memory is its own after a stall
                     self._service(shard).stage(shard.index, version, kind, content)
         except StoreError as exc:
@@ -318,6 +315,11 @@ class InProcessStore(DirectMemory):
 
         done.add_done_callback(ended)
         return done
+
+    def _shards(self, unit: int, tensor: Tensor) -> Sequence[Shard]:
+        """A unit's; raises StoreError for a tensor that is not of its size."""
+        self._check_size(unit, tensor)
+        return self._attached()[0].layout.shards_by_unit[unit]
 
     def _check_size(self, unit: int, tensor: Tensor) -> None:
         layout = self._unit(unit)
