@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rayzero.activations.attach import match_modules
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
@@ -101,7 +102,9 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: ProcessMemory, 
         return next_token_loss(model, tokens, tokens)
 
     with torch.device("meta"):
-        layout = plan_units(build(), recipe.zero_config).layout
+        model = build()
+        layout = plan_units(model, recipe.zero_config).layout
+    match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
     work = measure_work(build, loss, layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
     programs = Programs.between(imported, process_memory())
     return RecipeWork(recipe=recipe, layout=layout, work=work, programs=programs)

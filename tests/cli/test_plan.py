@@ -58,6 +58,12 @@ def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
     assert "on its GPU, which has 1 MiB" in done.stderr
 
 
+def test_a_pattern_of_activations_that_matches_nothing_is_named_as_the_setting() -> None:
+    done = rayzero('zero.offload_activations=["layers.*"]')
+    assert done.returncode == 2
+    assert done.stderr == "rayzero: offload_activations: 'layers.*' matches no submodule of GPT\n"
+
+
 GPUS = [
     "--hosts", "2", "--network", "1", "--gpus", "1", "--flops", "1", "--link", "1", "--memory", "1",
     "scaling.use_gpu=true", "num_layers=8", "batch_size=8",
