@@ -14,7 +14,7 @@ import ray
 from rayzero.cluster.actors import ANSWER_S, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.coordinator import Member, Routing, RunState
 from rayzero.cluster.file_discovery import announced
-from rayzero.cluster.interrupts import interruptible, shielded
+from rayzero.cluster.interrupts import interruptible, postponed, shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
 from rayzero.cluster.placement import placed
@@ -172,8 +172,9 @@ class _Follower:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             waiting = [*self._loops, *self._owners, self._news]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._watch.patience_s(time.monotonic()))
-            for call in ready:
-                self._take(call)
+            with postponed():  # news that were fetched and not passed on would be lost: nobody has them any more
+                for call in ready:
+                    self._take(call)
         return self._watch
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["interruptible", "shielded"]
+__all__ = ["interruptible", "postponed", "shielded"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,8 +17,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def interruptible() -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143) in the main thread; elsewhere, no effect."""
-    with _handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _exit_on_term}):
+    with _handlers(dict.fromkeys(_SIGNALS, _raise)):
         yield
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Inside ``interruptible``: the first signal waits for the end of the block; a second comes at once, should what
+    the block calls hang. An exception out of the block takes the signal's place."""
+    came: list[int] = []
+
+    def hold(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+        if len(came) > 1:
+            _raise(signum, frame)
+
+    with _handlers(dict.fromkeys(_SIGNALS, hold)):
+        yield
+    if came:
+        _raise(came[0], None)
 
 
 @contextmanager
@@ -28,8 +45,8 @@ def shielded() -> Iterator[None]:
         yield
 
 
-def _exit_on_term(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
+def _raise(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_
     steps = [row["step"] for row in rows]
     first = steps[: steps.index(left_at + 1)]
     assert first == list(range(1, len(first) + 1)), "each step once"
-    assert left_at - len(first) <= 2, "a stopped driver may miss what its ranks told last, and no more"
+    assert left_at - len(first) <= 1, "what was reported is told; a rank may be stopped between its save and its report"
     assert steps[len(first) :] == [left_at + 1, left_at + 2]
 
 
