@@ -21,6 +21,7 @@ from rayzero.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.prepare import prepare
+from rayzero.memory.malloc import keep_message_buffers
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import Transport, run_ranks
@@ -158,6 +159,8 @@ def _ours_programs(build: Callable[[Seat], Player], options: OursOptions, seats:
 def host_ranks(build: Callable[[Seat], Player], options: OursOptions, seats: tuple[Seat, ...]) -> None:
     """The owners' process: hold the owners, run the ranks."""
     assert options.transport is not None
+    if options.transport != "inproc":  # as an optimizer actor does, in a process of its own
+        keep_message_buffers()
     run_ranks(
         partial(_rank, build, seats),
         len(seats),

@@ -32,6 +32,7 @@ from rayzero.errors import (
 )
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.layout.shard_map import ShardMap
+from rayzero.memory.malloc import keep_some_buffers
 from rayzero.messages import (
     COMPUTE,
     PROTOCOL_VERSION,
@@ -182,6 +183,8 @@ class RemoteStore(DirectMemory):
             self._lead = LeadLine(link, self._shared, self._watch, self._stall_s)  # freed by: close()
             self._listen()
         here = [self._is_shared(link.owner) for link in self._links]
+        if not all(here):
+            keep_some_buffers()  # of what comes and goes in messages
         ways = {(True, True): "shm", (True, False): "shm+grpc", (False, False): "grpc"}
         tell_build(self._recorder, answers[0].kernel, ways[any(here), all(here)])
         return Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers))
