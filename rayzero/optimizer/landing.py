@@ -103,9 +103,12 @@ class Landing:
         self.generation += 1
         return True
 
-    def absorb(self, push: Contribution) -> None:
-        """Put the landed bytes in their final form: add what was staged, zero the padding. Outside any lock."""
+    def absorb(self, push: Contribution, came: Tensor | None = None) -> None:
+        """Put the landed bytes in their final form: copy what ``came`` elsewhere, add what was staged, zero the
+        padding. Outside any lock."""
         present = self._slices_present(push)
+        if came is not None:
+            (self.buffer if self.staged is None else self.staged).copy_(came)
         for index, part in enumerate(self.owned.slices if self.staged is not None else ()):
             assert self.staged is not None
             buffer, staged = self.buffer[part.start : part.stop], self.staged[part.start : part.stop]

@@ -291,9 +291,12 @@ class ShardService:
             except StoreError as exc:
                 fail(reservation[2], exc)
 
-    def landed(self, contribution: Contribution, shard: int) -> None:
+    def landed(self, contribution: Contribution, shard: int, came: Tensor | None = None) -> None:
         """The bytes of a reservation are all there. Adds them to the rank's accumulator where there is one: call it
-        off an event loop, in a thread with its torch thread count set."""
+        off an event loop, in a thread with its torch thread count set.
+
+        ``came``: the bytes where they are not in the reserved memory yet, 1D in any dtype. They are copied when no
+        other try of the push can have that memory, or memory that was it, any more."""
         owned = self._shard(shard)
         contributions = self._attached().contributions
         landing = contributions.landing(contribution)[shard]
@@ -301,7 +304,7 @@ class ShardService:
             wanted = contribution.step == self._open_step and landing.begin(contribution)
         if not wanted:
             return
-        landing.absorb(contribution)
+        landing.absorb(contribution, came)
         with self._lock:
             contributions.ranks[contribution.rank].release(landing.complete(contribution))
             excess = self._note_arrival(owned, contribution.rank)

@@ -202,15 +202,10 @@ class RankCalls:
         if memory is None:  # a repeat
             await _receive(chunks, index, shard.numel * dtype.itemsize, None)
             return
-        came = memory if dtype == unit.dtype else torch.empty(shard.numel, dtype=dtype)
-        await _receive(chunks, index, came.nbytes, byte_view(came))
-
-        def land() -> None:
-            if came is not memory:
-                memory.copy_(came)
-            service.landed(contribution, index)
-
-        await self._s.compute(land)
+        came = None if dtype == unit.dtype else torch.empty(shard.numel, dtype=dtype)
+        target = memory if came is None else came
+        await _receive(chunks, index, target.nbytes, byte_view(target))
+        await self._s.compute(service.landed, contribution, index, came)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Take initial weights, one shard at a time."""

@@ -24,6 +24,7 @@ from rayzero.errors import (
 from rayzero.messages import MASTER, Action, FileEntry
 from rayzero.optimizer import norm_pass
 from rayzero.optimizer.host_memory import PrivateMemory
+from rayzero.optimizer.landing import Landing
 from rayzero.optimizer.service import ShardService
 from rayzero.optimizer.state import ShardState, allocate
 from rayzero.optimizer.updater import Task
@@ -56,6 +57,27 @@ def test_a_repeat_gets_the_same_memory_until_it_landed_and_none_after() -> None:
         owner.service.landed(push, 0)  # said twice
         assert owner.service.reserve(push, 0) is None
         assert owner.push_shard(push, 1, grads)
+
+
+def test_bytes_that_came_elsewhere_are_copied_when_no_repeat_can_have_the_memory(monkeypatch) -> None:
+    """A caller that has given up may still be copying when its repeat comes."""
+    spec = make_spec(1, accumulation_steps=2)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        push, absorb = owner.header(0, 0, 0, grads), Landing.absorb
+        repeats = []
+
+        def repeated(landing: Landing, *args: Any) -> None:
+            repeats.append(owner.service.reserve_when_free(push, 0))
+            assert not repeats[0].done()
+            absorb(landing, *args)
+
+        monkeypatch.setattr(Landing, "absorb", repeated)
+        memory = owner.service.reserve(push, 0)
+        assert memory is not None
+        owner.service.landed(push, 0, owner.part(0, grads).to(BF16))
+        assert repeats[0].result(WAIT) is None
+        assert torch.equal(memory, owner.part(0, grads).to(BF16).float())
 
 
 def test_stale_pushes_are_dropped() -> None:
