@@ -31,7 +31,7 @@ from rayzero.messages import (
     Pushed,
     Write,
 )
-from rayzero.optimizer.contributions import Collection, Reservation
+from rayzero.optimizer.contributions import Reservation
 from rayzero.optimizer.futures import fail, failed, settle
 from rayzero.optimizer.host_memory import MakeMemory, PrivateMemory
 from rayzero.optimizer.measures import owner_readings
@@ -39,7 +39,7 @@ from rayzero.optimizer.model import OwnedModel, build_model, check_same
 from rayzero.optimizer.norm_pass import NormPass
 from rayzero.optimizer.publications import Listener, is_readable
 from rayzero.optimizer.publisher import Publisher
-from rayzero.optimizer.shard_updates import ShardUpdates, work_of
+from rayzero.optimizer.shard_updates import ShardUpdates, counted, work_of
 from rayzero.optimizer.snapshot import write_snapshot
 from rayzero.optimizer.snapshot_requests import SnapshotRequests
 from rayzero.optimizer.state import OwnedShard, ShardState
@@ -358,8 +358,9 @@ class ShardService:
         with self._lock:
             if decision.step < self._open_step:
                 return
-            collection = self._decidable(decision)
-            work = work_of(decision, collection, self._attached())
+            model = self._attached()
+            collection = counted(decision, self._norm_pass().collection, model, self.owner, self._open_step)
+            work = work_of(decision, collection, model)
             self._open_step = decision.step + 1
             self._deciding()
             self._deciding = nothing
@@ -379,22 +380,6 @@ class ShardService:
     def _measures_norms(self, decision: Decision) -> bool:
         every = self._norms_every
         return every is not None and decision.step % every == 0 and decision.action is Action.APPLY
-
-    def _decidable(self, decision: Decision) -> Collection:
-        collection = self._norm_pass().collection
-        if decision.step > self._open_step or collection is None:
-            raise StepMismatchError(
-                f"optimizer {self.owner} is in step {self._open_step} "
-                f"({'collected' if collection else 'not collected'}), got the decision of step {decision.step}"
-            )
-        if decision.attempts != collection.attempts:
-            raise StepMismatchError(
-                f"the decision of step {decision.step} counts attempts {decision.attempts}, "
-                f"optimizer {self.owner} collected {collection.attempts}"
-            )
-        if any(owned.state is ShardState.EMPTY for owned in self._shards()):
-            raise StepMismatchError(f"step {decision.step} was decided before optimizer {self.owner} was loaded")
-        return collection
 
     # ---- writes
 

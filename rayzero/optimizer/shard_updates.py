@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from rayzero.errors import StepMismatchError
 from rayzero.messages import Action, Decision, NormParts
 from rayzero.optimizer.contributions import Collection, Contributions
 from rayzero.optimizer.group_norms import GroupNorms
@@ -20,6 +21,26 @@ from rayzero.telemetry.names import OPTIMIZER_UPDATE_SECONDS
 from rayzero.telemetry.recorder import Recorder
 
 Work = Mapping[int, ShardWork | None]  # by shard; None: its content does not change
+
+
+def counted(
+    decision: Decision, collection: Collection | None, model: OwnedModel, owner: int, open_step: int
+) -> Collection:
+    """The collection that a decision of the open step, or a later one, counts. Raises StepMismatchError where it was
+    decided too early, or counts something else than what ``owner`` collected."""
+    if decision.step > open_step or collection is None:
+        raise StepMismatchError(
+            f"optimizer {owner} is in step {open_step} ({'collected' if collection else 'not collected'}), "
+            f"got the decision of step {decision.step}"
+        )
+    if decision.attempts != collection.attempts:
+        raise StepMismatchError(
+            f"the decision of step {decision.step} counts attempts {decision.attempts}, "
+            f"optimizer {owner} collected {collection.attempts}"
+        )
+    if any(owned.state is ShardState.EMPTY for owned in model.shards.values()):
+        raise StepMismatchError(f"step {decision.step} was decided before optimizer {owner} was loaded")
+    return collection
 
 
 def work_of(decision: Decision, collection: Collection, model: OwnedModel) -> Work:
