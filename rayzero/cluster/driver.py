@@ -179,7 +179,8 @@ class _Follower:
 
     def finish(self) -> None:
         """After a good end: the last reports, and what the owners measured."""
-        self._read_rest()
+        with postponed():  # as in follow()
+            self._read_rest()
         self._actors.move(RunState.FINISHED)
         self._journal.measured |= self._actors.stop_owners()
 
@@ -227,9 +228,11 @@ class _Follower:
             return None
 
     def _read_rest(self) -> None:
-        """Reports sent before the loops ended: the open call answers with what is left."""
+        """Reports sent before the loops ended: the open call answers with what is left. Again: what came since."""
         self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
-        self._pass_on(self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"])
+        reports = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
+        self._news = self._actors.coordinator.next_reports.remote()  # take_down() may come after this
+        self._pass_on(reports)
 
     def _pass_on(self, reports: Iterable[Report]) -> None:
         for report in reports:

@@ -1,0 +1,71 @@
+"""What a driver tells its user when it is interrupted at the very end, on actors that are none: no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayzero.cluster.coordinator import RunState
+from rayzero.cluster.driver import Journal, _Follower
+from rayzero.cluster.interrupts import interruptible
+from rayzero.cluster.reports import Report
+
+
+class EndedRun:
+    """A run whose loops have all returned, with reports that nobody has had; a call is its own answer."""
+
+    def __init__(self, reports: list[Report]) -> None:
+        self._unread = reports
+        self.coordinator = SimpleNamespace(
+            next_reports=SimpleNamespace(remote=self._take_unread), end_news=SimpleNamespace(remote=lambda: None)
+        )
+        self.moves: list[RunState] = []
+
+    def _take_unread(self) -> list[Report]:
+        unread, self._unread = self._unread, []
+        return unread
+
+    def ask(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        return calls
+
+    def move(self, state: RunState, reason: str | None = None) -> None:
+        self.moves.append(state)
+
+    def watch_owners(self) -> dict[Any, str]:
+        return {}
+
+    def stop_ranks(self, loops: dict[Any, str], reason: str) -> list[Any]:
+        return []
+
+    def stop_owners(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("at", ["a report", "the change"])
+def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at: str) -> None:
+    steps: list[int] = []
+
+    def stop(where: str) -> None:
+        if where == at and actors.moves == [] and not stopped:
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def take(report: Report) -> None:
+        if report.metrics["step"] == 2:
+            stop("a report")
+        steps.append(report.metrics["step"])
+
+    stopped: list[bool] = []
+    actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
+    request: Any = SimpleNamespace(on_report=take, on_change=lambda: stop("the change"))
+    follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
+    with interruptible():
+        with pytest.raises(SystemExit):
+            follower.finish()
+        follower.take_down(RunState.STOPPED, "interrupted")
+    assert steps == list(range(5))
+    assert actors.moves == [RunState.STOPPED]
