@@ -197,9 +197,9 @@ class LanguageModelRun:
             loss = self._train_step(step)
             done = Unreported(step + 1, loss, lr, self._tokens, self.optimizer.last_decision(), clock.measured())
             self._tell(done, time.perf_counter() - began)
-            self._after_step(done)
             if late is not None:
-                late.send()
+                late.send()  # before a save: what has led to a checkpoint is told before it is there
+            self._after_step(done)
             late = done
             clock.restart()
         if late is not None:

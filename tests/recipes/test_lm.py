@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rayzero.checkpoint import CheckpointReader, export_full
+from rayzero.engine import get_context, save_checkpoint
 from rayzero.recipes.lm import (
     StepReport,
     lr_factor,
@@ -52,6 +53,19 @@ def train(recipe: RecipeConfig, run_dir: Path | None = None, **options: Any) -> 
 
 def digest(run_dir: Path, step: int) -> str:
     return CheckpointReader(run_dir / "checkpoints" / f"step-{step:06d}").digest
+
+
+def test_only_the_step_of_a_save_is_told_after_it(recipe, tmp_path, monkeypatch):
+    """A run that is stopped right after a save must not lack rows of steps before."""
+    told = []
+
+    def noted(optimizer, directory, state):
+        told.append((state["step"], len(get_context().reports)))
+        return save_checkpoint(optimizer, directory, state)
+
+    monkeypatch.setattr("rayzero.recipes.lm.save_checkpoint", noted)
+    train(recipe.replace(run={"checkpoint_every": 2}), tmp_path / "run")
+    assert sorted(told) == [(step, step - 1) for step in (2, 2, 4, 4, 6, 6)]
 
 
 def test_two_ranks_learn_a_text_far_below_its_unigram_loss(recipe):
