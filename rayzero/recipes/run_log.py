@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -86,10 +86,17 @@ class RunLog:
         self._pending.setdefault(step, {})[rank] = report
         if len(self._pending[step]) < self._world_size:
             return None
-        row = merge_reports(self._pending.pop(step), self.rows[-1].tokens if self.rows else 0)
+        row = self._merged(step)
         self.rows.append(row)
         self._write(row)
         return row
+
+    def _merged(self, step: int) -> StepRow:
+        """The row of a step that every rank has reported. A step before it that has no row (the run was killed between
+        a save and its report) has trained on as many tokens as this one."""
+        last_step, told = (self.rows[-1].step, self.rows[-1].tokens) if self.rows else (0, 0)
+        row = merge_reports(self._pending.pop(step), 0)
+        return replace(row, tokens=told + (step - last_step) * row.tokens)
 
     def _write(self, row: StepRow) -> None:
         self._file.write(_line(row))

@@ -70,6 +70,15 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
     assert [(row.step, row.loss, row.tokens) for row in rows] == [(1, 1, 100), (2, 2, 200), (3, 3, 300), (4, 40, 400)]
 
 
+def test_tokens_are_right_where_the_row_of_the_checkpoint_was_never_told(tmp_path):
+    with RunLog(tmp_path, world_size=1) as log:
+        for step in (1, 2):
+            log.add(0, rank_report(step))
+    with RunLog(tmp_path, world_size=1, resume_step=3) as log:
+        rows = [log.add(0, rank_report(step)) for step in (4, 5)]
+    assert [row.tokens for row in rows if row] == [400, 500]
+
+
 def test_numbers_that_are_not_finite_are_null_in_the_file(tmp_path):
     with RunLog(tmp_path, world_size=1) as log:
         log.add(0, rank_report(1, loss=math.nan, grad_norm=math.inf))
