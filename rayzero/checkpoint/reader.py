@@ -25,7 +25,8 @@ _CHUNK = 1 << 20  # elements read at once while a piece is verified
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """The complete checkpoints in ``parent``, lowest step first; empty where the folder is not there."""
-    return sorted(path.parent for path in parent.glob(f"step-*/{MANIFEST}"))
+    found = (path.parent for path in parent.glob(f"step-*/{MANIFEST}"))
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # from a million on, names have a digit more
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

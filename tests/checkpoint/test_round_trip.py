@@ -81,12 +81,12 @@ def test_a_rank_gets_its_loop_state_back(written, directory):
 
 
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(written, tmp_path):
-    for step in (9, 100, 20):
+    for step in (9, 1000000, 999999, 20):
         written.save(tmp_path / "checkpoints" / f"step-{step:06d}", step=step)
-    written.stage(tmp_path / "checkpoints" / "step-000200")
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-000100"
+    written.stage(tmp_path / "checkpoints" / "step-2000000")
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "step-000009", "step-000020", "step-000100",
+        "step-000009", "step-000020", "step-999999", "step-1000000",
     ]  # fmt: skip
     assert latest_checkpoint(tmp_path / "nothing") is None
 
