@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,23 +13,34 @@ from typing import NoReturn
 __all__ = ["interruptible", "postponed", "shielded"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_S = 0.5  # timeout(1) tells a process and then its whole group, itself again among it: one stop, two signals
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143) in the main thread; elsewhere, no effect."""
-    with _handlers(dict.fromkeys(_SIGNALS, _raise)):
+    """SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143) in the main thread; elsewhere, no effect. One
+    that comes together with another is the same stop: it would end what the first began."""
+    told: list[float] = []
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if _is_new(told):
+            _raise(signum, frame)
+
+    with _handlers(dict.fromkeys(_SIGNALS, stop)):
         yield
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Inside ``interruptible``: the first signal waits for the end of the block; a second comes at once, should what
-    the block calls hang. An exception out of the block takes the signal's place."""
+    """Inside ``interruptible``: the first signal waits for the end of the block; a second, unless it came together with
+    the first, comes at once, should what the block calls hang. An exception out of the block takes the signal's
+    place."""
     came: list[int] = []
+    told: list[float] = []
 
     def hold(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
+        if _is_new(told):
+            came.append(signum)
         if len(came) > 1:
             _raise(signum, frame)
 
@@ -43,6 +55,13 @@ def shielded() -> Iterator[None]:
     """SIGINT and SIGTERM are ignored: for clean-up of bounded length, which must not be left half done."""
     with _handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN)):
         yield
+
+
+def _is_new(told: list[float]) -> bool:
+    """Whether a signal that comes now is another stop than the last of ``told``; notes it."""
+    is_new = not told or time.monotonic() - told[-1] >= _SAME_S
+    told += [time.monotonic()] if is_new else []
+    return is_new
 
 
 def _raise(signum: int, frame: FrameType | None) -> NoReturn:

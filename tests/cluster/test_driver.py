@@ -11,7 +11,7 @@ import pytest
 
 from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.driver import Journal, _Follower
-from rayzero.cluster.interrupts import interruptible
+from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.reports import Report
 
 
@@ -69,3 +69,23 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
         follower.take_down(RunState.STOPPED, "interrupted")
     assert steps == list(range(5))
     assert actors.moves == [RunState.STOPPED]
+
+
+def test_two_signals_at_once_are_one_stop() -> None:
+    """As ``timeout`` and service managers send them: to a process, and to its group."""
+    ended: list[str] = []
+    with interruptible():
+        with pytest.raises(SystemExit):
+            hand_on_and_be_stopped_twice(ended)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append("take_down")
+    assert ended == ["news", "take_down"]
+
+
+def hand_on_and_be_stopped_twice(ended: list[str]) -> None:
+    with postponed():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        ended.append("news")

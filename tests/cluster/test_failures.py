@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from rayzero.cluster import interrupts
 from rayzero.cluster.run_dir import read_record
 from rayzero.engine.context import get_context, report
 
@@ -80,7 +81,8 @@ def test_a_signal_while_a_report_is_taken_loses_none(trainer, nothing_left, tmp_
     assert (record["state"], record["metrics"]["0"]) == ("stopped", {"step": 9})
 
 
-def test_a_callback_that_hangs_ends_with_the_second_signal(trainer, nothing_left, tmp_path):
+def test_a_callback_that_hangs_ends_with_the_second_signal(trainer, nothing_left, tmp_path, monkeypatch):
+    monkeypatch.setattr(interrupts, "_SAME_S", 0.0)
     never = threading.Event()
 
     def hangs(one):
