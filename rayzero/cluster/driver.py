@@ -228,11 +228,13 @@ class _Follower:
             return None
 
     def _read_rest(self) -> None:
-        """Reports sent before the loops ended: the open call answers with what is left. Again: what came since."""
+        """Reports sent before the loops ended: the open call may have been answered before the last of them came, and
+        the next one has the others."""
         self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
-        reports = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
-        self._news = self._actors.coordinator.next_reports.remote()  # take_down() may come after this
-        self._pass_on(reports)
+        for _ in range(2):
+            reports = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
+            self._news = self._actors.coordinator.next_reports.remote()  # take_down() may come after this
+            self._pass_on(reports)
 
     def _pass_on(self, reports: Iterable[Report]) -> None:
         for report in reports:

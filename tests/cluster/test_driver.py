@@ -19,14 +19,14 @@ class EndedRun:
     """A run whose loops have all returned, with reports that nobody has had; a call is its own answer."""
 
     def __init__(self, reports: list[Report]) -> None:
-        self._unread = reports
+        self.unread = reports
         self.coordinator = SimpleNamespace(
             next_reports=SimpleNamespace(remote=self._take_unread), end_news=SimpleNamespace(remote=lambda: None)
         )
         self.moves: list[RunState] = []
 
     def _take_unread(self) -> list[Report]:
-        unread, self._unread = self._unread, []
+        unread, self.unread = self.unread, []
         return unread
 
     def ask(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -89,3 +89,13 @@ def hand_on_and_be_stopped_twice(ended: list[str]) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         ended.append("news")
+
+
+def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
+    steps: list[int] = []
+    actors = EndedRun([Report(rank=0, metrics={"step": 0})])
+    request: Any = SimpleNamespace(on_report=lambda one: steps.append(one.metrics["step"]), on_change=lambda: None)
+    follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
+    actors.unread += [Report(rank=0, metrics={"step": step}) for step in (1, 2)]
+    follower.finish()
+    assert steps == [0, 1, 2]
