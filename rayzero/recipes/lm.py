@@ -44,6 +44,7 @@ class StepReport:
     grad_norm: float  # of the averaged gradients, before clipping
     lr: float
     tokens: int  # this rank trained on in this step
+    total_tokens: int  # all ranks, from the run's first step on; the same on every rank
     step_seconds: float  # from the end of the last step to the end of this one, validation and checkpoint excluded
     fetch_wait_seconds: float  # stood still for parameters; with overlap="forward" their update is waited for here
     optimizer_exposed_seconds: float  # stood still inside step(): for the norm, the decision or the update
@@ -143,6 +144,7 @@ class Unreported:
     loss: float
     lr: float
     tokens: int
+    total_tokens: int
     decision: Future[Decision]
     measured: dict[str, float | int]  # Clock.measured()
     validation: tuple[float | None, int] = (None, 0)  # loss, batches
@@ -156,6 +158,7 @@ class Unreported:
             grad_norm=self.decision.result().norm,
             lr=self.lr,
             tokens=self.tokens,
+            total_tokens=self.total_tokens,
             validation_loss=self.validation[0],
             validation_batches=self.validation[1],
             **self.measured,  # type: ignore[arg-type]  # names and types are Clock.measured's
@@ -182,7 +185,8 @@ class LanguageModelRun:
             batch_seed(recipe.seed, 0, context.rank, 0)
         )  # dropout; prepare() puts back a checkpoint's state
         self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
-        self.done = 0 if context.loop_state is None else int(context.loop_state["step"])
+        earlier = context.loop_state or {"step": 0, "tokens": 0}
+        self.done, self._tokens_before = int(earlier["step"]), int(earlier["tokens"])
         scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not run out of range
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
         if scales and context.loop_state is not None:
@@ -195,7 +199,8 @@ class LanguageModelRun:
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss = self._train_step(step)
-            done = Unreported(step + 1, loss, lr, self._tokens, self.optimizer.last_decision(), clock.measured())
+            tokens, decision = (self._tokens, self._total_tokens(step + 1)), self.optimizer.last_decision()
+            done = Unreported(step + 1, loss, lr, *tokens, decision, clock.measured())
             self._tell(done, time.perf_counter() - began)
             if late is not None:
                 late.send()  # before a save: what has led to a checkpoint is told before it is there
@@ -252,6 +257,10 @@ class LanguageModelRun:
         recipe = self.recipe
         return recipe.seq_len * recipe.batch_size * recipe.zero.gradient_accumulation_steps
 
+    def _total_tokens(self, step: int) -> int:
+        """Tokens all ranks have trained on after ``step`` steps, in earlier parts of the run too."""
+        return self._tokens_before + (step - self.done) * self.context.world_size * self._tokens
+
     @torch.no_grad()
     def validate(self) -> tuple[float | None, int]:
         """Mean loss over this rank's share of the validation batches (None: it has none), in nats, and their number.
@@ -269,7 +278,8 @@ class LanguageModelRun:
         if self.context.run_dir is None:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
-        state = {"step": done, "seed": self.recipe.seed, "scaler": self.scaler.state_dict()}
+        tokens = self._total_tokens(done)
+        state = {"step": done, "tokens": tokens, "seed": self.recipe.seed, "scaler": self.scaler.state_dict()}
         return save_checkpoint(self.optimizer, directory, state)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ class StepRow:
     validation_loss: float | None = None  # nats; null where the step was not validated
 
 
-def merge_reports(reports: Mapping[int, Mapping[str, Any]], tokens_before: int) -> StepRow:
+def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> StepRow:
     """One row from every rank's report of the same step (``recipes.lm.StepReport`` as a dict)."""
     ranks = [reports[rank] for rank in sorted(reports)]
     first, tokens = ranks[0], sum(report["tokens"] for report in ranks)
@@ -43,7 +43,7 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]], tokens_before: int) 
         loss=sum(report["loss"] * report["tokens"] for report in ranks) / tokens,
         grad_norm=first["grad_norm"],
         lr=first["lr"],
-        tokens=tokens_before + tokens,
+        tokens=first["total_tokens"],
         tokens_per_second=tokens / seconds,
         step_seconds=seconds,
         fetch_wait_seconds=max(report["fetch_wait_seconds"] for report in ranks),
@@ -86,17 +86,10 @@ class RunLog:
         self._pending.setdefault(step, {})[rank] = report
         if len(self._pending[step]) < self._world_size:
             return None
-        row = self._merged(step)
+        row = merge_reports(self._pending.pop(step))
         self.rows.append(row)
         self._write(row)
         return row
-
-    def _merged(self, step: int) -> StepRow:
-        """The row of a step that every rank has reported. A step before it that has no row (the run was killed between
-        a save and its report) has trained on as many tokens as this one."""
-        last_step, told = (self.rows[-1].step, self.rows[-1].tokens) if self.rows else (0, 0)
-        row = merge_reports(self._pending.pop(step), 0)
-        return replace(row, tokens=told + (step - last_step) * row.tokens)
 
     def _write(self, row: StepRow) -> None:
         self._file.write(_line(row))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayzero.cluster import interrupts
 from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.driver import Journal, _Follower
 from rayzero.cluster.interrupts import interruptible, postponed
@@ -71,8 +72,9 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
     assert actors.moves == [RunState.STOPPED]
 
 
-def test_two_signals_at_once_are_one_stop() -> None:
+def test_two_signals_at_once_are_one_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``timeout`` and service managers send them: to a process, and to its group."""
+    monkeypatch.setattr(interrupts, "_SAME_S", 60.0)  # a loaded machine may stand still between two lines
     ended: list[str] = []
     with interruptible():
         with pytest.raises(SystemExit):

@@ -81,6 +81,7 @@ def test_every_rank_reports_every_step_and_validates_its_share(recipe):
         assert [report["step"] for report in reports] == [1, 2, 3, 4, 5, 6]
         assert all(report.keys() == set(StepReport.__dataclass_fields__) for report in reports)
         assert all(report["tokens"] == 4 * 32 for report in reports)
+        assert [report["total_tokens"] for report in reports] == [2 * 4 * 32 * step for step in range(1, 7)]
         assert all(report["step_seconds"] > 0 and report["memory_bytes"] > 1 << 20 for report in reports)
         assert [report["step"] for report in reports if report["validation_loss"] is not None] == [4, 6]
         assert [report["validation_batches"] for report in reports] == [0, 0, 0, 1, 0, 1]
@@ -153,6 +154,8 @@ def test_a_run_resumes_with_another_number_of_ranks(recipe, tmp_path):
     one = recipe.replace(scaling={"num_workers": 1, "num_optimizers": 1})
     reports = train(one, tmp_path / "one", resume=start)
     assert [report["step"] for report in reports[0]] == [4, 5, 6]
+    tokens = 4 * 32  # of a rank's step; two ranks made the first three
+    assert [report["total_tokens"] for report in reports[0]] == [(6 + own) * tokens for own in (1, 2, 3)]
     assert CheckpointReader(tmp_path / "one" / "checkpoints" / "step-000006").world_size == 1
 
 
@@ -162,7 +165,7 @@ def test_what_is_exported_is_what_was_trained(recipe, tmp_path):
     out = export_full(tmp_path / "run" / "checkpoints" / "step-000006", tmp_path)
     model = build_model(recipe, 256)
     model.load_state_dict(load_file(out), strict=True)
-    last = merge_reports({rank: ranks[-1] for rank, ranks in enumerate(reports)}, 0)
+    last = merge_reports({rank: ranks[-1] for rank, ranks in enumerate(reports)})
     assert plain_validation(recipe, model) == pytest.approx(last.validation_loss, rel=1e-4)
 
 
