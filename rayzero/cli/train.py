@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayzero.recipes.recipe import RecipeConfig
     from rayzero.recipes.training import Prepared, Training
 
-_STOPPED = 130  # the shell's code for a command ended by Ctrl-C
+_STOPPED, _TERMINATED = 130, 143  # the shell's codes for a command ended by Ctrl-C, and by SIGTERM
 
 
 def train(
@@ -31,7 +31,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     workers: Annotated[int | None, typer.Option(help="Rank workers.")] = None,
     optimizers: Annotated[int | None, typer.Option(help="Optimizer actors.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run's files go; default: a new one in runs/.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Where the run's files go; default: a new one in runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (default: newest).")] = False,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
 ) -> None:
@@ -43,10 +43,10 @@ def train(
         "run.checkpoint_every": checkpoint_every,
         "run.resume": resume or None,
     }
-    recipe = choose_recipe(
-        arguments or [], {key: value for key, value in options.items() if value is not None}, run_dir
-    )
-    _train(recipe)
+    if run_dir == "":
+        raise ConfigError("--run-dir is '' but must be a folder with a plain name")
+    chosen = {key: value for key, value in options.items() if value is not None}
+    _train(choose_recipe(arguments or [], chosen, None if run_dir is None else Path(run_dir)))
 
 
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
@@ -117,9 +117,9 @@ def _train(recipe: RecipeConfig) -> None:
     announce(prepared, console)
     try:
         training = run_prepared(prepared, console)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         print(f"rayzero: {stopped(recipe.run.path)}", file=sys.stderr)
-        raise typer.Exit(_STOPPED) from None
+        raise typer.Exit(_STOPPED if isinstance(stop, KeyboardInterrupt) else _TERMINATED) from None
     except RunFailedError as error:
         first, _, rest = str(error).partition("\n")
         details = f" (all of it: {recipe.run.path / 'run.json'})" if rest else ""

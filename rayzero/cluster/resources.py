@@ -260,7 +260,11 @@ def _largest_share(scaling: ScalingConfig, nodes: Sequence[Node], planned: Calla
     """The largest CPU share with which the groups fit; a node's CPUs split among 1, 2, ... processes are tried."""
     processes = range(1, scaling.num_workers + scaling.num_optimizers + 1)
     shares = {_round_down(node.cpus / count) for node in nodes for count in processes}
-    fitting = (share for share in sorted(shares, reverse=True) if _fits(planned(share).groups, nodes))
+    left_open = scaling.num_workers * (scaling.cpus_per_worker is None)
+    left_open += scaling.num_optimizers * (scaling.cpus_per_optimizer is None)
+    cpus = sum(node.cpus for node in nodes)
+    possible = [share for share in shares if share * left_open <= cpus + 1e-9]  # laying out thousands of groups is slow
+    fitting = (share for share in sorted(possible, reverse=True) if _fits(planned(share).groups, nodes))
     return next(fitting, 1.0)
 
 

@@ -6,7 +6,7 @@ Every field's docstring says exactly what it changes; ``json_schema()`` carries 
 
 from __future__ import annotations
 
-from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Size, parse_bytes
+from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Processes, Size, parse_bytes
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.telemetry import TelemetryConfig
@@ -23,6 +23,7 @@ __all__ = [
     "CpuCompressionMethod",
     "Flag",
     "Positive",
+    "Processes",
     "RunConfig",
     "ScalingConfig",
     "Size",

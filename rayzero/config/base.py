@@ -42,6 +42,7 @@ def parse_bytes(value: object) -> object:
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(gt=0)]
+Processes = Annotated[int, Strict(), Field(gt=0, le=1 << 14)]  # Ray itself is tested with 40,000 actors
 Size = Annotated[
     int,
     BeforeValidator(parse_bytes),

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from rayzero.config.base import ConfigModel, Count, Flag, Positive, Size
+from rayzero.config.base import ConfigModel, Count, Flag, Positive, Processes, Size
 from rayzero.config.telemetry import TelemetryConfig
 
 
 class ScalingConfig(ConfigModel):
     """How many processes a run has and what each may use."""
 
-    num_workers: Count = 2
+    num_workers: Processes = 2
     """Rank workers: data-parallel copies of the training loop."""
 
-    num_optimizers: Count = 2
+    num_optimizers: Processes = 2
     """Optimizer actors that own the shards; independent of num_workers."""
 
     use_gpu: Flag = False

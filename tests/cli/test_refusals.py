@@ -105,6 +105,8 @@ def trained(tmp_path: Path) -> Path:
         (["run=5"], "run must be a group of settings"),
         (["zero=hello", "precision=bf16"], "zero must be a group of settings"),
         (["--run-dir", "/"], "--run-dir is '/' but must be"),
+        (["--run-dir", ""], "--run-dir is '' but must be"),
+        (["--workers", "99999999"], "num_workers is 99999999 but must be less than or equal to 16384"),
         (["--run-dir", "text.txt/run"], "--run-dir: cannot make"),
         (["data=unreadable"], "unreadable/mem: Input/output error"),
         (["data=" + "x" * 300], "data: cannot read"),
