@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from rayzero.checkpoint.export import export_full
 from rayzero.checkpoint.manifest import Manifest, Piece
-from rayzero.checkpoint.reader import CheckpointReader, latest_checkpoint, list_checkpoints
+from rayzero.checkpoint.reader import CheckpointReader, latest_checkpoint, list_checkpoints, newer_checkpoints
 from rayzero.checkpoint.writer import (
     checkpoint_name,
     commit_checkpoint,
@@ -33,6 +33,7 @@ __all__ = [
     "export_full",
     "latest_checkpoint",
     "list_checkpoints",
+    "newer_checkpoints",
     "owner_file_name",
     "rank_file_name",
     "staging_path",

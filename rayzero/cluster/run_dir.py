@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayzero.checkpoint import CheckpointReader, latest_checkpoint, sweep_stale
+from rayzero.checkpoint import CheckpointReader, latest_checkpoint, newer_checkpoints, sweep_stale
 from rayzero.cluster.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
 
-__all__ = ["RECORD", "RunDirectory", "checkpoint_to_resume", "read_record"]
+__all__ = ["RECORD", "RunDirectory", "Start", "find_start", "read_record"]
 
 RECORD = "run.json"
 
 _SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a run starts from."""
+
+    checkpoint: Path | None  # None: it is a fresh run
+    step: int  # steps that the checkpoint has done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,35 +37,37 @@ class RunDirectory:
     :meth:`open`, which checks everything that can be checked."""
 
     path: Path
-    resume: Path | None  # the checkpoint the run starts from
+    start: Start
     fresh: bool  # it was not there before
     lock: RunLock  # freed by: close()
 
     @classmethod
     def open(cls, config: RunConfig, *, setting: str = _SETTING) -> RunDirectory:
-        """Find or make the directory and lock it; nothing is written where it is refused.
+        """Find or make the directory and lock it; nothing is written where it is refused, but what a save left that
+        was cut short is put right.
 
         ``setting`` is what the user chose the place with, for messages. Raises ConfigError when a run is going on
-        there, another run's checkpoints are there, or the place cannot be written, and CheckpointError when there is
-        no checkpoint to resume from or it is damaged.
+        there, another run's checkpoints or newer ones than that to resume are there, or the place cannot be written,
+        and CheckpointError when there is no checkpoint to resume from or it is damaged.
         """
         path = config.path.absolute()
         fresh = not path.exists()
-        lock = RunLock.take(path) if (path / LOCK).exists() else None
+        lock = _lock_run(path)
         try:
-            resume = checkpoint_to_resume(config, path)
-            if resume is not None:
-                CheckpointReader(resume).close()  # it is whole
-            _refuse_other_run(path, resume, setting)
+            start = _choose(config, path, setting)
             _make(path / "checkpoints", setting)
             lock = lock or RunLock.take(path)
             lock.sign()
-            sweep_stale(path / "checkpoints")
         except BaseException:
             if lock is not None:
                 lock.close()
             raise
-        return cls(path=path, resume=resume, fresh=fresh, lock=lock)
+        return cls(path=path, start=start, fresh=fresh, lock=lock)
+
+    @property
+    def resume(self) -> Path | None:
+        """The checkpoint the run starts from."""
+        return self.start.checkpoint
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -153,25 +163,64 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
 }
 
 
-def checkpoint_to_resume(config: RunConfig, path: Path) -> Path | None:
-    """Where the checkpoint lies that a run in ``path`` starts from; None: it starts from none. Raises CheckpointError
-    where it is to resume and nothing is there."""
-    if config.resume is False:
+def find_start(config: RunConfig, *, setting: str = _SETTING) -> Start:
+    """What :meth:`RunDirectory.open` would start from now; it raises the same, makes nothing and locks nothing for
+    longer."""
+    path = config.path.absolute()
+    with _lock_run(path) or nullcontext():
+        return _choose(config, path, setting)
+
+
+def _lock_run(path: Path) -> RunLock | None:
+    """Lock what a run has left, and put right what a save of its that was cut short has; None: nothing to lock.
+
+    Before anything is chosen: a checkpoint that was being replaced has its name back only then."""
+    checkpoints = path / "checkpoints"
+    if not (path / LOCK).exists() and not any(checkpoints.glob(".step-*")):
         return None
+    lock = RunLock.take(path)
+    try:
+        sweep_stale(checkpoints)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _choose(config: RunConfig, path: Path, setting: str) -> Start:
+    """The one place that decides what a run in ``path`` starts from."""
+    if config.resume is False:
+        _refuse_other_run(path, setting)
+        return Start(checkpoint=None, step=0)
     found = latest_checkpoint(path) if config.resume is True else Path(config.resume).absolute()
     if found is None:
         raise CheckpointError(f"nothing to resume: {path / 'checkpoints'} holds no complete checkpoint")
-    return found
+    with CheckpointReader(found) as checkpoint:  # it is whole
+        start = Start(checkpoint=found, step=checkpoint.step)
+    if found.is_relative_to(path):
+        _refuse_older(path, start, setting)
+    else:
+        _refuse_other_run(path, setting)
+    return start
 
 
-def _refuse_other_run(path: Path, resume: Path | None, setting: str) -> None:
+def _refuse_other_run(path: Path, setting: str) -> None:
     """Two runs' checkpoints in one place could not be told apart; a run that left none may be run again."""
-    found = latest_checkpoint(path)
-    continues = resume is not None and resume.is_relative_to(path)
-    if found is not None and not continues:
+    if found := latest_checkpoint(path):
         raise ConfigError(
             f"{path} already holds checkpoints of a run (newest: {found.name}); resume it, or choose another place "
             f"with {setting}"
+        )
+
+
+def _refuse_older(path: Path, start: Start, setting: str) -> None:
+    """What the run did after an older checkpoint would be taken for what it does from there on."""
+    if newer := newer_checkpoints(path, start.step):
+        names = newer[0].name if len(newer) == 1 else f"{newer[0].name} to {newer[-1].name}"
+        raise ConfigError(
+            f"run.resume is {start.checkpoint}, but {newer[0].parent} holds newer checkpoints of this run ({names}), "
+            f"from which it would go on the next time; move them away or delete them, or choose another place with "
+            f"{setting}"
         )
 
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.reports import Report
-from rayzero.cluster.run_dir import RECORD, RunDirectory, checkpoint_to_resume
-from rayzero.cluster.run_lock import LOCK, RunLock
+from rayzero.cluster.run_dir import RECORD, RunDirectory, find_start
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
 from rayzero.engine.starting import require_weights
@@ -33,6 +32,7 @@ from rayzero.recipes.run_log import METRICS, RunLog, StepRow
 from rayzero.recipes.text import Text
 
 CONFIG = "config.yaml"
+_PLACE = "--run-dir"  # what a recipe's user chooses the run's directory with
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class Prepared:
 
 
 def prepare_run(recipe: RecipeConfig) -> Prepared:
-    """Read the text, shape the model and open the checkpoint to resume from, if any; writes nothing.
+    """Read the text, shape the model and open the checkpoint to resume from, if any; writes nothing, but puts right
+    what a save left that was cut short.
 
     Raises ConfigError, UnsupportedError, DataError or CheckpointError, one line each."""
     imported = imported_memory()
@@ -88,16 +89,16 @@ def _work(recipe: RecipeConfig, text: Text, imported: ProcessMemory) -> RecipeWo
 
 
 def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
-    if recipe.run.resume and (recipe.run.path / LOCK).exists():
-        RunLock.take(recipe.run.path).close()  # a run that is going on is not resumed, whatever it holds by now
-    found = checkpoint_to_resume(recipe.run, recipe.run.path)
-    if found is None:
+    start = find_start(recipe.run, setting=_PLACE)
+    if start.checkpoint is None:
         return 0
-    with CheckpointReader(found) as checkpoint:
+    with CheckpointReader(start.checkpoint) as checkpoint:
         _check_same_model(checkpoint, model)
-        if checkpoint.step >= recipe.steps:
-            raise ConfigError(f"steps is {recipe.steps} and {found} has done {checkpoint.step}: nothing is left to do")
-        return checkpoint.step
+    if start.step >= recipe.steps:
+        raise ConfigError(
+            f"steps is {recipe.steps} and {start.checkpoint} has done {start.step}: nothing is left to do"
+        )
+    return start.step
 
 
 def _check_same_model(checkpoint: CheckpointReader, model: nn.Module) -> None:
@@ -118,12 +119,22 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
     Raises RunFailedError when the run failed, and KeyboardInterrupt when it was stopped; what was learnt until
     then is in the directory all the same."""
     recipe = prepared.recipe
-    with RunDirectory.open(recipe.run, setting="--run-dir") as directory:
+    with RunDirectory.open(recipe.run, setting=_PLACE) as directory:
         try:
+            _refuse_changed(directory, prepared)
             return _run_in(directory, prepared, console)
         except (ConfigError, UnsupportedError):  # refused by the cluster: it has no place for the run
             _withdraw(directory)
             raise
+
+
+def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
+    """Rows are cut, and plans made, for the step that ranks resume from."""
+    if directory.start.step != prepared.resume_step:
+        raise ConfigError(
+            f"{directory.path} has changed while this run began: it was to go on from step {prepared.resume_step}, "
+            f"now from {directory.start.step}; another run was there, start again"
+        )
 
 
 def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Training:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
+from saved import save_checkpoint
 
 from rayzero.cli.run_choice import newest_run
-from rayzero.cluster.run_dir import RunDirectory, read_record
+from rayzero.cluster.run_dir import RunDirectory, find_start, read_record
 from rayzero.cluster.session import ray_session
 from rayzero.cluster.status import run_status
 from rayzero.config import RunConfig
@@ -40,6 +43,56 @@ def test_resume_without_a_checkpoint_is_one_line_and_writes_nothing(tmp_path):
 def test_resume_from_a_place_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere"):
         RunDirectory.open(config(tmp_path, resume=str(tmp_path / "nowhere")))
+
+
+def saved(tmp_path, *steps: int) -> list[Path]:
+    """Checkpoints of the run "demo"."""
+    return [save_checkpoint(tmp_path / "demo", step, {"w": (3, 5)}) for step in steps]
+
+
+def killed_while_replacing(checkpoint: Path) -> None:
+    """The first of the two renames that replace a checkpoint; then the power went."""
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.replaced"))
+
+
+@pytest.mark.parametrize("older", [(), (10,)])
+@pytest.mark.parametrize("find", [find_start, lambda config: RunDirectory.open(config).start])
+def test_a_checkpoint_whose_replacement_was_killed_is_what_the_run_resumes_from(tmp_path, older, find):
+    newest = saved(tmp_path, *older, 20)[-1]
+    killed_while_replacing(newest)
+    start = find(config(tmp_path, resume=True))
+    assert (start.checkpoint, start.step) == (newest, 20)
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_named_by_its_name(tmp_path):
+    [checkpoint] = saved(tmp_path, 20)
+    killed_while_replacing(checkpoint)
+    assert find_start(config(tmp_path, resume=str(checkpoint))).checkpoint == checkpoint
+
+
+def test_a_fresh_run_does_not_overlook_a_checkpoint_whose_replacement_was_killed(tmp_path):
+    killed_while_replacing(*saved(tmp_path, 20))
+    with pytest.raises(ConfigError, match="already holds checkpoints of a run"):
+        RunDirectory.open(config(tmp_path))
+
+
+@pytest.mark.parametrize("find", [find_start, RunDirectory.open])
+def test_a_run_does_not_go_on_from_an_older_checkpoint_beside_newer_ones(tmp_path, find):
+    older, *newer = saved(tmp_path, 10, 20, 1_000_000)
+    with pytest.raises(ConfigError, match=r"step-000010, but .* \(step-000020 to step-1000000\).*; move") as error:
+        find(config(tmp_path, resume=str(older)))
+    assert "\n" not in str(error.value)
+    shutil.rmtree(newer[0])
+    with pytest.raises(ConfigError, match=r"\(step-1000000\)"):
+        find(config(tmp_path, resume=str(older)))
+    shutil.rmtree(newer[1])
+    assert find_start(config(tmp_path, resume=str(older))).step == 10
+
+
+def test_another_place_goes_on_from_an_older_checkpoint(tmp_path):
+    older, _ = saved(tmp_path, 10, 20)
+    with RunDirectory.open(RunConfig(name="branch", storage_path=str(tmp_path), resume=str(older))) as directory:
+        assert (directory.start.checkpoint, directory.start.step) == (older, 10)
 
 
 def test_a_storage_path_that_cannot_be_made_is_refused_by_name(tmp_path):

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
+from saved import save_checkpoint
 
 from rayzero.cluster.run_lock import RunLock
 from rayzero.errors import CheckpointError, ConfigError, DataError, UnsupportedError
+from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.recipes.training import prepare_run
+from rayzero.recipes.training import prepare_run, run_prepared
 
 
 @pytest.fixture
@@ -56,3 +60,35 @@ def test_a_run_that_goes_on_is_not_resumed_even_if_it_has_no_checkpoint_yet(reci
     resuming.run.path.mkdir(parents=True)
     with RunLock.take(resuming.run.path), pytest.raises(ConfigError, match="in use by a run that is going on"):
         prepare_run(resuming)
+
+
+def save_run(recipe: RecipeConfig, step: int) -> Path:
+    with torch.device("meta"):
+        params = build_model(recipe, 256).named_parameters()
+    return save_checkpoint(recipe.run.path, step, {name: tuple(param.shape) for name, param in params})
+
+
+def resumed(recipe: RecipeConfig, resume: bool | str = True) -> RecipeConfig:
+    return recipe.replace(run=recipe.run.replace(resume=resume))
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_the_step_to_go_on_from(recipe):
+    save_run(recipe, 10)
+    newest = save_run(recipe, 20)
+    newest.rename(newest.with_name(".step-000020.replaced"))
+    assert prepare_run(resumed(recipe)).resume_step == 20
+
+
+def test_an_older_checkpoint_of_the_same_run_is_refused_at_once(recipe):
+    older, _ = save_run(recipe, 10), save_run(recipe, 20)
+    with pytest.raises(ConfigError, match=r"holds newer checkpoints of this run \(step-000020\).* with --run-dir"):
+        prepare_run(resumed(recipe, str(older)))
+
+
+def test_a_run_whose_directory_has_changed_since_it_was_looked_at_starts_nothing(recipe):
+    save_run(recipe, 10)
+    prepared = prepare_run(resumed(recipe))
+    save_run(recipe, 20)
+    with pytest.raises(ConfigError, match=r"to go on from step 10, now from 20; another run was there"):
+        run_prepared(prepared, Console())
+    assert sorted(path.name for path in recipe.run.path.iterdir()) == [".lock", "checkpoints"]
