@@ -68,7 +68,7 @@ def ray_start(*options: str) -> None:
 
 def run_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"RAY_ADDRESS": "", "RAY_JOB_STOP_WAIT_TIME_S": "60"}  # a run may take 5 s to end, Ray 3
-    return subprocess.run([str(RAY), *arguments], capture_output=True, text=True, timeout=150, env=environment)
+    return subprocess.run([str(RAY), *arguments], capture_output=True, text=True, timeout=280, env=environment)
 
 
 def belongs_to(process: psutil.Process, files: str) -> bool:
