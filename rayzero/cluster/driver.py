@@ -46,6 +46,7 @@ class RunRequest:
     on_report: OnReport | None
     on_start: Callable[[], None]  # called when every rank is about to enter its loop
     on_change: Callable[[], None]  # called after reports
+    on_stop: Callable[[], None]  # called when the run was interrupted, before anything is taken down
 
 
 @dataclass(slots=True)
@@ -165,6 +166,7 @@ class _Follower:
         self._journal = journal
         self._on_report = request.on_report
         self._on_change = request.on_change
+        self._on_stop = request.on_stop
         self._watch = Watch(len(loops))
 
     def follow(self) -> Watch:
@@ -187,6 +189,8 @@ class _Follower:
     def take_down(self, state: RunState, reason: str) -> None:
         """After a bad end: tell everyone, wait a little, keep what can still be had. Signals have to wait."""
         with shielded():
+            if state is RunState.STOPPED:
+                self._tell_stopped()
             with suppress(RunFailedError):  # the coordinator may be what failed
                 self._actors.move(state, reason)
             for call in self._actors.stop_ranks(self._loops, reason):
@@ -194,6 +198,12 @@ class _Follower:
             with suppress(Exception):  # last reports are wanted, but the cause of the end is what must be told
                 self._read_rest()
             self._journal.measured |= self._actors.stop_owners()
+
+    def _tell_stopped(self) -> None:
+        """At once: a Ray that got the same signal is going, and may end this process a minute later."""
+        self._journal.state = RunState.STOPPED
+        with suppress(OSError):  # it is told again at the end
+            self._on_stop()
 
     def _take(self, call: Any) -> None:
         if call in self._loops:

@@ -112,7 +112,10 @@ class ZeroTrainer:
 
         now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
         try:
-            drive(self._request(directory, lambda: self._started(directory, journal, started), now_and_then), journal)
+            drive(
+                self._request(directory, lambda: self._started(directory, journal, started), now_and_then, record),
+                journal,
+            )
             journal.state = RunState.FINISHED
         except RunFailedError as failed:
             journal.state, error = RunState.FAILED, failed
@@ -142,7 +145,11 @@ class ZeroTrainer:
             self._on_start(record)
 
     def _request(
-        self, directory: RunDirectory, on_start: Callable[[], None], on_change: Callable[[], None]
+        self,
+        directory: RunDirectory,
+        on_start: Callable[[], None],
+        on_change: Callable[[], None],
+        on_stop: Callable[[], None],
     ) -> RunRequest:
         return RunRequest(
             packed_loop=self._packed_loop,
@@ -153,6 +160,7 @@ class ZeroTrainer:
             on_report=self._on_report,
             on_start=on_start,
             on_change=on_change,
+            on_stop=on_stop,
         )
 
     def _record(

@@ -62,7 +62,7 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
 
     stopped: list[bool] = []
     actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
-    request: Any = SimpleNamespace(on_report=take, on_change=lambda: stop("the change"))
+    request: Any = SimpleNamespace(on_report=take, on_change=lambda: stop("the change"), on_stop=lambda: None)
     follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
@@ -96,8 +96,24 @@ def hand_on_and_be_stopped_twice(ended: list[str]) -> None:
 def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     steps: list[int] = []
     actors = EndedRun([Report(rank=0, metrics={"step": 0})])
-    request: Any = SimpleNamespace(on_report=lambda one: steps.append(one.metrics["step"]), on_change=lambda: None)
+    request: Any = SimpleNamespace(
+        on_report=lambda one: steps.append(one.metrics["step"]), on_change=lambda: None, on_stop=lambda: None
+    )
     follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
     actors.unread += [Report(rank=0, metrics={"step": step}) for step in (1, 2)]
     follower.finish()
     assert steps == [0, 1, 2]
+
+
+def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> None:
+    told: list[tuple[RunState, list[RunState]]] = []
+    actors, journal = EndedRun([]), Journal(state=RunState.RUNNING)
+
+    def on_stop() -> None:
+        told.append((journal.state, list(actors.moves)))
+        raise OSError("the disk is full")
+
+    request: Any = SimpleNamespace(on_report=None, on_change=lambda: None, on_stop=on_stop)
+    _Follower(actors, {}, journal, request).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
+    assert told == [(RunState.STOPPED, [])]
+    assert actors.moves == [RunState.STOPPED]
