@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.bench.figures import Busy, Spread, about, plain, timed
+from rayzero.bench.figures import Busy, Spread, about, at_least_one, plain, timed
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
@@ -267,9 +267,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="rayzero bench adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--mparams", type=int, default=64, help="2^20 parameters, an even number")
-    made.add_argument("--threads", type=int, default=2)
-    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--mparams", type=at_least_one, default=64, help="2^20 parameters, an even number")
+    made.add_argument("--threads", type=at_least_one, default=2)
+    made.add_argument("--rounds", type=at_least_one, default=15)
     made.add_argument("--patience", type=float, default=60.0, help="seconds to wait for undisturbed rounds")
     made.add_argument("--all-isas", action="store_true", help="every instruction set, not the best alone")
     made.add_argument("--json", action="store_true")

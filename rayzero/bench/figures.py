@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -124,3 +125,10 @@ def resident_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
         kib = {line.split()[0]: int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shmem"))}
     return sum(kib.values()) << 10
+
+
+def at_least_one(text: str) -> int:
+    """A command-line option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"is {text!r} but must be a whole number from 1 on")
+    return int(text)

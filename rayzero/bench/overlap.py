@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.bench.contestants import OursOptions, Overlap, best_transport, host_ranks
-from rayzero.bench.figures import Spread, about
+from rayzero.bench.figures import Spread, about, at_least_one
 from rayzero.bench.figures import plain as as_plain
 from rayzero.bench.turns import Contestant, Entry, Program, Seat, Turn, contest
 from rayzero.bench.work import ADAMW, CLIP, Precision
@@ -292,12 +292,12 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="rayzero bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--mparams", type=int, default=Shape().mparams, help="2^20 parameters")
-    found.add_argument("--units", type=int, default=Shape().units)
+    found.add_argument("--mparams", type=at_least_one, default=Shape().mparams, help="2^20 parameters")
+    found.add_argument("--units", type=at_least_one, default=Shape().units)
     found.add_argument("--precision", choices=get_args(Precision), default=Shape().precision)
-    found.add_argument("--rounds", type=int, default=5)
-    found.add_argument("--steps", type=int, default=4)
-    found.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of the owner")
+    found.add_argument("--rounds", type=at_least_one, default=5)
+    found.add_argument("--steps", type=at_least_one, default=4)
+    found.add_argument("--threads", type=at_least_one, default=min(2, os.cpu_count() or 1), help="of the owner")
     found.add_argument("--transport", choices=get_args(Transport), help="default: the best there is")
     found.add_argument("--json", action="store_true")
     return found

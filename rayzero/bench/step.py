@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 from rayzero.bench.contestants import CAUSES, OursOptions, best_transport, ours, plain
-from rayzero.bench.figures import Busy, Spread, about
+from rayzero.bench.figures import Busy, Spread, about, at_least_one
 from rayzero.bench.figures import plain as as_plain
 from rayzero.bench.turns import Contestant, Entry, Turn, contest
 from rayzero.bench.work import Work
@@ -188,16 +188,16 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="rayzero bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
+    found.add_argument("--worlds", type=at_least_one, nargs="+", default=[1, 2])
     found.add_argument("--precisions", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
     found.add_argument("--transport", choices=get_args(Transport), help="default: the best there is")
-    found.add_argument("--owners", type=int, help="default: as many as ranks")
-    found.add_argument("--cores", type=int, default=2, help="that everybody shares")
-    for name, kind in (("rounds", int), ("steps", int)):
-        found.add_argument(f"--{name}", type=kind, default=getattr(Rules(), name))
+    found.add_argument("--owners", type=at_least_one, help="default: as many as ranks")
+    found.add_argument("--cores", type=at_least_one, default=2, help="that everybody shares")
+    for name in ("rounds", "steps"):
+        found.add_argument(f"--{name}", type=at_least_one, default=getattr(Rules(), name))
     found.add_argument("--patience", type=float, default=Rules().patience_s, help="seconds, a cell")
     for name in ("dim", "layers", "vocab", "seq", "batch"):
-        found.add_argument(f"--{name}", type=int, default=getattr(Work(), name))
+        found.add_argument(f"--{name}", type=at_least_one, default=getattr(Work(), name))
     found.add_argument("--json", action="store_true")
     return found
 

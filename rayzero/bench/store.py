@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rayzero.bench.contestants import OursOptions, host_ranks, one_process_a_rank
-from rayzero.bench.figures import Spread, about, timed
+from rayzero.bench.figures import Spread, about, at_least_one, timed
 from rayzero.bench.figures import plain as as_plain
 from rayzero.bench.turns import Entry, Player, Program, Seat, Turn, contest
 from rayzero.engine.context import get_context
@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
         ("steps", 3, "that count, a turn"),
         ("threads", min(2, os.cpu_count() or 1), "torch threads of the rank, and so of memcpy"),
     ):
-        found.add_argument(f"--{name}", type=int, default=default, help=text)
+        found.add_argument(f"--{name}", type=at_least_one, default=default, help=text)
     found.add_argument("--json", action="store_true")
     return found
 

@@ -36,7 +36,7 @@ app.command()(trace)
 app.command()(export)
 app.command()(plan)
 app.command()(doctor)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(bench)
 
 
 def exit_code(error: RayZeroError) -> int:

@@ -17,6 +17,7 @@ from rayzero.bench.figures import Spread
 from rayzero.bench.step import PLAIN, Result, Score, check_losses, main, result_of
 from rayzero.bench.work import Work
 from rayzero.cli import app
+from rayzero.cli.bench import BENCHES
 from rayzero.errors import ConfigError, RunFailedError
 
 TINY = ["--dim", "64", "--layers", "1", "--vocab", "128", "--seq", "16", "--batch", "1"]
@@ -97,6 +98,19 @@ def test_the_command_passes_options_on_and_refuses_other_names():
     assert found.exit_code == 2
     refused = CliRunner().invoke(app, ["bench", "pigeon"])
     assert isinstance(refused.exception, ConfigError)
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_counts_start_at_one(bench):
+    for text in ("0", "-1", "many"):
+        done = CliRunner().invoke(app, ["bench", bench, "--rounds", text])
+        assert done.exit_code == 2
+        assert f"--rounds: is {text!r} but must be a whole number from 1 on" in done.output
+
+
+def test_help_is_the_benchmarks_own_after_its_name():
+    assert "store" in CliRunner().invoke(app, ["bench", "--help"], catch_exceptions=False).stdout
+    assert "--transports" in CliRunner().invoke(app, ["bench", "store", "--help"], catch_exceptions=False).stdout
 
 
 @pytest.mark.timeout(300)
