@@ -26,6 +26,7 @@ from rayzero.cluster.optimizer_actor import OptimizerActor
 from rayzero.cluster.owner_process import OwnerSettings
 from rayzero.cluster.placement import Placement
 from rayzero.cluster.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.ray_alive import ray_answers
 from rayzero.cluster.session import alive_nodes
 from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
 from rayzero.config import TelemetryConfig
@@ -259,10 +260,18 @@ class RunActors:
             del asked
         for actor in alive:
             ray.kill(actor)
-        psutil.wait_procs(self._processes, timeout=KILL_S)
+        self._see_gone()
         self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, []
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # of the killed, on this node; on others the next start sweeps
+
+    def _see_gone(self) -> None:
+        """Wait for the processes on this node, which Ray was asked to kill; where it is gone, they are killed here."""
+        _, left = psutil.wait_procs(self._processes, timeout=KILL_S if ray_answers() else 0)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=STOP_S)
 
 
 def refuse_name_in_use(run: str) -> None:

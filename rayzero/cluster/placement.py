@@ -12,6 +12,7 @@ from typing import Any
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rayzero.cluster.ray_alive import ray_answers
 from rayzero.cluster.resources import Group, ResourcePlan, Share, missing_resources
 from rayzero.cluster.session import alive_nodes, free_resources, started_here
 from rayzero.errors import ConfigError
@@ -60,7 +61,7 @@ def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
         _wait_placed(plan, groups, timeout_s)
         yield Placement(plan=plan, groups=tuple(groups))
     finally:
-        for reserved in groups:
+        for reserved in groups if ray_answers() else ():  # a Ray that is gone has none, and would be waited for
             remove_placement_group(reserved)
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import ray
 
+from rayzero.cluster import actors as actors_module
 from rayzero.cluster import interrupts
+from rayzero.cluster.actors import RunActors
 from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.driver import Journal, _Follower
 from rayzero.cluster.interrupts import interruptible, postponed
+from rayzero.cluster.ray_alive import ray_answers
 from rayzero.cluster.reports import Report
 
 
@@ -117,3 +124,23 @@ def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> Non
     _Follower(actors, {}, journal, request).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
     assert told == [(RunState.STOPPED, [])]
     assert actors.moves == [RunState.STOPPED]
+
+
+def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors_module, "ray_answers", lambda: False)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
+        actors._processes = [psutil.Process(process.pid)]
+        try:
+            actors.end(politely=False)
+            assert not psutil.pid_exists(process.pid)
+        finally:
+            process.kill()
+
+
+def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        context = SimpleNamespace(gcs_address=f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+        assert ray_answers()
+    assert not ray_answers()

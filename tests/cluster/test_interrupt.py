@@ -1,4 +1,4 @@
-"""Ctrl-C in a script of its own, on a Ray that the run started: nothing is left behind."""
+"""Ctrl-C, and SIGTERM to all, in a script of its own on a Ray that the run started: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ from .processes import (
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
-def test_ctrl_c_tells_the_ranks_and_leaves_nothing_not_even_ray(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [
+        (signal.SIGINT, (-signal.SIGINT, 128 + signal.SIGINT)),  # as a terminal does
+        (signal.SIGTERM, (128 + signal.SIGTERM,)),  # as timeout(1), systemd and Slurm do: Ray's own processes end by it
+    ],
+)
+def test_a_signal_to_everyone_tells_the_ranks_and_leaves_nothing_not_even_ray(tmp_path, number, codes):
     shm = shared_memory()
     with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files:  # short: sockets have their path there
         script = start_script(tmp_path, 0, RAY_TMPDIR=ray_files)
         said = until_it_trains(script)
         processes = everyone_of(script.pid)
         record = read_record(tmp_path / "script")
-        os.killpg(script.pid, signal.SIGINT)  # as a terminal does: to everyone
+        os.killpg(script.pid, number)
         said += script.communicate(timeout=100)[0]
-        assert script.returncode in (-signal.SIGINT, 128 + signal.SIGINT), said
-        assert "KeyboardInterrupt" in said
+        assert script.returncode in codes, said
+        assert ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
         assert still_there(processes, timeout_s=20) == []
     run = tmp_path / "script"
     assert read_record(run)["state"] == "stopped"
