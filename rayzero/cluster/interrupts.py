@@ -32,9 +32,9 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Inside ``interruptible``: the first signal waits for the end of the block; a second, unless it came together with
-    the first, comes at once, should what the block calls hang. An exception out of the block takes the signal's
-    place."""
+    """The first signal waits for the end of the block and raises there, as in ``interruptible``; a second, unless it
+    came together with the first, comes at once, should what the block calls hang. An exception out of the block takes
+    the signal's place."""
     came: list[int] = []
     told: list[float] = []
 

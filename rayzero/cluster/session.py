@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-import psutil
 import ray
+from ray._private import utils as ray_utils
 
 from rayzero.cluster.coordinator import NAMESPACE
-from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.resources import Node
 from rayzero.errors import RunFailedError
 
 __all__ = ["alive_nodes", "free_resources", "ray_session", "started_here"]
-
-_KILL_S = 10.0  # for killed processes to be gone
 
 
 @contextmanager
@@ -28,7 +25,7 @@ def ray_session() -> Iterator[None]:
     In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS``
     (as under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without
     dashboard, which ends with the session. Raises RunFailedError when the cluster cannot be reached, and what a
-    signal raises while Ray starts: KeyboardInterrupt, SystemExit(143).
+    signal that came while Ray started raises once it has: KeyboardInterrupt, SystemExit(143).
     """
     if ray.is_initialized():
         yield
@@ -42,39 +39,28 @@ def ray_session() -> Iterator[None]:
 
 
 def _join() -> None:
-    before = _below()
     try:
-        ray.init(include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
-    except BaseException as error:
+        with postponed(), _handlers_kept():
+            ray.init(include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises a bare Exception where a node does not start in time
+        where = os.environ.get("RAY_ADDRESS", "the local machine")
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise RunFailedError(f"cannot join Ray at {where}: {said}") from error
+    except BaseException:
         with shielded():
-            _end(_below() - before)
             ray.shutdown()
-        raise _meaning(error) from error
+        raise
 
 
-def _meaning(error: BaseException) -> BaseException:
-    """What the end of ``ray.init`` says: Ray has handlers of its own for SIGTERM while it starts, which exit with 1 or
-    15, and raises a bare Exception where a node does not start in time."""
-    if isinstance(error, SystemExit):
-        return SystemExit(128 + signal.SIGTERM)
-    if not isinstance(error, Exception):
-        return error
-    where = os.environ.get("RAY_ADDRESS", "the local machine")
-    said = " ".join(str(error).split()) or type(error).__name__
-    return RunFailedError(f"cannot join Ray at {where}: {said}")
-
-
-def _below() -> set[psutil.Process]:
-    """All processes that this one has started, and theirs."""
-    return set(psutil.Process().children(recursive=True))
-
-
-def _end(started: set[psutil.Process]) -> None:
-    """Of a Ray that has started half: its own clean-up forgets what a raylet has just started."""
-    for process in sorted(started, key=lambda process: process.pid):  # who starts others first
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(started, timeout=_KILL_S)
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray's own handlers for SIGTERM, which it sets while it starts, exit in the middle of that, and what a raylet has
+    just started then stays for ever."""
+    theirs, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = theirs
 
 
 def started_here() -> bool:

@@ -15,7 +15,7 @@ import ray
 
 from rayzero.cluster.session import ray_session
 
-from .processes import everyone_of, start_script
+from .processes import everyone_of, start_script, still_there
 
 
 def terminate(*_: Any, **__: Any) -> None:
@@ -33,17 +33,16 @@ def test_sigterm_while_ray_starts_is_a_stop_and_leaves_nothing_of_it(tmp_path: P
         script.terminate()
         said = script.communicate(timeout=100)[0]
         assert script.returncode == 143, said
-        assert [name for pid in psutil.pids() if (name := started_for(ray_files, pid))] == []
+        assert still_there([one for one in psutil.process_iter() if logs_to(ray_files, one)], timeout_s=20) == []
     assert not (tmp_path / "script" / "run.json").exists()
 
 
-def started_for(ray_files: str, pid: int) -> str | None:
-    """The name of a process that belongs to the Ray of this folder; None: it does not, or is gone."""
+def logs_to(ray_files: str, process: psutil.Process) -> bool:
+    """Whether a process belongs to the Ray of this folder: Ray's own hide their command line and environment."""
     try:
-        process = psutil.Process(pid)
-        return process.name() if process.environ().get("RAY_TMPDIR") == ray_files else None
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
+        return any(file.path.startswith(ray_files) for file in process.open_files())
+    except psutil.Error:  # it is gone, or another user's
+        return False
 
 
 def test_a_signal_while_ray_is_taken_down_waits(monkeypatch: pytest.MonkeyPatch) -> None:
