@@ -30,8 +30,8 @@ def ray_session() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _join()
     try:
+        _join()
         yield
     finally:
         with shielded():
@@ -46,10 +46,6 @@ def _join() -> None:
         where = os.environ.get("RAY_ADDRESS", "the local machine")
         said = " ".join(str(error).split()) or type(error).__name__
         raise RunFailedError(f"cannot join Ray at {where}: {said}") from error
-    except BaseException:
-        with shielded():
-            ray.shutdown()
-        raise
 
 
 @contextmanager

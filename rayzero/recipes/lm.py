@@ -199,8 +199,8 @@ class LanguageModelRun:
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss = self._train_step(step)
-            tokens, decision = (self._tokens, self._total_tokens(step + 1)), self.optimizer.last_decision()
-            done = Unreported(step + 1, loss, lr, *tokens, decision, clock.measured())
+            total, decision = self._total_tokens(step + 1), self.optimizer.last_decision()
+            done = Unreported(step + 1, loss, lr, self._tokens, total, decision, clock.measured())
             self._tell(done, time.perf_counter() - began)
             if late is not None:
                 late.send()  # before a save: what has led to a checkpoint is told before it is there

@@ -60,9 +60,9 @@ def listens(address: str) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """RayZero's files in /dev/shm, without the slabs of processes that live: others may train on this machine."""
+    """Files in /dev/shm, without the slabs of processes that live: others may train on this machine."""
     alive = {slab.path.name for slab in list_slabs() if slab.alive}
-    return {name for name in os.listdir("/dev/shm") if name.startswith("rayzero-")} - alive
+    return set(os.listdir("/dev/shm")) - alive
 
 
 def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]:

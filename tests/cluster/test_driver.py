@@ -1,4 +1,4 @@
-"""What a driver tells its user when it is interrupted at the very end, on actors that are none: no Ray."""
+"""How a driver ends a run: what it tells its user, and what it does where Ray is gone; on actors that are none."""
 
 from __future__ import annotations
 
