@@ -1,6 +1,6 @@
 """Checkpoints: safetensors shards and a JSON manifest, written whole or not at all.
 
-A checkpoint is a directory ``step-000030/``: ``owner-000.safetensors`` … (what each owner holds),
+A checkpoint is a directory such as ``step-000030/``: ``owner-000.safetensors`` … (what each owner holds),
 ``rank-0000.safetensors`` … (each rank's loop state) and ``manifest.json``. It is written into
 ``staging_path(directory)``, every file is fsynced; who commits takes that folder away under another name, and one
 rename makes it exist. Nothing here is pickled.
@@ -10,33 +10,38 @@ This package knows files, names and element ranges; not stores, owners or ranks.
 
 from __future__ import annotations
 
+from rayzero.checkpoint.catalog import Catalog, Saved, newest_checkpoint
 from rayzero.checkpoint.export import export_full
 from rayzero.checkpoint.manifest import Manifest, Piece
-from rayzero.checkpoint.reader import CheckpointReader, latest_checkpoint, list_checkpoints, newer_checkpoints
+from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import (
+    checkpoint_folders,
     checkpoint_name,
     commit_checkpoint,
     owner_file_name,
     rank_file_name,
     staging_path,
+    stale_folders,
     sweep_stale,
     write_rank_state,
     write_tensors,
 )
 
 __all__ = [
+    "Catalog",
     "CheckpointReader",
     "Manifest",
     "Piece",
+    "Saved",
+    "checkpoint_folders",
     "checkpoint_name",
     "commit_checkpoint",
     "export_full",
-    "latest_checkpoint",
-    "list_checkpoints",
-    "newer_checkpoints",
+    "newest_checkpoint",
     "owner_file_name",
     "rank_file_name",
     "staging_path",
+    "stale_folders",
     "sweep_stale",
     "write_rank_state",
     "write_tensors",

@@ -15,35 +15,12 @@ from torch import Tensor
 
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece
 from rayzero.checkpoint.tensor_file import as_bytes
-from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_name, rank_file_name
+from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders, rank_file_name
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.messages import FileEntry, Hyper, ModelSpec
 
 _CHUNK = 1 << 20  # elements read at once while a piece is verified
-
-
-def list_checkpoints(parent: Path) -> list[Path]:
-    """The complete checkpoints in ``parent``, lowest step first; empty where the folder is not there."""
-    found = (path.parent for path in parent.glob(f"step-*/{MANIFEST}"))
-    return sorted(found, key=lambda path: _order(path.name))
-
-
-def _order(name: str) -> tuple[int, str]:
-    return len(name), name  # from a million on, names have a digit more
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run directory (``run_dir/checkpoints/step-…``), or None."""
-    found = list_checkpoints(run_dir / "checkpoints")
-    return found[-1] if found else None
-
-
-def newer_checkpoints(run_dir: Path, step: int) -> list[Path]:
-    """The complete checkpoints of a run directory that are of later steps than ``step``, lowest step first."""
-    return [
-        path for path in list_checkpoints(run_dir / "checkpoints") if _order(path.name) > _order(checkpoint_name(step))
-    ]
 
 
 class CheckpointReader:
@@ -210,14 +187,14 @@ def _read_manifest(directory: Path) -> Manifest:
 def _manifest_text(directory: Path) -> str:
     path = directory / MANIFEST
     if not directory.is_dir():
-        beside = [found.name for found in list_checkpoints(directory.parent)]
+        beside = [found.name for found in checkpoint_folders(directory.parent)]
         there = f"beside it are {', '.join(beside)}" if beside else "there are none beside it"
         raise CheckpointError(f"no checkpoint at {directory}: {there}")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory} is not a checkpoint: it has no {MANIFEST} (name a step-… directory inside checkpoints/)"
+            f"{directory} is not a checkpoint: it has no {MANIFEST} (name a folder inside checkpoints/)"
         ) from None
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} is damaged: {exc}") from exc

@@ -26,7 +26,8 @@ from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 STATE = "state/"  # prefixes of tensor names in a rank's file
 BUFFER = "buffer/"
 
-_STALE = re.compile(r"\.(step-\d+)\.(tmp|taken|replaced)")
+_STALE = re.compile(r"\.(.+)\.(tmp|taken|replaced)", re.DOTALL)
+_OF_A_SAVE = re.compile(r"owner-\d+\.safetensors|rank-\d+\.safetensors|" + re.escape(MANIFEST))
 _TRIES = 100  # to put a file into a folder that others remove whenever it is empty
 
 
@@ -67,6 +68,11 @@ def check_target(directory: Path) -> None:
 def _refuse_target(directory: Path) -> None:
     if directory.is_symlink() or not directory.name:
         raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
+    if _STALE.fullmatch(directory.name):
+        raise CheckpointError(
+            f"cannot save to {directory}: names of this form are those of folders that saves stage their files in; "
+            "name a new directory"
+        )
     if directory.exists() and not (directory / MANIFEST).is_file():
         what = "a folder" if directory.is_dir() else "a file"
         raise CheckpointError(
@@ -99,18 +105,51 @@ def _take_staged(directory: Path) -> Path:
     return taken
 
 
-def sweep_stale(parent: Path) -> list[str]:
+def checkpoint_folders(parent: Path) -> list[Path]:
+    """The folders in ``parent`` that hold a manifest, by name, whether their content is sound or not.
+
+    What a save has staged is not a checkpoint, and a link to another folder of ``parent`` is not one more."""
+    found = sorted(path.parent for path in parent.glob(f"*/{MANIFEST}"))
+    return [path for path in found if not _STALE.fullmatch(path.name) and not _links_beside(path)]
+
+
+def _links_beside(path: Path) -> bool:
+    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
+
+
+def stale_folders(parent: Path) -> list[Path]:
+    """What interrupted saves left in ``parent``, by name: staged files, and checkpoints that were being replaced.
+
+    A folder of such a name that holds anything else was made by others and is not listed."""
+    named = ((path, _STALE.fullmatch(path.name)) for path in sorted(parent.glob(".*.*")))
+    return [path for path, match in named if match and _left_by_save(path, match[2])]
+
+
+def _left_by_save(path: Path, state: str) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if state == "replaced":
+        return (path / MANIFEST).is_file()
+    return all(_OF_A_SAVE.fullmatch(inside.name) for inside in path.iterdir())
+
+
+def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
     """Clear what interrupted saves left in ``parent``; returns the names. Call while nobody saves there.
 
+    ``checkpoint``: clear only what saves of this name left.
+
     A checkpoint that was being replaced and whose successor never came gets its name back."""
-    found = [path for path in parent.glob(".step-*") if _STALE.fullmatch(path.name)]
-    for path in found:
+    swept: list[str] = []
+    for path in stale_folders(parent):
         match = _STALE.fullmatch(path.name)
-        if match and match[2] == "replaced" and not (parent / match[1]).exists():
+        if match is None or match[1] != (checkpoint or match[1]):
+            continue
+        if match[2] == "replaced" and not (parent / match[1]).exists():
             path.rename(parent / match[1])
         else:
             shutil.rmtree(path)
-    return sorted(path.name for path in found)
+        swept.append(path.name)
+    return swept
 
 
 def write_tensors(

@@ -15,9 +15,10 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a checkpoint's parameters and buffers under their plain names, streamed."""
-    from rayzero.checkpoint import export_full, latest_checkpoint
+    from rayzero.checkpoint import export_full, newest_checkpoint
+    from rayzero.cluster.run_dir import CHECKPOINTS
     from rayzero.layout.model_layout import dtype_from_name
 
-    directory = latest_checkpoint(checkpoint) or checkpoint
+    directory = newest_checkpoint(checkpoint / CHECKPOINTS) or checkpoint
     path = export_full(directory, out, dtype=dtype_from_name(dtype), overwrite=overwrite)
     typer.echo(f"{path}  {path.stat().st_size:,} bytes, from {directory}")

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from rayzero.cli.run_choice import find_run
-from rayzero.errors import CheckpointError
 
 
 def status(
@@ -62,17 +61,11 @@ def describe_run(path: Path) -> dict[str, Any]:
 def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints that can be resumed from, oldest first, and why others cannot. Sizes are checked, not every
     byte."""
-    from rayzero.checkpoint import CheckpointReader, list_checkpoints
+    from rayzero.checkpoint import Catalog
+    from rayzero.cluster.run_dir import CHECKPOINTS
 
-    sound: list[Path] = []
-    damaged: list[str] = []
-    for path in list_checkpoints(run_dir / "checkpoints"):
-        try:
-            with CheckpointReader(path):
-                sound.append(path)
-        except CheckpointError as error:
-            damaged.append(str(error))
-    return sound, damaged
+    catalog = Catalog.of(run_dir / CHECKPOINTS)
+    return [one.path for one in catalog.sound], list(catalog.damaged.values())
 
 
 def format_status(described: dict[str, Any]) -> str:

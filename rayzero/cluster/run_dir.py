@@ -11,7 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayzero.checkpoint import CheckpointReader, latest_checkpoint, newer_checkpoints, sweep_stale
+from rayzero.checkpoint import (
+    Catalog,
+    CheckpointReader,
+    checkpoint_folders,
+    newest_checkpoint,
+    stale_folders,
+    sweep_stale,
+)
 from rayzero.cluster.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
@@ -19,6 +26,7 @@ from rayzero.errors import CheckpointError, ConfigError
 __all__ = ["RECORD", "RunDirectory", "Start", "find_start", "read_record"]
 
 RECORD = "run.json"
+CHECKPOINTS = "checkpoints"  # the folder in a run's directory where its checkpoints are looked for
 
 _SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
 
@@ -55,7 +63,7 @@ class RunDirectory:
         lock = _lock_run(path)
         try:
             start = _choose(config, path, setting)
-            _make(path / "checkpoints", setting)
+            _make(path / CHECKPOINTS, setting)
             lock = lock or RunLock.take(path)
             lock.sign()
         except BaseException:
@@ -84,13 +92,13 @@ class RunDirectory:
         if not self.fresh:
             return
         with suppress(OSError):  # somebody put a file there: then it stays
-            (self.path / "checkpoints").rmdir()
+            (self.path / CHECKPOINTS).rmdir()
             (self.path / LOCK).unlink()
             self.path.rmdir()
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint in this directory."""
-        return latest_checkpoint(self.path)
+        return newest_checkpoint(self.path / CHECKPOINTS)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
@@ -175,8 +183,8 @@ def _lock_run(path: Path) -> RunLock | None:
     """Lock what a run has left, and put right what a save of its that was cut short has; None: nothing to lock.
 
     Before anything is chosen: a checkpoint that was being replaced has its name back only then."""
-    checkpoints = path / "checkpoints"
-    if not (path / LOCK).exists() and not any(checkpoints.glob(".step-*")):
+    checkpoints = path / CHECKPOINTS
+    if not (path / LOCK).exists() and not stale_folders(checkpoints):
         return None
     lock = RunLock.take(path)
     try:
@@ -192,9 +200,10 @@ def _choose(config: RunConfig, path: Path, setting: str) -> Start:
     if config.resume is False:
         _refuse_other_run(path, setting)
         return Start(checkpoint=None, step=0)
-    found = latest_checkpoint(path) if config.resume is True else Path(config.resume).absolute()
+    found = newest_checkpoint(path / CHECKPOINTS) if config.resume is True else Path(config.resume).absolute()
     if found is None:
-        raise CheckpointError(f"nothing to resume: {path / 'checkpoints'} holds no complete checkpoint")
+        damaged = "".join(f"; {why}" for why in Catalog.of(path / CHECKPOINTS).damaged.values())
+        raise CheckpointError(f"nothing to resume: {path / CHECKPOINTS} holds no complete checkpoint{damaged}")
     with CheckpointReader(found) as checkpoint:  # it is whole
         start = Start(checkpoint=found, step=checkpoint.step)
     if found.is_relative_to(path):
@@ -206,21 +215,22 @@ def _choose(config: RunConfig, path: Path, setting: str) -> Start:
 
 def _refuse_other_run(path: Path, setting: str) -> None:
     """Two runs' checkpoints in one place could not be told apart; a run that left none may be run again."""
-    if found := latest_checkpoint(path):
+    if found := checkpoint_folders(path / CHECKPOINTS):
+        newest = newest_checkpoint(path / CHECKPOINTS) or found[-1]
         raise ConfigError(
-            f"{path} already holds checkpoints of a run (newest: {found.name}); resume it, or choose another place "
+            f"{path} already holds checkpoints of a run (newest: {newest.name}); resume it, or choose another place "
             f"with {setting}"
         )
 
 
 def _refuse_older(path: Path, start: Start, setting: str) -> None:
     """What the run did after an older checkpoint would be taken for what it does from there on."""
-    if newer := newer_checkpoints(path, start.step):
-        names = newer[0].name if len(newer) == 1 else f"{newer[0].name} to {newer[-1].name}"
+    if newer := [one.path.name for one in Catalog.of(path / CHECKPOINTS).sound if one.step > start.step]:
+        names = newer[0] if len(newer) == 1 else f"{newer[0]} to {newer[-1]}"
         raise ConfigError(
-            f"run.resume is {start.checkpoint}, but {newer[0].parent} holds newer checkpoints of this run ({names}), "
-            f"from which it would go on the next time; move them away or delete them, or choose another place with "
-            f"{setting}"
+            f"run.resume is {start.checkpoint}, but {path / CHECKPOINTS} holds newer checkpoints of this run "
+            f"({names}), from which it would go on the next time; move them away or delete them, or "
+            f"choose another place with {setting}"
         )
 
 

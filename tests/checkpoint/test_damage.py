@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rayzero.checkpoint import CheckpointReader, latest_checkpoint, staging_path, sweep_stale, write_rank_state
+from rayzero.checkpoint import CheckpointReader, newest_checkpoint, staging_path, sweep_stale, write_rank_state
 from rayzero.checkpoint import writer as writer_module
 from rayzero.errors import CheckpointError
 from rayzero.messages import MASTER, canonical_json
@@ -195,7 +195,7 @@ def test_a_save_killed_before_its_rename_leaves_the_old_state(written, directory
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
     sweep_stale(directory.parent)
-    assert latest_checkpoint(directory.parent.parent) == directory
+    assert newest_checkpoint(directory.parent) == directory
     reader = CheckpointReader(directory)
     reader.verify()
     assert reader.digest == before

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from rayzero.checkpoint import CheckpointReader, export_full, latest_checkpoint, list_checkpoints
+from rayzero.checkpoint import CheckpointReader, export_full
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.messages import COMPUTE, MASTER
@@ -78,17 +78,6 @@ def test_a_rank_gets_its_loop_state_back(written, directory):
     assert torch.equal(tensors["rng"], torch.arange(5))
     assert reader.buffers().keys() == {"running_mean"}
     assert reader.tied() == {"head.weight": "embed.weight"}
-
-
-def test_the_latest_checkpoint_is_the_one_of_the_highest_step(written, tmp_path):
-    for step in (9, 1000000, 999999, 20):
-        written.save(tmp_path / "checkpoints" / f"step-{step:06d}", step=step)
-    written.stage(tmp_path / "checkpoints" / "step-2000000")
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "step-000009", "step-000020", "step-999999", "step-1000000",
-    ]  # fmt: skip
-    assert latest_checkpoint(tmp_path / "nothing") is None
 
 
 class Tied(nn.Module):

@@ -16,7 +16,7 @@ import ray
 import torch
 from safetensors.torch import save_file
 
-from rayzero.checkpoint import latest_checkpoint
+from rayzero.checkpoint import newest_checkpoint
 from rayzero.cli import main
 from rayzero.cli.train import stopped
 from rayzero.recipes.lm import train_loop
@@ -131,7 +131,7 @@ def test_train_refuses_what_typer_refuses_with_the_same_code(tmp_path):
 
 
 def test_resume_refuses_a_damaged_checkpoint(trained):
-    checkpoint = latest_checkpoint(trained / "runs" / "r")
+    checkpoint = newest_checkpoint(trained / "runs" / "r" / "checkpoints")
     manifest = checkpoint / "manifest.json"
     described = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(described | {"sha256": "0" * 64}))

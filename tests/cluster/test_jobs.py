@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayzero.checkpoint import list_checkpoints
+from rayzero.checkpoint import newest_checkpoint
 from rayzero.cluster.run_dir import read_record
 
 from .processes import still_there
@@ -64,14 +64,14 @@ def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_
     forever = settings(tmp_path, "long", steps=100000, **{"run.checkpoint_every": 2})
     submit(cluster, working_dir, *TRAIN, *forever, options=("--no-wait", "--submission-id", "long"))
     deadline = time.monotonic() + 120
-    while not list_checkpoints(tmp_path / "long" / "checkpoints"):
+    while not newest_checkpoint(tmp_path / "long" / "checkpoints"):
         assert time.monotonic() < deadline, run_ray("job", "logs", "--address", cluster.dashboard, "long").stdout
         time.sleep(0.2)
     members = [psutil.Process(member["pid"]) for member in read_record(tmp_path / "long")["members"]]
     stopped = run_ray("job", "stop", "--address", cluster.dashboard, "long")
     assert stopped.returncode == 0, stopped.stdout
     assert still_there(members, timeout_s=30) == []
-    left_at = int(list_checkpoints(tmp_path / "long" / "checkpoints")[-1].name.removeprefix("step-"))
+    left_at = int(newest_checkpoint(tmp_path / "long" / "checkpoints").name.removeprefix("step-"))
     last = settings(tmp_path, "long", steps=left_at + 2)
     done = submit(cluster, working_dir, *TRAIN, *last, "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
