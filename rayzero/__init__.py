@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayzero.checkpoint.catalog import newest_checkpoint
     from rayzero.checkpoint.weights import Weights
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -36,6 +37,7 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "get_context",
+    "newest_checkpoint",
     "prepare",
     "report",
     "save_checkpoint",
@@ -56,6 +58,7 @@ _HOMES = {
     "full_parameters": "rayzero.engine.prepare",
     "full_state_dict": "rayzero.engine.prepare",
     "get_context": "rayzero.engine.context",
+    "newest_checkpoint": "rayzero.checkpoint.catalog",
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
     "save_checkpoint": "rayzero.engine.snapshot",

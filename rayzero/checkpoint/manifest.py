@@ -21,7 +21,7 @@ from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout
 from rayzero.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSpec, canonical_json
 
 FORMAT = "rayzero-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.optimizer_state import State, StateFormat, check_group, check_states, read_states, write_states
-from rayzero.engine.private_torch import inverse_scale, route_unscaling
+from rayzero.engine.param_groups import ResumedGroups
+from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.messages import Decision, Hyper
 
@@ -23,13 +25,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Knows parameter groups; not parameters' values, gradients or moments: those are with the owners."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        """``optimizer``: a torch optimizer that has not stepped yet; its group dicts become ours."""
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, resumed: ResumedGroups | None = None) -> None:
+        """``optimizer``: a torch optimizer that has not stepped yet; its groups become ours, and it can no longer step.
+        ``resumed``: the groups of the checkpoint that the run resumes from."""
         self.engine = engine
         self.optimizer_class = type(optimizer)
+        self._resumed: ResumedGroups | None = None
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         route_unscaling()
         self._num_groups = len(self.param_groups)
+        self._plain = optimizer
+        self._plain.step = _refusing(optimizer)  # type: ignore[method-assign]
+        self._share_groups()
+        self._resumed = resumed
+        self.restore_groups()
+        if resumed is not None:
+            resumed.tell_kept(self.param_groups)
+            route_scheduler_loads(self)
+
+    def _share_groups(self) -> None:
+        """Schedulers that were made over the plain optimizer look for the groups there, also for those added later."""
+        self._plain.param_groups = self.param_groups
+
+    def restore_groups(self) -> None:
+        """Put the saved options of a resumed run's parameter groups back, while it has not stepped yet: at
+        ``prepare()`` and whenever a scheduler has loaded its state ([Note: schedulers on resume])."""
+        if self._resumed is not None:
+            self._resumed.restore(self.param_groups)
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
@@ -45,10 +67,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_new_groups()
+        if self._resumed is not None:
+            self._resumed.require_all(self.param_groups)
+            self._resumed = None
         scale = getattr(self, "grad_scale", None)  # a GradScaler's that has not unscaled yet, while it steps
         if scale is not None:
             self.engine.unscale(inverse_scale(scale))
         self.engine.step(hyper_of(self))
+        self._plain._opt_called = True  # type: ignore[attr-defined]  # a scheduler made over it looks there
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -105,6 +131,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._num_groups = len(self.param_groups)
+        self.restore_groups()
 
     def _refuse_new_groups(self) -> None:
         if len(self.param_groups) != self._num_groups:
@@ -149,6 +176,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._share_groups()  # torch has made new ones
+        self._resumed = None
 
     def _format(self) -> StateFormat:
         return StateFormat(self.optimizer_class, hyper_of(self))
@@ -163,6 +192,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for key, state in given["state"].items()
             if key in of_key
         }
+
+
+def _refusing(optimizer: torch.optim.Optimizer) -> Any:
+    """A ``step`` for an optimizer whose parameters have gone to the owners."""
+    refuse: Any = partial(_refuse_plain_step, type(optimizer).__name__)
+    refuse._wrapped_by_lr_sched = True  # torch's mark on a step() whose calls a scheduler counts; ours does that
+    return refuse
+
+
+def _refuse_plain_step(kind: str, *_: Any, **__: Any) -> None:
+    raise UnsupportedError(
+        f"step() of the {kind} that was given to rayzero.prepare() would change nothing: its parameters are with the "
+        "optimizer owners; call step() of the optimizer that prepare() returned"
+    )
 
 
 def _checked(name: str, value: object) -> float:

@@ -28,7 +28,7 @@ from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.residency import stays_up
-from rayzero.engine.snapshot import check_resume, of_model, restore_rank
+from rayzero.engine.snapshot import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
 from rayzero.engine.starting import Start
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.touch import ShardedParameter, guard_class, guard_for
@@ -63,6 +63,7 @@ def prepare(
     units: UnitRule | None = None,
     weights: WeightSource | None = None,
     init: Init | None = None,
+    resume: Path | str | bool | None = None,
 ) -> tuple[M, ZeroOptimizer]:
     """Give the model's parameters and the optimizer's state to the owners; returns the same model, hooked, and the
     optimizer to use from here on.
@@ -79,6 +80,11 @@ def prepare(
     init: called with every module, on the CPU, in the order of ``model.apply(init)`` and so with the same random
         numbers, while the parameters of a unit exist. Every rank that is given one runs it, so that their random
         generators agree afterwards.
+    resume: the checkpoint to continue from; True: the newest in the run's directory, or a fresh start where that has
+        none; by default what the trainer was told. Every rank passes the same. Weights, moments, step counts, the
+        options of every parameter group, buffers and random number generators are as they were saved, and
+        ``get_context().loop_state`` is what this rank gave to ``save_checkpoint``. A learning rate scheduler needs its
+        own ``load_state_dict`` afterwards, as in plain PyTorch.
 
     Inside a trainer the run's owners are used; alone, an in-process store with one owner. Several models of a run are
     prepared one after the other, in the same order on every rank: another order is refused, unless the models have the
@@ -95,16 +101,18 @@ def prepare(
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
     number = context.prepared if context.connect is not None else 0  # alone, each model has owners of its own
-    resume = None if context.resume is None else of_model(context.resume, number)
+    chosen = chosen_resume(context, resume)
+    checkpoint = None if chosen is None else of_model(chosen, number)
     recorder = FurtherRecorder(context.recorder) if number else context.recorder
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     _tell_fraction(plan.layout, config, context.rank)
-    check_resume(resume, model)
-    start = Start(model, plan, context.rank, resume, _as_weights(weights), init)
+    check_resume(checkpoint, model)
+    start = Start(model, plan, context.rank, checkpoint, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
-    spec = _spec(plan, params, optimizer, config, context, number, resume)
+    spec = _spec(plan, params, optimizer, config, context, number, checkpoint)
+    groups = resumed_groups(context.rank, checkpoint, model)
     device = _device(model, context)
     if context.handing_over is not None and not number:
         context.handing_over(_host_bytes(model))
@@ -121,12 +129,12 @@ def prepare(
         engine.activations = offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)
-        restore_rank(context, resume, model, device)
+        restore_rank(context, checkpoint, model, device)
         _move_buffers(model, device)
     context.on_close(engine.close)
     context.prepared += 1
     give_back_freed()  # the model's own memory, which nobody needs any more
-    return model, ZeroOptimizer(optimizer, engine)
+    return model, ZeroOptimizer(optimizer, engine, groups)
 
 
 def engine_of(model: nn.Module) -> Engine:

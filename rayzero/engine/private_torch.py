@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -155,6 +156,45 @@ def route_unscaling() -> None:
         return {found_inf.device: found_inf}
 
     scaler_class._unscale_grads_ = unscale_grads
+
+
+class RestoresGroups(Protocol):
+    """An optimizer whose parameter groups get a checkpoint's values once more when a scheduler has loaded its own."""
+
+    param_groups: list[dict[str, Any]]
+
+    def restore_groups(self) -> None:
+        """Put them back, where the run resumed and has not stepped yet."""
+        ...
+
+
+_restorers: WeakValueDictionary[int, RestoresGroups] = WeakValueDictionary()  # by id of the list of groups
+
+
+def route_scheduler_loads(optimizer: RestoresGroups) -> None:
+    """Have ``load_state_dict()`` of every LRScheduler over ``optimizer``, or over a wrapper that shows its list of
+    groups, end with ``optimizer.restore_groups()``. Covers the classes that exist now. Torch has no hook there."""
+    _restorers[id(optimizer.param_groups)] = optimizer
+    classes: list[Any] = [torch.optim.lr_scheduler.LRScheduler]
+    for kind in classes:
+        classes += [sub for sub in kind.__subclasses__() if sub not in classes]
+        load = vars(kind).get("load_state_dict")
+        if load is not None and not hasattr(load, "_restores_groups"):
+            kind.load_state_dict = _then_restore_groups(load)
+
+
+def _then_restore_groups(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_state_dict(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(scheduler, *args, **kwargs)
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        optimizer = _restorers.get(id(groups))
+        if optimizer is not None and optimizer.param_groups is groups:
+            optimizer.restore_groups()
+        return result
+
+    load_state_dict._restores_groups = True  # type: ignore[attr-defined]
+    return load_state_dict
 
 
 def inverse_scale(scale: Tensor) -> float:

@@ -6,6 +6,7 @@ buffers. Parameters and moments are written by the owners.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,40 +16,54 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from rayzero.checkpoint.catalog import newest_checkpoint
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, withdraw, write_rank_state
 from rayzero.engine.context import RankContext
 from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.param_groups import ResumedGroups, saved_groups
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.messages import CheckpointInfo
 
 _FURTHER = "model-"  # and its number: the folder of a further prepared model's checkpoint
-_TORCH, _CUDA, _NUMPY, _PYTHON = "rng.torch", "rng.cuda", "rng.numpy", "rng.python"
 
 
 def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any]) -> CheckpointInfo:
     """Write the present version, optimizer state and every rank's loop state as the checkpoint ``directory``.
 
-    Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own, JSON-able
-    values. Returns when the checkpoint is complete: nothing exists under ``directory`` before that. The further models
-    of a run are saved after its first, with the same ``directory``, in which each has a folder of its own.
+    Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own: numbers,
+    text, tensors, and lists, tuples or dicts of these (a scheduler's ``state_dict()``, averaged weights, ...), which
+    ``get_context().loop_state`` is after the ``prepare()`` of a run that resumes. Parameter groups and the generators
+    of Python, numpy and torch are saved with it. Returns when the checkpoint is complete: nothing exists under
+    ``directory`` before that. The further models of a run are saved after its first, with the same ``directory``, in
+    which each has a folder of its own.
+
+    keep_last: once the checkpoint is complete, delete the oldest of those beside it whose names differ from its own
+    in nothing but the number (``step-000100``, ``step-000200``), until this many are left; None: delete none.
 
     Raises UnsupportedError for another optimizer than prepare()'s, ConfigError for a ``loop_state`` that is no
     mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
-    written, or where ``loop_state`` is not JSON-able. A save that failed leaves no files, and may be tried again once
+    written, or where ``loop_state`` holds other values. A save that failed leaves no files, and may be tried again once
     every rank has its error."""
     _check_arguments(optimizer, loop_state)
     engine = optimizer.engine
     directory = of_model(Path(directory), engine.number)
     _require_first(directory, engine.number)
     check_target(directory)
-    state, tensors = _rng_state(engine.device)
+    state, tensors = pack(
+        {
+            "loop_state": dict(loop_state),
+            "rng": _rng_state(engine.device),
+            "groups": saved_groups(optimizer.param_groups, names_of(engine.model)),
+        }
+    )
     entry = write_rank_state(
         staging_path(directory),
         engine.rank,
-        {"loop": dict(loop_state), "rng": state},
+        state,
         tensors,
         buffers=_buffers(engine.model),
         tied=_tied(engine.model),
@@ -66,9 +81,7 @@ def _check_arguments(optimizer: object, loop_state: object) -> None:
             f"save_checkpoint takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
         )
     if not isinstance(loop_state, Mapping):
-        raise ConfigError(
-            f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict of JSON-able values, {{}} for none"
-        )
+        raise ConfigError(f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict, {{}} for none")
 
 
 def _type_name(value: object) -> str:
@@ -89,6 +102,34 @@ def _require_first(directory: Path, number: int) -> None:
         )
 
 
+def chosen_resume(context: RankContext, resume: object) -> Path | None:
+    """The checkpoint that ``prepare(resume=...)`` continues from; None: a fresh start.
+
+    Raises ConfigError for what is neither path, True, False nor None, and where the run resumes from another one."""
+    told = context.resume
+    if isinstance(told, str):  # a loop of one's own may have set it
+        told = Path(told)
+    if resume is True and told is None:
+        if context.run_dir is None:
+            raise ConfigError(
+                "rayzero.prepare: resume=True means the newest checkpoint of the run, and this run has no directory; "
+                "pass resume=rayzero.newest_checkpoint(folder)"
+            )
+        return newest_checkpoint(Path(context.run_dir) / "checkpoints")
+    if resume is None or isinstance(resume, bool):
+        return told
+    if not isinstance(resume, str | os.PathLike):
+        raise ConfigError(
+            f"rayzero.prepare: resume must be a checkpoint's path, True or None, got {_type_name(resume)}"
+        )
+    given = Path(resume)
+    if told is not None and told.absolute() != given.absolute():
+        raise ConfigError(
+            f"rayzero.prepare: resume={str(given)!r}, but the run resumes from {told}; leave one of them out"
+        )
+    return given
+
+
 def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, device: torch.device) -> None:
     """Bring back what this rank's file holds: buffers, random number generators, ``context.loop_state``.
 
@@ -98,11 +139,27 @@ def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, de
         return
     with CheckpointReader(resume) as reader:
         known = context.rank < reader.world_size
-        state, tensors = reader.rank_state(context.rank if known else 0)
+        state = unpack(*reader.rank_state(context.rank if known else 0))
         fill_buffers(model, reader.buffers(context.rank if known else 0))
-    context.loop_state = state["loop"]
+    context.loop_state = state["loop_state"]
     if known:
-        _set_rng_state(state["rng"], tensors, device)
+        _set_rng_state(state["rng"], device)
+
+
+def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedGroups | None:
+    """The parameter groups of the checkpoint to resume from, as this rank had them; None: a fresh start.
+
+    A rank that the checkpoint has no file of takes rank 0's."""
+    if resume is None:
+        return None
+    with CheckpointReader(resume) as reader:
+        state = unpack(*reader.rank_state(rank if rank < reader.world_size else 0))
+    return ResumedGroups(state["groups"], names_of(model), str(resume))
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """id of each Parameter -> its name, the first one where it has several."""
+    return {id(param): name for name, param in model.named_parameters()}
 
 
 def check_resume(resume: Path | None, model: nn.Module) -> None:
@@ -155,30 +212,21 @@ def _tied(model: nn.Module) -> dict[str, str]:
 # ---- random number generators -----------------------------------------------------------------------------------
 
 
-def _rng_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The rank's generators: JSON-able parts, and tensors."""
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    tensors = {
-        _TORCH: torch.get_rng_state(),
-        _NUMPY: torch.from_numpy(numpy.asarray(keys).view(numpy.uint8).copy()),
-        _PYTHON: torch.tensor(internal, dtype=torch.int64).view(torch.uint8),
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of the rank's generators."""
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (kind, torch.from_numpy(numpy.asarray(keys).view(numpy.uint8).copy()), *rest),
+        "python": random.getstate(),
     }
-    if device.type == "cuda":
-        tensors[_CUDA] = torch.cuda.get_rng_state(device)
-    described = {
-        "numpy": [kind, int(position), int(has_gauss), float(gauss)],
-        "python": [version, gauss_next],
-    }
-    return described, tensors
 
 
-def _set_rng_state(described: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(tensors[_TORCH])
-    if device.type == "cuda" and _CUDA in tensors:
-        torch.cuda.set_rng_state(tensors[_CUDA], device)
-    kind, position, has_gauss, gauss = described["numpy"]
-    keys = tensors[_NUMPY].numpy().view(numpy.uint32)
-    numpy.random.set_state((kind, keys, position, has_gauss, gauss))
-    version, gauss_next = described["python"]
-    random.setstate((version, tuple(tensors[_PYTHON].view(torch.int64).tolist()), gauss_next))
+def _set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().view(numpy.uint32), *rest))
+    random.setstate(state["python"])

@@ -115,7 +115,6 @@ class ZeroAccelerator(Accelerator):
             )
         (model,), (plain,) = models, optimizers
         model, optimizer = prepare(model, plain, self._config(), units=self._units)
-        optimizer.register_step_post_hook(lambda *_: _tell_stepped(plain))
         return super().prepare(*(optimizer if x is plain else x for x in args), device_placement=device_placement)
 
     def _config(self) -> ZeroConfig:
@@ -253,11 +252,6 @@ def _zero_of(optimizer: Any) -> ZeroOptimizer | None:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer if isinstance(optimizer, ZeroOptimizer) else None
-
-
-def _tell_stepped(optimizer: Any) -> None:
-    """A scheduler that was made over the optimizer before prepare() looks there whether it has stepped."""
-    optimizer._opt_called = True
 
 
 def _check_same_world(context: RankContext, num_processes: int, process_index: int) -> None:

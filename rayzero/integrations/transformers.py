@@ -33,7 +33,7 @@ from transformers import TrainingArguments
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
-from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
+from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared
 from rayzero.engine.snapshot import save_checkpoint
 from rayzero.errors import ConfigError, UnsupportedError
@@ -44,7 +44,6 @@ __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 
 _OURS = "rayzero"  # folder of a Trainer's checkpoint that the owners write
 _SCHEDULER = "scheduler.pt"  # as the Trainer calls it
-_GROUPS = "groups"  # in the loop state: each parameter group's options
 
 
 def save_pretrained(model: Any, directory: Path | str, **settings: Any) -> None:
@@ -155,7 +154,7 @@ class ZeroTraining:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.zero_optimizer
         os.makedirs(output_dir, exist_ok=True)
-        save_checkpoint(optimizer, _owners_files(output_dir), {_GROUPS: list(hyper_of(optimizer))})
+        save_checkpoint(optimizer, _owners_files(output_dir), {})
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -177,9 +176,6 @@ class ZeroTraining:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
-        saved = (get_context().loop_state or {})[_GROUPS]
-        for group, options in zip(self.zero_optimizer.param_groups, saved, strict=True):
-            group.update(options)
 
 
 class _TrainersAccelerator(ZeroAccelerator):

@@ -181,10 +181,13 @@ class LanguageModelRun:
         with empty_parameters() if streamed else nullcontext():
             model = build_model(recipe, self.text.vocab_size)
         adamw = torch.optim.AdamW(param_groups(recipe, model), lr=recipe.lr, betas=recipe.betas)
+        settings = [{key: value for key, value in g.items() if key != "params"} for g in adamw.param_groups]
         torch.manual_seed(
             batch_seed(recipe.seed, 0, context.rank, 0)
         )  # dropout; prepare() puts back a checkpoint's state
         self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
+        for group, options in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(options)  # the recipe's settings, where a resumed run was given others than the checkpoint's
         earlier = context.loop_state or {"step": 0, "tokens": 0}
         self.done, self._tokens_before = int(earlier["step"]), int(earlier["tokens"])
         scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not run out of range

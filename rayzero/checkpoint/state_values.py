@@ -1,0 +1,96 @@
+"""A loop's own state as JSON and named tensors, and back: what is loaded equals what was saved, types included.
+
+JSON alone would change values without a word: keys of a dict that are numbers become text (a MultiStepLR whose
+milestones are text never decays), tuples become lists. Those are marked; everything JSON keeps stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.errors import CheckpointError
+
+_TUPLE, _ITEMS, _COUNTER, _TENSOR = "~tuple", "~items", "~counter", "~tensor"  # the one key of a marked value
+_MOST_NESTED = 100
+
+
+def pack(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``state`` as a JSON object, and its tensors by where they are in it (detached; copied only from a device).
+
+    Takes None, numbers, text, tensors, and lists, tuples, dicts (any such key) and Counters of these. Raises
+    CheckpointError naming the place of anything else, and of what is nested more than 100 deep."""
+    tensors: dict[str, Tensor] = {}
+    packed = {str(key): _pack(value, str(key), tensors, 0) for key, value in state.items()}
+    return packed, tensors
+
+
+def unpack(packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of ``pack``; raises CheckpointError where a tensor is missing or a mark is damaged."""
+    return {key: _unpack(value, tensors) for key, value in packed.items()}
+
+
+def is_packable(value: Any) -> bool:
+    """Whether ``pack`` takes the value."""
+    try:
+        pack({"value": value})
+    except CheckpointError:
+        return False
+    return True
+
+
+def _pack(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    if depth > _MOST_NESTED:
+        raise CheckpointError(f"{place[:100]}... is nested more than {_MOST_NESTED} deep, or in itself")
+    if isinstance(value, Tensor):
+        tensors[place] = value.detach().cpu().contiguous()
+        return {_TENSOR: place}
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, place, tensors, depth)
+    if isinstance(value, list | tuple):
+        items = [_pack(item, f"{place}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)
+    raise CheckpointError(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint keeps; save numbers, text, tensors, "
+        "and lists, tuples or dicts of these"
+    )
+
+
+def _pack_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int) -> dict[str, Any]:
+    if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("~") for key in value):
+        return {key: _pack(item, f"{place}.{key}", tensors, depth + 1) for key, item in value.items()}
+    pairs = [
+        [_pack(key, f"a key of {place}", tensors, depth + 1), _pack(item, f"{place}[{key!r}]", tensors, depth + 1)]
+        for key, item in value.items()
+    ]
+    return {_COUNTER if isinstance(value, Counter) else _ITEMS: pairs}
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    mark = next(iter(value), "")
+    try:
+        return _REVIVE[mark](value[mark], tensors) if len(value) == 1 and mark in _REVIVE else unpack(value, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the saved state is damaged at {str(value)[:100]}") from error
+
+
+def _unpack_pairs(pairs: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    return {_unpack(key, tensors): _unpack(item, tensors) for key, item in pairs}
+
+
+_REVIVE: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    _TUPLE: lambda items, tensors: tuple(_unpack(item, tensors) for item in items),
+    _ITEMS: _unpack_pairs,
+    _COUNTER: lambda pairs, tensors: Counter(_unpack_pairs(pairs, tensors)),
+    _TENSOR: lambda place, tensors: tensors[place],
+}

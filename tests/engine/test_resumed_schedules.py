@@ -1,0 +1,349 @@
+"""A resumed run trains at the rates of one that never stopped: every torch scheduler, interrupted at every step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR
+
+import rayzero
+from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.testing import run_ranks
+
+from .models import same_bits
+
+STEPS = 12
+
+
+class Scheduler(schedules.LRScheduler):
+    """A user's own, with a ``load_state_dict`` of its own and an entry of its own in the groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["floor"], group["note"] = 1e-4, ["mine", 1]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [max(group["lr"] * 0.7, group["floor"]) for group in self.optimizer.param_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__.update(state_dict)
+
+
+def _sequential(optimizer: Any) -> Any:
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=4), schedules.CosineAnnealingLR(optimizer, 8)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[4])
+
+
+def _chained(optimizer: Any) -> Any:
+    parts = [schedules.ConstantLR(optimizer, 0.5, total_iters=5), schedules.ExponentialLR(optimizer, 0.9)]
+    return schedules.ChainedScheduler(parts, optimizer)
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedules.StepLR(o, 3, gamma=0.1),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 5, 9], gamma=0.3),
+    "ConstantLR": lambda o: schedules.ConstantLR(o, 0.25, total_iters=5),
+    "LinearLR": lambda o: schedules.LinearLR(o, 0.1, total_iters=7),
+    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.8),
+    "SequentialLR": _sequential,
+    "PolynomialLR": lambda o: schedules.PolynomialLR(o, 10, power=2.0),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, STEPS),
+    "ChainedScheduler": _chained,
+    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.5),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, 1e-3, 2e-2, step_size_up=3, mode="triangular2"),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 2e-2, total_steps=STEPS + 1),
+    "SWALR": lambda o: SWALR(o, swa_lr=1e-3, anneal_epochs=5),
+    "Scheduler": Scheduler,
+}
+
+
+def test_every_scheduler_of_this_torch_is_tried() -> None:
+    bases = {"LRScheduler", "_LRScheduler"}
+    named = {
+        name
+        for name, kind in vars(schedules).items()
+        if inspect.isclass(kind) and issubclass(kind, schedules.LRScheduler)
+    }
+    assert named - bases <= set(MAKERS)
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        for param in self.parameters():
+            nn.init.normal_(param, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Training:
+    """A plain loop over a prepared model: AdamW with two groups and a scheduler made before or after ``prepare``."""
+
+    def __init__(self, name: str, *, early: bool, resume: Path | None = None, tensor_lr: bool = False) -> None:
+        model = Line()
+        groups = [
+            {"params": list(model.first.parameters()), "lr": torch.tensor(1e-2) if tensor_lr else 1e-2},
+            {
+                "params": list(model.second.parameters()),
+                "weight_decay": 0.3,
+                "lr": torch.tensor(5e-3) if tensor_lr else 5e-3,
+            },
+        ]
+        plain = torch.optim.AdamW(groups)
+        scheduler = MAKERS[name](plain) if early else None
+        self.model, self.optimizer = rayzero.prepare(model, plain, resume=resume)
+        self.scheduler = scheduler or MAKERS[name](self.optimizer)
+        if resume is not None:
+            state = get_context().loop_state
+            assert state is not None
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def run(self, start: int, stop: int) -> list[list[float]]:
+        used = []
+        for step in range(start, stop):
+            generator = torch.Generator().manual_seed(step * 7 + get_context().rank)
+            x, y = torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
+            loss = F.mse_loss(self.model(x), y)
+            loss.backward()
+            used.append(self.rates())
+            self.optimizer.step()
+            on_plateau = isinstance(self.scheduler, schedules.ReduceLROnPlateau)
+            self.scheduler.step(*[1.0] if on_plateau else [])
+            self.optimizer.zero_grad()
+        return used
+
+    def save(self, directory: Path) -> None:
+        rayzero.save_checkpoint(self.optimizer, directory, {"scheduler": self.scheduler.state_dict()})
+
+
+def _alone(tmp_path: Path, name: str, **kwargs: Any) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """An uninterrupted run that saves before every step."""
+    with running_in(RankContext()):
+        whole, rates = Training(name, **kwargs), []
+        for step in range(STEPS):
+            whole.save(tmp_path / f"step-{step:06d}")
+            rates += whole.run(step, step + 1)
+        return rates, rayzero.full_state_dict(whole.model)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["made-after-prepare", "made-before-prepare"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_run_interrupted_at_any_step_equals_one_that_never_stopped(tmp_path: Path, name: str, early: bool) -> None:
+    expected_rates, expected = _alone(tmp_path, name, early=early)
+    for step in range(STEPS):
+        with running_in(RankContext()):
+            resumed = Training(name, early=early, resume=tmp_path / f"step-{step:06d}")
+            assert resumed.run(step, STEPS) == expected_rates[step:], step
+            assert same_bits(rayzero.full_state_dict(resumed.model), expected), step
+
+
+def test_the_rates_are_those_of_plain_torch(tmp_path: Path) -> None:
+    for name, make in MAKERS.items():
+        rates, _ = _alone(tmp_path / name, name, early=False)
+        plain = torch.optim.SGD(
+            [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (1e-2, 5e-3)], momentum=0.9
+        )
+        scheduler, expected = make(plain), []
+        for _ in range(STEPS):
+            expected.append([group["lr"] for group in plain.param_groups])
+            plain.step()
+            scheduler.step(*[1.0] if isinstance(scheduler, schedules.ReduceLROnPlateau) else [])
+        assert rates == expected, name
+
+
+def test_learning_rates_that_are_tensors_stay_tensors_of_their_bits(tmp_path: Path) -> None:
+    expected_rates, expected = _alone(tmp_path, "CosineAnnealingLR", early=False, tensor_lr=True)
+    with running_in(RankContext()):
+        resumed = Training("CosineAnnealingLR", early=False, tensor_lr=True, resume=tmp_path / "step-000005")
+        assert all(isinstance(group["lr"], Tensor) for group in resumed.optimizer.param_groups)
+        assert all(isinstance(group["initial_lr"], Tensor) for group in resumed.optimizer.param_groups)
+        assert resumed.run(5, STEPS) == expected_rates[5:]
+        assert same_bits(rayzero.full_state_dict(resumed.model), expected)
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "StepLR"])
+def test_two_ranks_resume_at_the_rates_they_had(tmp_path: Path, name: str) -> None:
+    def whole(context: RankContext) -> Any:
+        training = Training(name, early=False)
+        rates = training.run(0, 4)
+        training.save(tmp_path / "step-000004")
+        return rates + training.run(4, STEPS), rayzero.full_state_dict(training.model)
+
+    def second(context: RankContext) -> Any:
+        training = Training(name, early=False, resume=tmp_path / "step-000004")
+        return training.run(4, STEPS), rayzero.full_state_dict(training.model)
+
+    expected = run_ranks(whole, 2, 2)
+    for (rates, state), (all_rates, final) in zip(run_ranks(second, 2, 1), expected, strict=True):
+        assert rates == all_rates[4:]
+        assert same_bits(state, final)
+
+
+# ---- groups -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def frozen_head_run(resume: Path | None = None) -> Iterator[tuple[Line, rayzero.ZeroOptimizer]]:
+    """The second layer's group comes later."""
+    with running_in(RankContext()):
+        model = Line()
+        yield rayzero.prepare(model, torch.optim.AdamW(model.first.parameters(), lr=1e-2), resume=resume)
+
+
+def _add_head(model: Line, optimizer: rayzero.ZeroOptimizer, lr: float = 3e-3) -> None:
+    optimizer.add_param_group({"params": list(model.second.parameters()), "lr": lr, "betas": (0.8, 0.9)})
+
+
+def _train(model: Line, optimizer: rayzero.ZeroOptimizer, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+def test_a_group_added_later_is_added_again_and_gets_its_saved_options(tmp_path: Path) -> None:
+    with frozen_head_run() as (model, optimizer):
+        _train(model, optimizer, 0, 2)
+        _add_head(model, optimizer)
+        _train(model, optimizer, 2, 4)
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-000004", {})
+        saved = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+        _train(model, optimizer, 4, 6)
+        expected = rayzero.full_state_dict(model)
+    with frozen_head_run(tmp_path / "step-000004") as (model, optimizer):
+        _add_head(model, optimizer, lr=1.0)
+        assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == saved
+        _train(model, optimizer, 4, 6)
+        assert same_bits(rayzero.full_state_dict(model), expected)
+
+
+def test_a_group_that_is_not_added_again_is_missed_at_the_first_step(tmp_path: Path) -> None:
+    with frozen_head_run() as (model, optimizer):
+        _add_head(model, optimizer)
+        _train(model, optimizer, 0, 1)
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-000001", {})
+    with (
+        frozen_head_run(tmp_path / "step-000001") as (model, optimizer),
+        pytest.raises(CheckpointError, match=r"trains second\.bias, second\.weight, which no parameter group of this"),
+    ):
+        _train(model, optimizer, 1, 2)
+
+
+def test_groups_are_known_by_their_parameters_and_others_keep_their_options(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(groups: dict[str, float], resume: Path | None = None) -> list[float]:
+        with running_in(RankContext()):
+            model = Line()
+            params = dict(model.named_parameters())
+            plain = torch.optim.AdamW(
+                [{"params": [params[name] for name in names.split()], "lr": lr} for names, lr in groups.items()]
+            )
+            model, optimizer = rayzero.prepare(model, plain, resume=resume)
+            rates = [group["lr"] for group in optimizer.param_groups]
+            _train(model, optimizer, 0, 1)
+            rayzero.save_checkpoint(optimizer, tmp_path / "step-000001", {})
+            return rates
+
+    first, second = "first.weight first.bias", "second.weight second.bias"
+    run({first: 0.1, second: 0.2})
+    assert run({second: 0.5, first: 0.6}, tmp_path / "step-000001") == pytest.approx([0.18, 0.09])
+    assert not caplog.records
+    assert run({f"{first} {second}": 0.7}, tmp_path / "step-000001") == [0.7]
+    assert "optimizer's group 0: it keeps the options that this run gave it (lr=0.7)" in caplog.text
+
+
+def test_a_rate_that_the_loop_sets_after_prepare_is_used(tmp_path: Path) -> None:
+    with frozen_head_run() as (model, optimizer):
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-000000", {})
+    with frozen_head_run(tmp_path / "step-000000") as (model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5
+        _train(model, optimizer, 0, 1)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.45)
+
+
+def test_the_optimizer_given_to_prepare_cannot_step_but_serves_its_schedulers() -> None:
+    with running_in(RankContext()):
+        model = Line()
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        before = schedules.StepLR(plain, 1, gamma=0.5)
+        model, optimizer = rayzero.prepare(model, plain)
+        after = schedules.StepLR(plain, 1, gamma=0.5)
+        with pytest.raises(UnsupportedError, match=r"step\(\) of the AdamW .* call step\(\) of the optimizer that"):
+            plain.step()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        before.step()  # warns, and warnings are errors, where it takes the optimizer for one that has not stepped
+        after.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0025)
+
+
+# ---- prepare(resume=) -------------------------------------------------------------------------------------------
+
+
+def _saved(directory: Path) -> None:
+    with frozen_head_run() as (model, optimizer):
+        _train(model, optimizer, 0, 1)
+        rayzero.save_checkpoint(optimizer, directory, {"step": 1})
+
+
+def test_prepare_resumes_from_text_and_from_the_runs_newest(tmp_path: Path) -> None:
+    _saved(tmp_path / "checkpoints" / "mine")
+    for context, resume in (
+        (RankContext(), str(tmp_path / "checkpoints" / "mine")),
+        (RankContext(run_dir=tmp_path), True),
+        (RankContext(resume=str(tmp_path / "checkpoints" / "mine")), None),  # type: ignore[arg-type]
+        (RankContext(resume=tmp_path / "checkpoints" / "mine"), True),
+    ):
+        with running_in(context):
+            model = Line()
+            rayzero.prepare(model, torch.optim.AdamW(model.first.parameters()), resume=resume)
+            assert context.loop_state == {"step": 1}
+
+
+def test_prepare_true_starts_afresh_where_the_run_has_saved_nothing(tmp_path: Path) -> None:
+    with running_in(RankContext(run_dir=tmp_path)) as context:
+        model = Line()
+        rayzero.prepare(model, torch.optim.AdamW(model.parameters()), resume=True)
+        assert context.loop_state is None
+
+
+def test_prepare_says_what_resume_may_be(tmp_path: Path) -> None:
+    _saved(tmp_path / "one")
+    wrong: list[tuple[Any, RankContext, str]] = [
+        (3, RankContext(), r"resume must be a checkpoint's path, True or None, got int"),
+        (True, RankContext(), r"resume=True .* has no directory; .*rayzero.newest_checkpoint"),
+        (tmp_path / "one", RankContext(resume=tmp_path / "two"), r"resume=.*one.* but the run resumes from .*two"),
+    ]
+    for given, context, message in wrong:
+        with running_in(context):
+            model = Line()
+            with pytest.raises(ConfigError, match=message):
+                rayzero.prepare(model, torch.optim.AdamW(model.parameters()), resume=given)
+    with running_in(RankContext()):
+        model = Line()
+        with pytest.raises(CheckpointError, match="nowhere"):
+            rayzero.prepare(model, torch.optim.AdamW(model.parameters()), resume=tmp_path / "nowhere")
