@@ -27,7 +27,7 @@ STATE = "state/"  # prefixes of tensor names in a rank's file
 BUFFER = "buffer/"
 
 _STALE = re.compile(r"\.(.+)\.(tmp|taken|replaced)", re.DOTALL)
-_OF_A_SAVE = re.compile(r"owner-\d+\.safetensors|rank-\d+\.safetensors|" + re.escape(MANIFEST))
+_OF_A_SAVE = re.compile(r"owner-\d+\.safetensors|rank-\d+\.safetensors|model-\d+|" + re.escape(MANIFEST))
 _TRIES = 100  # to put a file into a folder that others remove whenever it is empty
 
 
@@ -49,6 +49,11 @@ def rank_file_name(rank: int) -> str:
 def staging_path(directory: Path) -> Path:
     """Where the checkpoint ``directory`` is written before it exists: beside it, so that a rename is atomic."""
     return directory.with_name(f".{directory.name}.tmp")
+
+
+def taken_path(directory: Path) -> Path:
+    """The name that a folder has while one process alone completes or deletes it."""
+    return directory.with_name(f".{directory.name}.taken")
 
 
 def _replaced_path(directory: Path) -> Path:
@@ -98,7 +103,7 @@ def _take_staged(directory: Path) -> Path:
     """Give what is staged a name that only who commits uses; returns it, also where nothing was staged.
 
     A rank that gave up withdraws its file before, and the commit fails, or finds it no more: no half of a save."""
-    taken = directory.with_name(f".{directory.name}.taken")
+    taken = taken_path(directory)
     shutil.rmtree(taken, ignore_errors=True)  # of a process that was killed
     with suppress(FileNotFoundError):
         staging_path(directory).rename(taken)

@@ -34,7 +34,7 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.trained import TrainedSlots
 from rayzero.engine.unit_cache import UnitCache
 from rayzero.engine.unit_values import UnitValues
-from rayzero.errors import UnsupportedError
+from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.page_lock import locked_bytes
@@ -229,13 +229,21 @@ class Engine:
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
         """The name of one of a unit's Parameters."""
-        return next(s.name for s, p in zip(unit.layout.slots, unit.params, strict=True) if p is param)
+        return unit.layout.slots[_slot_of(param, unit)].name
 
     def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
         """The name of ``param`` where its gradient has left this rank in the present step."""
         if not self.step_state.counts[unit.index] and unit.index not in self._sums:
             return None
         return self.name_of(param, unit)
+
+    def spent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
+        """The name of ``param`` where an earlier step has applied its gradient and nobody has dropped that since."""
+        return self.name_of(param, unit) if self.step_state.is_spent(unit.index, _slot_of(param, unit)) else None
+
+    def drop_gradient(self, param: nn.Parameter, unit: ParamUnit) -> None:
+        """The user has set ``param.grad`` between two steps: what the last one applied is no longer there."""
+        self.step_state.drop(unit.index, _slot_of(param, unit))
 
     # ---- passes
 
@@ -341,10 +349,21 @@ class Engine:
 
     def _finish_gradients(self) -> None:
         self.drain()
+        self._refuse_spent()
         self.cache.write_back()
         if not self.step_state.edited:
             self._push_rest()
             self.step_state.landed()
+
+    def _refuse_spent(self) -> None:
+        """Not before this: a loop may run a backward over gradients that it drops later (a GAN's generator step)."""
+        if self.step_state.spent is not None:
+            unit, slot = self.step_state.spent
+            raise GradientAccessError(
+                f"{self.layout.units[unit].slots[slot].name!r} still has the gradient that the last step() applied: "
+                "plain PyTorch would add the new one to it (or apply it again), here it is with the optimizer owners "
+                "and gone. Call optimizer.zero_grad() between step() and the next backward"
+            )
 
     def step(self, hyper: tuple[Hyper, ...]) -> None:
         """Commit the step; units are of the next version afterwards."""
@@ -378,6 +397,27 @@ class Engine:
             self.units[index].take_grads(slots)
         self.step_state.discard(set_to_none=set_to_none)
         self._backwards = 0
+
+    def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
+        """What ``zero_grad()`` of a module with these guarded Parameters does to those that are trained.
+
+        Raises GradientAccessError for a part of the model of which gradients have left in this step: they can only be
+        taken back together."""
+        given = {id(param) for param in params}
+        trained = [(self.units[i], slot) for i, slots in self.trained.of_unit.items() for slot in slots]
+        if all(id(unit.params[slot]) in given for unit, slot in trained):
+            self.discard(set_to_none=set_to_none)
+            return
+        ours = [(unit, slot) for unit, slot in trained if id(unit.params[slot]) in given]
+        for unit, slot in ours:
+            if self.sent_gradient(unit.params[slot], unit) is not None:
+                raise GradientAccessError(
+                    f"zero_grad() of a part of the model: the gradient of {unit.layout.slots[slot].name!r} has left "
+                    "this rank for the optimizer owners, with those of other parameters; call zero_grad() of the "
+                    "optimizer or of the whole model"
+                )
+        for unit, slot in ours:
+            self.step_state.drop(unit.index, slot, set_to_none=set_to_none)
 
     def save(self, directory: Path, files: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Write the present version as a checkpoint; every rank calls it. Waits until it is complete."""
@@ -448,6 +488,10 @@ class Engine:
         self.cache.cancel()
         self.store.close(reason)
         self._lane.close()
+
+
+def _slot_of(param: nn.Parameter, unit: ParamUnit) -> int:
+    return next(slot for slot, its in enumerate(unit.params) if its is param)
 
 
 def _mapped(store: ParameterStore, layout: ModelLayout) -> dict[int, Tensor]:

@@ -31,7 +31,7 @@ from rayzero.engine.residency import stays_up
 from rayzero.engine.snapshot import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
 from rayzero.engine.starting import Start
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.touch import ShardedParameter, guard_class, guard_for
+from rayzero.engine.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
 from rayzero.engine.unit_init import Init
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
@@ -94,6 +94,7 @@ def prepare(
     """
     _check_arguments(model, optimizer, config)
     self_test()
+    route_zero_grad()
     context = get_context()
     _refuse_torn(context)
     config = config or context.config or ZeroConfig()

@@ -68,6 +68,7 @@ class RankStep:
         self._flying: deque[tuple[Future[None], Over]] = deque()  # pushes not known to have landed, oldest first
         self._present: dict[int, int] = {}  # unit -> bits: slots with a gradient since the last zero_grad()
         self._zeroed: dict[int, int] = {}  # of them, those that zero_grad(set_to_none=False) made zero
+        self._spent: dict[int, int] = {}  # unit -> bits: slots whose gradient a step applied and nobody dropped since
         self._edits: list[Edit] = []  # in the order of the calls
         self._norms: list[float] = []  # that this attempt's finishes gave, as `edited` takes them
         self._finished = False  # the finish is out without a commit
@@ -185,7 +186,31 @@ class RankStep:
         else:
             self._deciding = self._store.finish(self._report(), inputs)
         self.step += 1
+        self._spent = {unit: bits for unit, bits in self._present.items() if bits}
         self._restart(attempt=0)
+
+    # ---- gradients that were applied, or made zero
+
+    def is_spent(self, unit: int, slot: int) -> bool:
+        """Whether a step has applied the slot's gradient and nobody has dropped it: plain PyTorch still has it then,
+        and adds the next one to it."""
+        return bool(self._spent.get(unit, 0) >> slot & 1)
+
+    @property
+    def spent(self) -> tuple[int, int] | None:
+        """A unit and slot of which that is true, or None."""
+        return next(((unit, bits.bit_length() - 1) for unit, bits in self._spent.items() if bits), None)
+
+    def drop(self, unit: int, slot: int, *, set_to_none: bool = True) -> None:
+        """Forget the gradient of a slot that nothing was pushed for in this attempt. set_to_none: False: it has a zero
+        one from here on."""
+        bit = 1 << slot
+        had = self._present.get(unit, 0) & bit
+        self._spent[unit] = self._spent.get(unit, 0) & ~bit
+        if set_to_none:
+            self._present[unit] = self._present.get(unit, 0) & ~bit
+        elif had:
+            self._zeroed[unit] = self._zeroed.get(unit, 0) | bit
 
     def zeroed(self, unit: int) -> list[int]:
         """Slots whose gradient is zero, as torch leaves it, and not absent."""
@@ -202,6 +227,7 @@ class RankStep:
         elif self.pushed:
             self.landed()
         self._restart(self.attempt + 1 if self._finished or self.pushed else self.attempt)
+        self._spent.clear()
         if set_to_none:
             self._present.clear()
         self._zeroed = dict(self._present)

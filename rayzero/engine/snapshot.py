@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from rayzero.checkpoint.catalog import newest_checkpoint
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, withdraw, write_rank_state
-from rayzero.engine.context import RankContext
+from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.param_groups import ResumedGroups, saved_groups
@@ -31,7 +32,9 @@ from rayzero.messages import CheckpointInfo
 _FURTHER = "model-"  # and its number: the folder of a further prepared model's checkpoint
 
 
-def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any]) -> CheckpointInfo:
+def save_checkpoint(
+    optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any], *, keep_last: int | None = None
+) -> CheckpointInfo:
     """Write the present version, optimizer state and every rank's loop state as the checkpoint ``directory``.
 
     Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own: numbers,
@@ -48,7 +51,7 @@ def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state:
     mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
     written, or where ``loop_state`` holds other values. A save that failed leaves no files, and may be tried again once
     every rank has its error."""
-    _check_arguments(optimizer, loop_state)
+    _check_arguments(optimizer, loop_state, keep_last)
     engine = optimizer.engine
     directory = of_model(Path(directory), engine.number)
     _require_first(directory, engine.number)
@@ -69,17 +72,22 @@ def save_checkpoint(optimizer: ZeroOptimizer, directory: Path | str, loop_state:
         tied=_tied(engine.model),
     )
     try:
-        return engine.save(directory, (entry,))
+        info = engine.save(directory, (entry,))
     except BaseException:
         withdraw(staging_path(directory) / entry.name)  # the others' files may be of their next try
         raise
+    if keep_last is not None and engine.rank == 0 and engine.number == get_context().prepared - 1:
+        delete_older(directory.parent if engine.number else directory, keep_last)  # all models' are complete
+    return info
 
 
-def _check_arguments(optimizer: object, loop_state: object) -> None:
+def _check_arguments(optimizer: object, loop_state: object, keep_last: object) -> None:
     if not isinstance(optimizer, ZeroOptimizer):
         raise UnsupportedError(
             f"save_checkpoint takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
         )
+    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
+        raise ConfigError(f"keep_last of save_checkpoint is {keep_last!r}; pass a number of checkpoints >= 1, or None")
     if not isinstance(loop_state, Mapping):
         raise ConfigError(f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict, {{}} for none")
 

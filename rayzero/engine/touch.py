@@ -6,12 +6,13 @@ operation. It opens the unit, which takes the class off, and then calls the func
 backward under ``torch.autograd.grad``, say) other parameters' first touch must keep working, so torch functions
 stay enabled. Reading metadata opens nothing.
 
-Reading ``.grad`` of a pushed gradient is an error: it would give None, and torch's own ``clip_grad_norm_`` would
-silently clip nothing.
+Reading ``.grad`` of a gradient that was pushed and not dropped since (``zero_grad()``) is an error: it would give None,
+and torch's own ``clip_grad_norm_`` would silently clip nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -49,6 +50,18 @@ class Toucher(Protocol):
 
     def sent_gradient(self, param: nn.Parameter, unit: Any) -> str | None:
         """The parameter's name where its gradient has left the rank in this step, else None."""
+        ...
+
+    def spent_gradient(self, param: nn.Parameter, unit: Any) -> str | None:
+        """The parameter's name where a step has applied its gradient and nobody has dropped it, else None."""
+        ...
+
+    def drop_gradient(self, param: nn.Parameter, unit: Any) -> None:
+        """The user has set ``.grad``: what a step has applied is no longer there."""
+        ...
+
+    def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
+        """``zero_grad()`` of a module with these Parameters was called."""
         ...
 
     def take_loaded(self, param: nn.Parameter, unit: Any, value: Tensor) -> bool:
@@ -99,7 +112,7 @@ class ShardedParameter(nn.Parameter):
             with plain():
                 result = func(*args, **kwargs)
             if func in _ON_GRAD and (result is None or func != _GET_GRAD):
-                cls._refuse_if_sent(args[0])
+                cls._after_grad(args[0], read=func == _GET_GRAD)
             return result
         if func in _BY_EDGES and not kwargs.get("materialize_grads"):
             return func(*_as_edges(args), **{name: _as_edges(value) for name, value in kwargs.items()})
@@ -108,14 +121,20 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     @classmethod
-    def _refuse_if_sent(cls, param: nn.Parameter) -> None:
+    def _after_grad(cls, param: nn.Parameter, *, read: bool) -> None:
+        """``.grad`` was read as None, or set. Raises GradientAccessError where plain PyTorch would have a gradient."""
         name = cls.toucher.sent_gradient(param, cls.unit)
+        if name is None and read:
+            name = cls.toucher.spent_gradient(param, cls.unit)
         if name is not None:
+            how = "read" if read else "set"
             raise GradientAccessError(
-                f"the gradient of {name!r} has left this rank for the optimizer owners, so .grad cannot be read or set "
-                f"(by {_caller(sys._getframe(1))}). To clip, call optimizer.clip_grad_norm_(max_norm), which returns "
-                "the global norm, or optimizer.clip_grad_value_(clip_value); to drop gradients, optimizer.zero_grad()"
+                f"the gradient of {name!r} has left this rank for the optimizer owners, so .grad cannot be {how} (by "
+                f"{_caller(sys._getframe(1))}). To clip, call optimizer.clip_grad_norm_(max_norm), which returns the "
+                "global norm, or optimizer.clip_grad_value_(clip_value); to drop gradients, optimizer.zero_grad()"
             )
+        if not read:
+            cls.toucher.drop_gradient(param, cls.unit)
 
     @classmethod
     def _refuse_unfreezing(cls, param: nn.Parameter, value: object) -> None:
@@ -152,6 +171,25 @@ class ShardedParameter(nn.Parameter):
         """Pickles as a plain Parameter with the full values."""
         copied: Any = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return copied.__reduce_ex__(protocol)
+
+
+@functools.cache
+def route_zero_grad() -> None:
+    """Have ``zero_grad()`` of every module drop its guarded Parameters' gradients where they are, as well as what
+    ``.grad`` holds. Torch has no hook there, and would see None."""
+    by_torch: Any = nn.Module.zero_grad
+
+    @functools.wraps(by_torch)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        of_toucher: dict[Toucher, list[nn.Parameter]] = {}
+        for param in self.parameters():
+            if isinstance(param, ShardedParameter):
+                of_toucher.setdefault(type(param).toucher, []).append(param)
+        for toucher, params in of_toucher.items():
+            toucher.zero_grad(params, set_to_none=set_to_none)
+        by_torch(self, set_to_none)
+
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def guard_class(toucher: Toucher) -> type[ShardedParameter]:

@@ -268,6 +268,7 @@ def test_on_cuda_gradients_are_those_without_and_activations_leave_the_device(up
             model, optimizer = rayzero.prepare(model, momentum(model.parameters()))
             token_loss(model, batch).backward()
             optimizer.step()
+            optimizer.zero_grad()
             found.append([state["momentum_buffer"].cpu() for state in optimizer.state_dict()["state"].values()])
     assert optimizer.engine.activations.summary().offloaded_bytes > 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

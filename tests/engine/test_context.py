@@ -71,6 +71,7 @@ def test_the_first_failing_ranks_error_is_raised_with_its_name_and_nothing_is_le
             token_loss(model, tokens(step, context.rank)).backward()
             optimizer.clip_grad_norm_(1.0)  # the others wait here for the one that fails
             optimizer.step()
+            optimizer.zero_grad()
 
     before = {thread.name for thread in threading.enumerate()}
     with pytest.raises(ZeroDivisionError, match="as planned") as caught:

@@ -36,6 +36,7 @@ def oracle(model: nn.Module, steps: int) -> dict[str, Tensor]:
             masters[name].grad = param.grad.cpu()
             param.grad = None
         optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(masters[name])
@@ -72,6 +73,7 @@ def test_gathered_parameters_stay_within_the_window(alone: RankContext) -> None:
     for step in range(3):
         token_loss(model, batch(step)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     units = optimizer.engine.units
     largest = max(buffer_bytes(unit.size_bytes) for unit in units if unit.name != "root")
     root = sum(buffer_bytes(unit.size_bytes) for unit in units if unit.name == "root")

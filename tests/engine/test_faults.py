@@ -90,6 +90,7 @@ def plain_steps(base: nn.Module, steps: int) -> dict[str, Tensor]:
 
 
 def step_once(model: nn.Module, optimizer: rayzero.ZeroOptimizer, step: int) -> None:
+    optimizer.zero_grad()
     token_loss(model, tokens(step)).backward()
     optimizer.step()
 

@@ -61,6 +61,7 @@ def test_a_cpu_ranks_heap_at_its_height_is_told() -> None:
         assert before is not None
         model(torch.zeros(4, 4 * MIB)).backward()  # exp keeps its result, the product its factor
         optimizer.step()
+        optimizer.zero_grad()
         peak = recorder.gauge(HEAP_BYTES, kind="peak")
     assert 64 * MIB + 64 * MIB <= peak - before.used < 260 * MIB
 

@@ -243,6 +243,7 @@ def test_max_grad_norm_clips_what_clipping_by_value_left(base: nn.Module, alone:
     nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
     assert float(nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)) > 1e-3
     optimizer.step()
+    optimizer.zero_grad()
     theirs.step()
     assert relative_difference(rayzero.full_state_dict(model), plain.state_dict()) <= 1e-6
     assert optimizer.last_decision().result().limit < 1e-3
@@ -254,6 +255,7 @@ def test_an_inf_is_not_clipped_away(base: nn.Module, alone: RankContext) -> None
     optimizer.clip_grad_value_(1.0)
     assert not math.isfinite(optimizer.clip_grad_norm_(1.0))
     optimizer.step()
+    optimizer.zero_grad()
     assert optimizer.last_decision().result().action is Action.SKIP
 
 
@@ -273,6 +275,7 @@ def test_a_backward_before_the_step_is_refused(base: nn.Module, act: Any, call: 
     with pytest.raises(GradientAccessError, match=rf"between {call} and optimizer\.step"):
         token_loss(model, tokens(1)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_torchs_own_clip_by_value_is_an_error_that_names_ours(base: nn.Module, alone: RankContext) -> None:

@@ -82,6 +82,7 @@ def test_bits_are_those_of_ranks_that_copy(name: str, monkeypatch: pytest.Monkey
             token_loss(model, tokens(step, context.rank)).backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
+            optimizer.zero_grad()
         return rayzero.full_state_dict(model)
 
     states = run_ranks(loop, 2, 2)

@@ -250,6 +250,7 @@ def test_states_are_written_and_read_beside_a_rank_as_anywhere(precision):
             model.layers[0].up.weight[0].mul_(0.5)  # what else its unit has keeps fp32 masters
         token_loss(model, tokens(9)).backward()
         optimizer.step()
+        optimizer.zero_grad()
         return rayzero.full_state_dict(model), optimizer.state_dict()
 
     want, got = (run_ranks(load, 1, 1, config=config.replace(offload_fraction=f))[0] for f in (1.0, 0.0))

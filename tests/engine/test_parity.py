@@ -128,6 +128,7 @@ def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
         for step in range(5):
             accumulate(model, step, context.rank)
             optimizer.step()
+            optimizer.zero_grad()
         return rayzero.full_state_dict(model)
 
     plain = copy.deepcopy(base)
@@ -168,6 +169,7 @@ def bf16_oracle(
         for master, total in zip(masters, sums, strict=True):
             master.grad = total * (1.0 / world_size)
         optimizer.step()
+        optimizer.zero_grad()
         for param, master in zip(model.parameters(), masters, strict=True):
             param.data.copy_(master)
     names = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
@@ -197,6 +199,7 @@ def test_modules_kept_in_fp32_get_fp32_inputs_and_give_them_on() -> None:
         model.layers[0].up.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
         token_loss(model, tokens(0)).backward()
         optimizer.step()
+        optimizer.zero_grad()
         return {name: p.dtype for name, p in model.named_parameters()}, seen
 
     ((by_name, seen),) = run_ranks(dtypes, 1, 1)

@@ -127,6 +127,7 @@ def test_full_state_dict_and_state_dict_have_the_models_names_order_and_values(p
     assert "head.weight" in full
     copy.deepcopy(plain).load_state_dict(full)
     optimizer.step()
+    optimizer.zero_grad()
     assert not any(unit.pinned_slots() for unit in optimizer.engine.units if unit.state is UnitState.UNSHARDED)
 
 
@@ -192,6 +193,7 @@ def test_full_parameters_are_complete_in_place(pair: Pair) -> None:
             assert torch.equal(ours, theirs)
     token_loss(model, tokens(1)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_user_hooks_see_full_tensors_and_gradients(pair: Pair) -> None:
@@ -205,6 +207,7 @@ def test_user_hooks_see_full_tensors_and_gradients(pair: Pair) -> None:
         layer.register_full_backward_hook(lambda mod, gi, go, i=i: seen[i].append(go[0].sum().item()))
         token_loss(m, tokens(1)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert seen[0] == seen[1]
     assert len(seen[0]) == 4
 
@@ -240,5 +243,6 @@ def test_moves_that_change_nothing_and_freezing_are_allowed(pair: Pair) -> None:
         m.layers[2].requires_grad_(requires_grad=False)
         token_loss(m, tokens(1)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())

@@ -28,6 +28,7 @@ def events_of_step(model: nn.Module, optimizer: rayzero.ZeroOptimizer, step: int
     optimizer.engine.observers.append(observer)
     token_loss(model, tokens(step)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.engine.observers.remove(observer)
     return events
 

@@ -143,6 +143,7 @@ def test_a_rank_that_dies_between_two_models_fails_both_by_name() -> None:
         def step(model: nn.Module, optimizer: Any, inputs: Tensor) -> None:
             model(inputs).float().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
             optimizer.last_decision().result()
 
         said = []

@@ -199,11 +199,13 @@ def test_masters_of_a_bf16_model_keep_their_precision_where_nothing_was_written(
         model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
         token_loss(model, tokens(0, context.rank)).backward()
         optimizer.step()
+        optimizer.zero_grad()
         states = [rayzero.full_state_dict(model)]
         with torch.no_grad():
             model.layers[1].up.weight[:2] = 0.3
         states.append(rayzero.full_state_dict(model))  # of this rank alone
         optimizer.step()
+        optimizer.zero_grad()
         states.append(rayzero.full_state_dict(model))  # of the owners
         return states
 
@@ -321,6 +323,24 @@ def test_writing_in_place_inside_forward_is_kept(config: str) -> None:
     assert same_bits(run_ranks(loop, 1, 2)[0], expected)
 
 
+def test_a_data_write_inside_forward_is_lost_when_the_unit_goes_down(alone: RankContext) -> None:
+    """The one write that is not seen; rayzero/engine/README.md says so."""
+    base = seeded(Net)
+    model = copy.deepcopy(base)
+
+    def double(module: nn.Module, _: Any) -> None:
+        module.weight.data.mul_(2)
+
+    model, _ = rayzero.prepare(model, sgd(model.parameters()), tight(base, prefetch_buffer_size=1))
+    hook = model.layers[1].up.register_forward_pre_hook(double)  # the unit is up: its own forward has begun
+    with torch.no_grad():
+        doubled = token_loss(model, tokens(0))
+        hook.remove()
+        plain = token_loss(model, tokens(0))
+    assert doubled != plain
+    assert same_bits(rayzero.full_state_dict(model), base.state_dict())
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_write_between_forward_and_backward_is_torchs_error(config: str, alone: RankContext) -> None:
     model = seeded(Net)
@@ -406,6 +426,7 @@ def test_some_entries_can_be_loaded_and_the_others_stay() -> None:
         with pytest.raises(RuntimeError, match="Unexpected key"):
             model.load_state_dict({**base.state_dict(), "extra": torch.ones(1)} | other.norm.state_dict(prefix="norm."))
         optimizer.step()
+        optimizer.zero_grad()
         return rayzero.full_state_dict(model)
 
     plain = copy.deepcopy(base)
@@ -480,6 +501,7 @@ def test_a_rank_that_writes_alone_fails_the_step_by_name() -> None:
         if context.rank == 0:
             _mul(model)
         optimizer.step()
+        optimizer.zero_grad()
 
     with pytest.raises(StepMismatchError, match=r"rank 0 has written to 'layers.1' at step 0, but rank 1 has finished"):
         run_ranks(loop, 2, 2)
@@ -493,6 +515,7 @@ def test_ranks_that_write_different_values_fail_the_step_by_name() -> None:
         model, optimizer = rayzero.prepare(model, sgd(model.parameters()), ZeroConfig())
         nn.init.constant_(model.layers[1].up.weight, float(context.rank))
         optimizer.step()
+        optimizer.zero_grad()
 
     with pytest.raises(
         StepMismatchError, match=r"rank \d wrote to 'layers.1' and rank \d wrote other values at step 0"

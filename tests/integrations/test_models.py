@@ -98,6 +98,7 @@ def test_what_was_saved_loads_with_from_pretrained(name: str, tmp_path: Path) ->
         model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
         model(**batch(name, 0)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         model.save_pretrained(tmp_path / "masters", state_dict=rayzero.full_state_dict(model))
         model.save_pretrained(tmp_path / "weights")
         torch.save(rayzero.full_state_dict(model), tmp_path / "state.pt")

@@ -70,9 +70,10 @@ def torchs_clip(run: Run) -> Any:
     return nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
 
 
-def models_zero_grad(run: Run) -> None:
+def gradients_after_step(run: Run) -> Any:
     token_loss(run.model, run.batch(0)).backward()
-    run.model.zero_grad()
+    run.optimizer.step()
+    return [param.grad.norm() for param in run.model.parameters()]
 
 
 def names_and_shapes(model: nn.Module) -> list[Any]:
@@ -184,7 +185,12 @@ CASES = [
     Case(
         "torch's clip_grad_norm_", torchs_clip, build=Chain, refused=r"has left this rank .* optimizer.clip_grad_norm_"
     ),
-    Case("model.zero_grad()", models_zero_grad, build=Chain, refused=r"has left this rank .* optimizer.zero_grad\(\)"),
+    Case(
+        "gradients between step() and zero_grad()",
+        gradients_after_step,
+        build=Chain,
+        refused=r"gradient of 'embed.weight' has left this rank .* cannot be read",
+    ),
     Case("names and shapes", after_a_step(names_and_shapes), build=Chain),
     Case("state_dict", after_a_step(state), build=Chain),
     Case("deepcopy", copies(copy.deepcopy), build=Chain),

@@ -25,6 +25,7 @@ def _train(ctx: RankContext, lrs: tuple[float, ...], widths: tuple[int, ...]) ->
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=lrs[ctx.rank]))
     model(torch.ones(2, widths[ctx.rank])).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     rayzero.full_state_dict(model)
 
 

@@ -261,6 +261,7 @@ def die(pids: Path, ctx: RankContext) -> None:
     if ctx.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()
+    optimizer.zero_grad()
     rayzero.full_state_dict(model)
 
 

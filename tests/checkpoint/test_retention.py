@@ -1,0 +1,101 @@
+"""keep_last: which checkpoints a save deletes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from saved import save_checkpoint
+from torch import nn
+
+import rayzero
+from rayzero.checkpoint import retention
+from rayzero.checkpoint.retention import delete_older
+from rayzero.checkpoint.writer import sweep_stale
+from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import ConfigError
+from rayzero.testing import run_ranks
+
+
+def save(directory: Path, step: int) -> None:
+    """A complete checkpoint of any name."""
+    saved = save_checkpoint(directory.parent / "elsewhere", step, {"weight": (4,)})
+    saved.rename(directory)
+    shutil.rmtree(directory.parent / "elsewhere")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_oldest_of_the_series_go_and_nothing_else(tmp_path: Path) -> None:
+    for step, name in ((1, "step-1"), (2, "step-2"), (10, "step-10"), (3, "best"), (4, "other-1"), (11, "step-11")):
+        save(tmp_path / name, step)
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "manifest.json").write_text("damaged")
+    assert [path.name for path in delete_older(tmp_path / "step-10", 2)] == ["step-1"]
+    assert names(tmp_path) == ["best", "other-1", "step-0", "step-10", "step-11", "step-2"]
+    assert [path.name for path in delete_older(tmp_path / "step-11", 1)] == ["step-2", "step-10"]
+    assert delete_older(tmp_path / "best", 1) == []
+
+
+def test_a_kill_in_between_leaves_what_a_sweep_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", step)
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retention.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_older(tmp_path / "step-2", 1)
+    assert names(tmp_path) == [".step-1.taken", "step-2"]
+    sweep_stale(tmp_path)
+    assert names(tmp_path) == ["step-2"]
+
+
+def test_one_that_cannot_be_deleted_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", step)
+
+    def refused(self: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert delete_older(tmp_path / "step-2", 1) == []
+    assert "step-1: Permission denied" in caplog.text
+
+
+def test_a_loop_keeps_its_newest(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        model = nn.Linear(4, 4)
+        _, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        for step in range(4):
+            optimizer.step()
+            rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1:06d}", {}, keep_last=2)
+        assert names(tmp_path) == ["step-000003", "step-000004"]
+        for wrong in (0, True, "2"):
+            with pytest.raises(ConfigError, match=r"keep_last of save_checkpoint is .*; pass a number"):
+                rayzero.save_checkpoint(optimizer, tmp_path / "step-000005", {}, keep_last=wrong)  # type: ignore[arg-type]
+
+
+def test_older_checkpoints_go_once_all_models_have_saved(tmp_path: Path) -> None:
+    def loop(context: RankContext) -> list[list[str]]:
+        made = [nn.Linear(4, 4), nn.Linear(2, 2)]
+        optimizers = [rayzero.prepare(model, torch.optim.SGD(model.parameters()))[1] for model in made]
+        seen = []
+        for step in range(2):
+            for optimizer in optimizers:
+                optimizer.step()
+                rayzero.save_checkpoint(optimizer, tmp_path / f"at-{step}", {}, keep_last=1)
+                seen.append(names(tmp_path))
+        return seen
+
+    assert run_ranks(loop, 1, 1) == [[["at-0"], ["at-0"], ["at-0", "at-1"], ["at-1"]]]
+    assert "model-1" in names(tmp_path / "at-1")

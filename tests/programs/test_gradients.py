@@ -1,0 +1,134 @@
+"""Gradients between steps: what drops them, and what becomes of a loop that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from engine.models import token_loss
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .case import Case, Run
+from .engines import Setting
+
+
+def dropped_by(drop: Callable[[Run], None], run: Run) -> None:
+    """Three steps, the gradients dropped in another way than by the optimizer."""
+    for step in range(3):
+        token_loss(run.model, run.batch(step)).backward()
+        run.optimizer.step()
+        drop(run)
+
+
+def by_hand(run: Run) -> None:
+    for param in run.model.parameters():
+        param.grad = None
+
+
+def by_deleting(run: Run) -> None:
+    for param in run.model.parameters():
+        del param.grad
+
+
+def by_parts(run: Run) -> None:
+    for module in run.model.children():
+        module.zero_grad()
+
+
+def by_outer_module(run: Run) -> None:
+    nn.Sequential(run.model).zero_grad()
+
+
+def taken_back(run: Run) -> None:
+    """The model's zero_grad() drops gradients that have been pushed."""
+    for step in range(2):
+        token_loss(run.model, run.batch(10 + step)).backward()
+        run.model.zero_grad()
+        token_loss(run.model, run.batch(step)).backward()
+        run.optimizer.step()
+        run.model.zero_grad(set_to_none=True)
+
+
+def zeros(run: Run) -> None:
+    """Zero gradients decay and move moments, as absent ones do not."""
+    token_loss(run.model, run.batch(0)).backward()
+    run.optimizer.step()
+    run.model.zero_grad(set_to_none=False)
+    F.relu(run.model.layers[0](run.model.embed(run.batch(1)[0]))).sum().backward()
+    run.optimizer.step()
+    run.model.zero_grad()
+
+
+class Judge(nn.Module):
+    """A score for each row of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.layers(F.pad(logits, (0, 64 - logits.shape[-1])))
+
+
+def generator_after_critic(run: Run) -> None:
+    """The usual GAN loop: the generator's backward reaches the critic, whose old gradients are dropped later."""
+    (critic,) = run.others
+    for step in range(3):
+        critic.optimizer.zero_grad()
+        logits = run.model(run.batch(step)[0])
+        critic.model(logits.detach()).float().mean().backward()
+        critic.optimizer.step()
+        run.optimizer.zero_grad()
+        critic.model(logits).float().square().mean().backward()
+        run.optimizer.step()
+
+
+def never_dropped(run: Run) -> None:
+    for step in range(2):
+        token_loss(run.model, run.batch(step)).backward()
+        run.optimizer.step()
+
+
+def clipped_without_dropping(run: Run) -> None:
+    for step in range(2):
+        token_loss(run.model, run.batch(step)).backward()
+        run.clip(1.0)
+        run.optimizer.step()
+
+
+def stepped_twice(run: Run) -> None:
+    token_loss(run.model, run.batch(0)).backward()
+    run.optimizer.step()
+    run.optimizer.step()
+
+
+def part_dropped(run: Run) -> None:
+    token_loss(run.model, run.batch(0)).backward()
+    run.model.layers[0].zero_grad()
+
+
+STALE = r"still has the gradient that the last step\(\) applied: .* optimizer\.zero_grad\(\) between step\(\) and"
+
+CASES = [
+    Case("model.zero_grad()", partial(dropped_by, lambda run: run.model.zero_grad())),
+    Case("zero_grad() of each part, between steps", partial(dropped_by, by_parts)),
+    Case("zero_grad() of a module around the model", partial(dropped_by, by_outer_module)),
+    Case("param.grad = None, between steps", partial(dropped_by, by_hand)),
+    Case("del param.grad, between steps", partial(dropped_by, by_deleting)),
+    Case("model.zero_grad() takes back a backward", taken_back),
+    Case("model.zero_grad(set_to_none=False)", zeros, precisions=("fp32",)),
+    Case("a GAN's loop, which drops the critic's gradients late", generator_after_critic, others=(Judge,), backwards=2),
+    Case("no zero_grad()", never_dropped, refused=STALE),
+    Case("no zero_grad(), clipped", clipped_without_dropping, refused=STALE),
+    Case("step() twice", stepped_twice, refused=STALE),
+    Case(
+        "zero_grad() of a part after backward",
+        part_dropped,
+        refused=r"zero_grad\(\) of a part of the model: the gradient of 'layers.0.\w+.\w+' has left this rank",
+    ),
+]
+
+
+def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
+    check(case, setting)
