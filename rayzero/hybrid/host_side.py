@@ -40,7 +40,7 @@ class BucketRun:
         self.arrived: set[int] = set()  # parameters (ids) whose gradient is complete in this backward
         self.wanted = {id(param) for param in params}
         self.sent: dict[int, tuple[Tensor, int]] = {}  # piece -> the gradient that was copied, its version then
-        self.sends: list[Ticket] = []  # freed by: the update that reads them
+        self.sends: list[Ticket] = []  # copies that may still read gradients; freed by: finish()
         self.scales: list[float] = []  # what the gradients were multiplied by since they were sent
         self.present: list[int] = []  # the pieces that the running update is for, ascending
         self.update: Future[None] | None = None  # in flight; freed by: finish()
@@ -127,7 +127,7 @@ class HostSide:
             run.scales.append(scale)
 
     def wait_sent(self) -> None:
-        """Order what the caller does next to gradients after the copies of them."""
+        """Order what the caller does next to gradients after the copies of them, those of running updates too."""
         for run in self.runs:
             for ticket in run.sends:
                 ticket.wait()
@@ -142,8 +142,7 @@ class HostSide:
     def start_update(self, run: BucketRun, present: Sequence[int]) -> None:
         """Queue the bucket's update for the worker."""
         run.present = list(present)
-        run.update = self._worker.submit(self._update, run, run.sends, list(run.scales))
-        run.sends = []
+        run.update = self._worker.submit(self._update, run, list(run.sends), list(run.scales))
 
     def _update(self, run: BucketRun, sends: Sequence[Ticket], scales: Sequence[float]) -> None:
         for ticket in sends:
@@ -171,6 +170,7 @@ class HostSide:
         self.stall_s += time.perf_counter() - begin
         run.back = run.update = None
         run.present = []
+        run.sends = []  # the update has waited for them
 
     def take_times(self) -> tuple[float, float]:
         """(seconds of updates, seconds of waiting) since the last call."""

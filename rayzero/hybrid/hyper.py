@@ -18,7 +18,13 @@ def options_of(group: Group) -> Group:
 
 def numbers_of(group: Group) -> Group:
     """The same with numbers in place of 0-dim tensors: another thread reads them while a scheduler writes there."""
-    return {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in options_of(group).items()}
+    return {key: _number(value) for key, value in options_of(group).items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, tuple):  # betas
+        return tuple(map(_number, value))
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 class HyperLink:

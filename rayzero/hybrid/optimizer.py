@@ -262,9 +262,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._follow_changes()
         self._link()
         away = self._start()
-        self._step_device()
-        self._sides.host.wait_sent()
-        self._end_step(away)
+        try:
+            self._step_device()
+            self._sides.host.wait_sent()  # after step() the gradients are the caller's to overwrite
+        finally:
+            self._end_step(away)
         return loss
 
     def _unscaled(self) -> bool:
