@@ -19,12 +19,14 @@ import multiprocessing
 import pickle
 import secrets
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +44,7 @@ from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 __all__ = ["run_ranks"]
 
 _LEAVE_S = 30.0  # for a rank's process to end once its loop has
+_END_S = 3.0  # for a process to end that was told to
 
 T = TypeVar("T")
 Loop = Callable[[RankContext], T]
@@ -284,10 +287,19 @@ def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T
             child.join(_LEAVE_S)
         return results
     finally:
-        for child in children:
-            child.terminate()
-            child.join()
+        _end(children)
         sweep()  # what those left that were ended in the middle
+
+
+def _end(children: Sequence[BaseProcess]) -> None:
+    """End the processes that still run; a stopped one hears nothing but the last word."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + _END_S
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+        child.join()
 
 
 def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:

@@ -38,7 +38,7 @@ from rayzero.optimizer.peers import OwnerPeer
 from rayzero.optimizer.records import Records
 from rayzero.optimizer.round import Pass, Round
 from rayzero.optimizer.rules import check_hyper
-from rayzero.optimizer.saves import SaveRequests
+from rayzero.optimizer.saves import SaveRequests, owing
 from rayzero.optimizer.writes import WriteRequests
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
@@ -68,6 +68,7 @@ class StepLead:
         self._early = EarlyCalls()  # of ranks that are a step ahead
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that owners are being told:
         # until all of them know it, they cannot collect the next step
+        self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
         self._recorder = recorder or NullRecorder()
         self._saves = SaveRequests(self._peers, self._recorder)
         self._writes = WriteRequests()
@@ -234,7 +235,9 @@ class StepLead:
         if begun is not None:
 
             def ask() -> None:
-                when_all([peer.write(*begun) for peer in self._peers], lambda _: self._written(), self._peer_failed)
+                answers = tuple(peer.write(*begun) for peer in self._peers)
+                self._writes.told(answers)
+                when_all(answers, lambda _: self._written(), self._peer_failed)
 
             self._lock.after(ask)
 
@@ -286,7 +289,7 @@ class StepLead:
         reports = tuple(asked.reports[rank] for rank in sorted(asked.reports))
 
         def ask() -> None:
-            answers = [peer.collect(current.step, reports) for peer in self._peers]
+            answers = asked.asked = tuple(peer.collect(current.step, reports) for peer in self._peers)
             when_all(answers, partial(self._take_parts, current, asked), self._peer_failed)
 
         self._lock.after(ask)
@@ -332,7 +335,7 @@ class StepLead:
         error = self._nonfinite(current)
 
         def tell() -> None:
-            acks = [peer.apply(decision) for peer in self._peers]
+            acks = self._told = tuple(peer.apply(decision) for peer in self._peers)
             when_all(acks, lambda _: self._tell_ranks(decision, error), self._peer_failed)
 
         self._lock.after(tell)
@@ -421,6 +424,8 @@ class StepLead:
     def _waits_for(self) -> str:
         if self._spec is None:
             return "no rank has attached"
+        if self._telling is not None:
+            return f"{owing(self._told)} not taken in the decision of step {self._round.step - 1}"
         if self._saves.holds(self._round.step):  # before it is written, who asked for it does nothing else
             return f"v{self._round.step} is being saved: {self._saves.waits_for(self._spec.world_size)}"
         if self._writes.ranks:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rayzero.errors import StepMismatchError
 from rayzero.messages import Decision, FinishReport, Norm, NormParts, StepInputs
-from rayzero.optimizer.saves import have
+from rayzero.optimizer.saves import have, owing
 
 
 @dataclass(eq=False)
@@ -17,6 +17,7 @@ class Pass:
 
     reports: dict[int, FinishReport] = field(default_factory=dict)
     norms: dict[int, Future[Norm]] = field(default_factory=dict)  # each rank's finish
+    asked: tuple[Future[NormParts], ...] = ()  # owners, by index
     parts: tuple[NormParts, ...] | None = None
     norm: Norm | None = None
 
@@ -83,5 +84,5 @@ class Round:
             if missing and not (what == "committed" and self.norm is None):
                 return f"{have(missing)} not {what} step {self.step}"
             if what == "finished" and self.passes[-1].norm is None:
-                return f"owners have not all answered with the norm of step {self.step}"
+                return f"{owing(self.passes[-1].asked)} not answered with the norm of step {self.step}"
         return f"step {self.step} is being decided"

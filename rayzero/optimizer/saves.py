@@ -29,6 +29,7 @@ class Save:
     files: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)  # per rank that asked
     futures: dict[int, Future[CheckpointInfo]] = field(default_factory=dict)
     writing: bool = False  # owners have been asked
+    asked: tuple[Future[FileEntry], ...] = ()  # those, by index
 
     def fail(self, error: BaseException) -> None:
         """Tell the ranks that asked."""
@@ -76,7 +77,8 @@ class SaveRequests:
         """Who is waited for, for messages about waits."""
         with self._lock:
             missing = [rank for rank in range(world_size) if self._open and rank not in self._open.files]
-        return f"{have(missing)} not asked for it" if missing else "owners are writing"
+            asked = self._open.asked if self._open is not None else ()
+        return f"{have(missing)} not asked for it" if missing else f"{owing(asked)} not written their files"
 
     def write(
         self,
@@ -104,7 +106,8 @@ class SaveRequests:
             self._end(save, _give_up, save, error)
             written()
 
-        when_ended([peer.save(save.step, save.directory) for peer in self._peers], then, otherwise)
+        save.asked = tuple(peer.save(save.step, save.directory) for peer in self._peers)
+        when_ended(save.asked, then, otherwise)
 
     def _begin(self, save: Save) -> bool:
         """False for a save that was abandoned, or is being written: a rank that gave up waiting asked again."""
@@ -142,6 +145,14 @@ class SaveRequests:
 def have(ranks: Sequence[int]) -> str:
     """Which ranks have (done something), for messages."""
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+
+
+def owing(asked: Sequence[Future[Any]]) -> str:
+    """Which owners have (not answered), for messages. ``asked``: their answers, by owner index."""
+    late = [owner for owner, answer in enumerate(asked) if not answer.done()]
+    if not late:
+        return "owners have"
+    return f"optimizer {late[0]} has" if len(late) == 1 else f"optimizers {late} have"
 
 
 def _give_up(save: Save, error: BaseException) -> None:

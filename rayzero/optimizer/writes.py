@@ -17,7 +17,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.messages import COMPUTE, GROUP, MASTER, STEP, Write
 from rayzero.optimizer.futures import fail, settle
 from rayzero.optimizer.rules import UpdateRule
-from rayzero.optimizer.saves import have
+from rayzero.optimizer.saves import have, owing
 from rayzero.optimizer.state import OwnedShard
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> a dtype that compares bits
@@ -44,6 +44,7 @@ class _Asked:
     number: int
     futures: dict[int, Future[None]] = field(default_factory=dict)  # per rank that asked
     begun: bool = False
+    asked: tuple[Future[None], ...] = ()  # owners, by index
 
 
 class WriteRequests:
@@ -78,6 +79,11 @@ class WriteRequests:
         asked.begun = True
         return asked.number, asked.write
 
+    def told(self, owners: tuple[Future[None], ...]) -> None:
+        """Owners, by index, are making it."""
+        if self._asked is not None:
+            self._asked.asked = owners
+
     def end(self) -> list[Future[None]]:
         """It is done, or will never be: the futures of those who asked."""
         asked, self._asked = self._asked, None
@@ -92,7 +98,8 @@ class WriteRequests:
     def waits_for(self, layout: ModelLayout, world_size: int) -> str:
         """Who is waited for, for messages about waits."""
         missing = [rank for rank in range(world_size) if rank not in self.ranks]
-        return f"{self.describe(layout)}, {f'{have(missing)} not' if missing else 'owners are writing'}"
+        owners = () if self._asked is None else self._asked.asked
+        return f"{self.describe(layout)}, {have(missing) if missing else owing(owners)} not"
 
 
 def _what(write: Write, layout: ModelLayout) -> str:

@@ -185,7 +185,11 @@ class InProcessStore(DirectMemory):
     def _read(self, shard: Shard, version: int, kind: str) -> Future[Tensor]:
         read = self._service(shard).read(shard.index, version, kind)
         what = f"{self._unit(shard.unit).name} v{version} from optimizer {self._owner(shard)}"
-        return self._watch.watch(read, what, partial(self._service(shard).describe, shard.index))
+        service = self._service(shard)
+        lead = self._owners.lead
+        return self._watch.watch(
+            read, what, lambda _: settled(f"{service.describe(shard.index)}; the lead: {lead.describe()}")
+        )
 
     def published(self, unit: int, version: int) -> Future[int]:
         """See ``ParameterStore.published``."""
@@ -299,7 +303,8 @@ class InProcessStore(DirectMemory):
             self._attached()
         except StoreError as exc:
             return failed(exc)
-        return self._watch.watch(ask(self._owners.lead), what, self._owners.lead.describe)
+        lead = self._owners.lead
+        return self._watch.watch(ask(lead), what, lambda _: settled(lead.describe()))
 
     def _timed(self, direction: str, tensor: Tensor, done: Future[None]) -> Future[None]:
         """Count the bytes and the seconds of a transfer that ends well."""

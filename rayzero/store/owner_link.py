@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from rayzero.errors import RayZeroError, StallError, StoreClosedError
+from rayzero.optimizer.futures import fail, settle
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rpc import (
     CHANNEL_OPTIONS,
@@ -103,12 +104,28 @@ class OwnerLink:
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             raise self.error(error) from error
 
-    def upload(self, method: str, upload: Upload, timeout_s: float) -> None:
-        """A client stream; blocks until the owner has everything. Raises the owner's error."""
-        try:
-            self._invoke(lambda call: call(upload, timeout=timeout_s, metadata=self._metadata), method)
-        finally:
-            upload.stop()
+    def describe(self, request: pb.DescribeRequest, timeout_s: float) -> Future[str]:
+        """What the owner says it is doing, within ``timeout_s``; does not block. Fails with a StoreError that says why
+        there is no answer."""
+        said: Future[str] = Future()
+
+        def answered(call: Any) -> None:
+            try:
+                settle(said, str(call.result().text))
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                fail(said, self._silence(error))
+
+        self.start("Describe", request, timeout_s).add_done_callback(answered)
+        return said
+
+    def _silence(self, error: Exception) -> RayZeroError:
+        if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return StallError(f"{self.name} gives no answer: its process stands still, or its host cannot be reached")
+        return self.error(error)
+
+    def begin_upload(self, method: str, upload: Upload, timeout_s: float) -> Any:
+        """A client stream under way; ``answer()`` waits for its end, ``cancel()`` ends it. Raises the owner's error."""
+        return self._invoke(lambda call: call.future(upload, timeout=timeout_s, metadata=self._metadata), method)
 
     def begin_fetch(self, request: pb.FetchRequest, timeout_s: float | None) -> Any:
         """A Fetch that is asked for; ``messages()`` reads it, ``cancel()`` ends it. Raises the owner's error."""
@@ -166,9 +183,10 @@ def _log_unheard(link: OwnerLink, error: RayZeroError) -> None:
 
 
 class LongPoll(Generic[T]):
-    """A call that waits for others: asked again until there is an answer, an error, or no patience left.
+    """A call that waits for others: asked again until there is an answer or an error, or until its future ends.
 
-    Holds no thread while it waits. Its future completes on the executor it was given."""
+    Holds no thread while it waits. Its future completes on the executor it was given. Knows no patience: whoever
+    watches the future ends it."""
 
     def __init__(
         self,
@@ -178,51 +196,48 @@ class LongPoll(Generic[T]):
         read: Callable[[Any], T],
         *,
         executor: Executor,
-        patience_s: float,
         awaited: str,
-        clock: Callable[[], float],
     ) -> None:
-        """``read`` makes the result of a response without ``waiting``; ``awaited`` names it for stall errors."""
+        """``read`` makes the result of a response without ``waiting``; ``awaited`` names it for errors."""
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
         self._link, self._method, self._request, self._read = link, method, request, read
-        self._executor, self._patience_s, self._awaited, self._clock = executor, patience_s, awaited, clock
-        self._began = self._since = clock()  # since: when the reason for waiting last changed
-        self._reason: str | None = None
+        self._executor, self._awaited = executor, awaited
+        self._started: list[Any] = []  # the call under way
+        started = self._started
+        self.future.add_done_callback(lambda _: [call.cancel() for call in started])
         self._ask()
 
     def _ask(self) -> None:
-        patience_s = max(0.0, self._patience_s - (self._clock() - self._since))
         try:
-            started = self._link.start(self._method, self._request, min(patience_s, _POLL_S) + POLL_MARGIN_S)
-            started.add_done_callback(self._hand_over)
+            self._started[:] = [self._link.start(self._method, self._request, _POLL_S + POLL_MARGIN_S)]
+            self._started[0].add_done_callback(self._hand_over)
         except RayZeroError as error:
-            self.future.set_exception(error)
+            fail(self.future, error)
 
     def _hand_over(self, started: Any) -> None:
         """On grpc's thread, which must not be held."""
         try:
             self._executor.submit(self._answered, started)
         except RuntimeError:  # the executor is shut down
-            self.future.set_exception(StoreClosedError(f"the store was closed while waiting for {self._awaited}"))
+            fail(self.future, StoreClosedError(f"the store was closed while waiting for {self._awaited}"))
 
     def _answered(self, started: Any) -> None:
+        if self.future.done():  # it was given up
+            return
         try:
+            if _gave_no_answer(started):
+                self._ask()
+                return
             response = self._link.answer(started)
             if response.HasField("waiting"):
-                self._wait_on(response.waiting.on)
+                self._ask()
             else:
-                self.future.set_result(self._read(response))
+                settle(self.future, self._read(response))
         except Exception as error:  # whatever it is, the future raises it
-            self.future.set_exception(error)
+            fail(self.future, error)
 
-    def _wait_on(self, reason: str) -> None:
-        """Ask again, unless nothing has changed for too long."""
-        now = self._clock()
-        if self._reason not in (None, reason):
-            self._since = now
-        self._reason = reason
-        if now - self._since >= self._patience_s:
-            waited = f"{now - self._began:.3g} s"
-            raise StallError(f"rank {self._link.rank} waits {waited} for {self._awaited}: {reason}")
-        self._ask()
+
+def _gave_no_answer(call: Any) -> bool:
+    """Whether a call's own deadline ended it: an owner that answers at all does so before."""
+    return bool(call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not (call.trailing_metadata() or ()))

@@ -47,7 +47,7 @@ from rayzero.messages import (
     StepInputs,
     Write,
 )
-from rayzero.optimizer.futures import DONE, chain, fail, failed, settle, when_all
+from rayzero.optimizer.futures import DONE, chain, fail, failed, settle, settled, when_all
 from rayzero.optimizer.ownership import owner_map
 from rayzero.optimizer.writes import digest_of
 from rayzero.store import translate
@@ -133,6 +133,7 @@ class RemoteStore(DirectMemory):
                 order=self._order,
                 watch=self._watch,
                 closing=self._closing,
+                lead_says=self._lead_says,
                 options=options,
                 recorder=self._recorder,
             )
@@ -180,7 +181,7 @@ class RemoteStore(DirectMemory):
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
             self._join_host({owner: files for owner, files in offers.items() if files.control}, page_lock)
             link = self._links[self._attached[1].owner(0)]
-            self._lead = LeadLine(link, self._shared, self._watch, self._stall_s)  # freed by: close()
+            self._lead = LeadLine(link, self._shared, self._watch)  # freed by: close()
             self._listen()
         here = [self._is_shared(link.owner) for link in self._links]
         if not all(here):
@@ -422,6 +423,12 @@ class RemoteStore(DirectMemory):
         assert self._lead is not None
         return self._lead.ask(method, request, read, awaited)
 
+    def _lead_says(self, timeout_s: float) -> Future[str]:
+        """Whom the step waits for."""
+        if self._lead is None:
+            return settled("it is not known before attach() has ended")
+        return self._lead.describe(timeout_s)
+
     # ---- close
 
     def close(self, reason: str = "closed") -> None:
@@ -433,13 +440,13 @@ class RemoteStore(DirectMemory):
         atexit.unregister(self.close)
         if self._greeted:
             say_goodbye(self._links, reason)
-        self._watch.close()
         self._board.fail(self._closed_error())
         self._order.fail(self._closed_error())
         for stream in self._notices:
             stream.cancel()
         for link in self._links:
             link.close()  # an attach of another thread fails
+        self._watch.close()  # which asks nobody any more
         with self._attaching:
             self._free()
 

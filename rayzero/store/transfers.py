@@ -25,7 +25,7 @@ from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, Transfer
 from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.messages import Contribution
-from rayzero.optimizer.futures import settle
+from rayzero.optimizer.futures import fail, settle, then, when_all
 from rayzero.store import translate
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.batches import Batches
@@ -35,7 +35,7 @@ from rayzero.store.notices import PublishBoard
 from rayzero.store.owner_link import QUICK_S, OwnerLink, Upload
 from rayzero.store.push_order import PushOrder
 from rayzero.store.rpc import MAX_CHUNK_BYTES
-from rayzero.store.stall import StallWatch
+from rayzero.store.stall import Describe, StallWatch
 from rayzero.store.wire import Assembly, byte_view, encode_shard
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # of a stream whose link fails
 _RETRY_PAUSE_S = 0.1
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
-_DESCRIBE_S = 5.0  # deadline of asking an owner what it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +69,7 @@ class _Fetch:
     """One unit's shards of one owner, on their way into ``out``."""
 
     gather: Gather
+    awaited: str  # "layers.7 v42", for messages
     shards: list[Shard]
     version: int
     what: str  # is fetched: a tensor kind
@@ -133,6 +133,18 @@ class _Send:
         self.gather.end(error)
 
 
+class _Counted:
+    """Counts the messages of one stream as they pass."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    def __call__(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        for message in messages:
+            self.messages += 1
+            yield message
+
+
 class Transfers:
     """Moves one rank's bytes to and from one owner. Every verb is one part of a ``Gather``.
 
@@ -148,14 +160,16 @@ class Transfers:
         order: PushOrder,
         watch: StallWatch,
         closing: threading.Event,
+        lead_says: Describe,
         options: WireOptions,
         recorder: Recorder,
     ) -> None:
         """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
-        closes."""
+        closes. ``lead_says``: asks the lead whom the step waits for."""
         self.owner = link.owner
         self._link, self._board, self._order, self._watch = link, board, order, watch
-        self._closing, self._options, self._recorder = closing, options, recorder
+        self._closing, self._lead_says = closing, lead_says
+        self._options, self._recorder = options, recorder
         self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download))
         self._pushes: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Push")))
         self._loads: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Load")))
@@ -202,10 +216,10 @@ class Transfers:
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
         """Fill the shards' ranges of ``out`` (the whole unit's vector) once they have ``version``."""
-        part = _Fetch(gather=gather, shards=shards, version=version, what=kind, out=out)
         awaited = f"{unit.name} v{version}"
+        part = _Fetch(gather=gather, awaited=awaited, shards=shards, version=version, what=kind, out=out)
         if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
-            self._fetch_early(part, awaited)
+            self._fetch_early(part)
             return
         published = self.published(awaited, shards, version)
         self._when(published, part, lambda: self._fetches.add(part))
@@ -213,7 +227,7 @@ class Transfers:
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
         """Done once all ``shards`` have ``version``, or the owner is to be asked for it: it is ending the run."""
         published = self._board.when(self._link.owner, _indices(shards), version)
-        return self._watch.watch(published, self._name(awaited), lambda: self._describe(shards[-1]))
+        return self._watch.watch(published, self._name(awaited), partial(self._describe_step, shards[-1]))
 
     # ---- waiting
 
@@ -232,7 +246,7 @@ class Transfers:
 
         ready.add_done_callback(begin)
 
-    def _fetch_early(self, part: _Fetch, awaited: str) -> None:
+    def _fetch_early(self, part: _Fetch) -> None:
         """Ask now for what will be published later; a fetch that is cancelled or fails ends the call."""
         try:
             call = self._link.begin_fetch(self._request([part]), None)
@@ -240,18 +254,30 @@ class Transfers:
             part.gather.end(error)
             return
         part.gather.future.add_done_callback(lambda _: call.cancel())
-        move = partial(self._run, partial(self._receive_early, call, awaited), [part])
-        self._when(self.published(awaited, part.shards[:1], part.version), part, lambda: self._fetch_pool.submit(move))
+        move = partial(self._run, partial(self._receive_early, call), [part])
+        self._when(
+            self.published(part.awaited, part.shards[:1], part.version), part, lambda: self._fetch_pool.submit(move)
+        )
 
     def _name(self, awaited: str) -> str:
         return f"{awaited} from optimizer {self._link.owner}"
 
-    def _describe(self, shard: Shard) -> str:
-        """What the owner does for a shard, or why it does not say."""
-        try:
-            return str(self._link.ask("Describe", pb.DescribeRequest(shard=shard.index), _DESCRIBE_S).text)
-        except RayZeroError as error:
-            return str(error)
+    def _describe_step(self, shard: Shard, timeout_s: float) -> Future[str]:
+        """The same, and whom the lead waits for: the owner may do nothing because some rank does nothing."""
+        lead_says = self._lead_says(timeout_s)
+        both: Future[str] = Future()
+
+        def answered(said: str) -> None:
+            lead_says.add_done_callback(
+                lambda done: settle(both, f"{said}; the lead: {done.exception() or done.result()}")
+            )
+
+        when_all([self._describe(shard, timeout_s)], lambda said: answered(*said), partial(fail, both))
+        return both
+
+    def _describe(self, shard: Shard, timeout_s: float) -> Future[str]:
+        """What the owner does for a shard."""
+        return self._link.describe(pb.DescribeRequest(shard=shard.index), timeout_s)
 
     # ---- moving, in a thread of a pool
 
@@ -287,30 +313,65 @@ class Transfers:
 
         self._with_retries("fetch", stream)
 
-    def _receive_early(self, call: Any, awaited: str, parts: list[_Fetch]) -> None:
+    def _receive_early(self, call: Any, parts: list[_Fetch]) -> None:
         """Take what was asked for early; its later shards may still be on their way to being published."""
         calls = [call]
 
         def stream() -> None:
             begun = calls.pop() if calls else self._link.begin_fetch(self._request(parts), None)
-            with self._watching(begun, parts[0], awaited):
-                self._receive(begun, parts)
+            self._receive(begun, parts)
 
         self._with_retries("fetch", stream)
 
+    def _receive(self, call: Any, parts: list[_Fetch]) -> None:
+        """Put what a Fetch brings in place."""
+
+        def describe(timeout_s: float) -> Future[str]:
+            part = next((part for part in parts if not part.ended), parts[-1])
+            filled, count = part.filled, len(part.shards)
+            said = self._describe(part.shards[min(filled, count - 1)], timeout_s)
+            return then(said, lambda text: f"{filled}/{count} shards are here, {text}")
+
+        with self._watching(call, self._name(parts[0].awaited), describe) as counted:
+            messages = counted(self._link.messages(call))
+            for part in parts:
+                part.fill(messages)
+                if part is parts[-1] and next(messages, None) is not None:
+                    raise TransferError(f"{self._link.name} sent more than the shards asked for")
+                self._count("fetch", part, part.out.dtype, part.out.dtype)
+                part.end(None)
+
+    def _upload(self, method: str, parts: list[_Send]) -> None:
+        size = sum(part.size for part in parts)
+        what = f"optimizer {self._link.owner} to take the {size:,} bytes of a {method}"
+
+        def stream() -> None:
+            messages = (message for part in parts for message in part.messages(self._options.chunk_bytes))
+            drawn = _Counted()
+            upload = Upload(drawn(messages))
+            call = self._link.begin_upload(method, upload, _bulk_deadline_s(size))
+            try:
+                with self._watching(call, what, partial(self._describe, parts[0].shards[0]), drawn):
+                    self._link.answer(call)
+            finally:
+                upload.stop()
+
+        self._with_retries(method.lower(), stream)
+        for part in parts:
+            self._count(method.lower(), part, part.values.dtype, part.dtype)
+            part.end(None)
+
     @contextmanager
-    def _watching(self, call: Any, part: _Fetch, awaited: str) -> Iterator[None]:
-        """Around a stream without a deadline: a StallError when neither bytes nor the owner's news come."""
+    def _watching(
+        self, call: Any, what: str, describe: Describe, counted: _Counted | None = None
+    ) -> Iterator[_Counted]:
+        """Around a stream: a StallError when neither messages nor the owner's news come. Yields what counts them."""
+        counted = counted or _Counted()
         moving: Future[None] = Future()
         moving.add_done_callback(lambda _: call.cancel())
-        count = len(part.shards)
-
-        def describe() -> str:
-            return f"{part.filled}/{count} shards are here, {self._describe(part.shards[min(part.filled, count - 1)])}"
-
-        self._watch.watch(moving, self._name(awaited), describe)
+        self._watch.watch(moving, what, describe, lambda: counted.messages)
         try:
-            yield
+            yield counted
         except RayZeroError:
             stalled = moving.exception() if moving.done() else None
             if stalled is not None:
@@ -318,27 +379,6 @@ class Transfers:
             raise
         finally:
             settle(moving, None)
-
-    def _receive(self, call: Any, parts: list[_Fetch]) -> None:
-        messages = self._link.messages(call)
-        for part in parts:
-            part.fill(messages)
-            if part is parts[-1] and next(messages, None) is not None:
-                raise TransferError(f"{self._link.name} sent more than the shards asked for")
-            self._count("fetch", part, part.out.dtype, part.out.dtype)
-            part.end(None)
-
-    def _upload(self, method: str, parts: list[_Send]) -> None:
-        size = sum(part.size for part in parts)
-
-        def stream() -> None:
-            messages = (message for part in parts for message in part.messages(self._options.chunk_bytes))
-            self._link.upload(method, Upload(messages), _bulk_deadline_s(size))
-
-        self._with_retries(method.lower(), stream)
-        for part in parts:
-            self._count(method.lower(), part, part.values.dtype, part.dtype)
-            part.end(None)
 
     def _with_retries(self, direction: str, stream: Callable[[], None]) -> None:
         """Run a stream that may be repeated whole; only a failed link or damaged bytes are tried again."""

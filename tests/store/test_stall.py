@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from concurrent.futures import Future
 
 import pytest
 from clock import Clock
 
-from rayzero.errors import StallError, StoreClosedError
+from rayzero.errors import StallError, StoreClosedError, StoreError
+from rayzero.optimizer.futures import failed, settled
 from rayzero.store.stall import StallWatch
 from store.toy import WAIT
 
@@ -15,7 +18,7 @@ from store.toy import WAIT
 def test_a_wait_without_progress_fails_and_says_who_waits_for_what() -> None:
     clock, doing = Clock(), "updating tile 310/512"
     watch = StallWatch(1, 10.0, clock, poll_s=None)
-    future: Future[None] = watch.watch(Future(), "layers.7 v42 from optimizer 2", lambda: doing)
+    future: Future[None] = watch.watch(Future(), "layers.7 v42 from optimizer 2", lambda _: settled(doing))
     watch.check_all()
     clock.now += 9.0
     watch.check_all()
@@ -32,13 +35,13 @@ def test_a_wait_that_begins_after_the_end_fails_with_it() -> None:
     watch = StallWatch(1, 10.0, poll_s=None)
     watch.close(StoreClosedError("rank 1 closed its store"))
     with pytest.raises(StoreClosedError, match="rank 1 closed its store"):
-        watch.watch(Future(), "x", lambda: "y").result(0)
+        watch.watch(Future(), "x", lambda _: settled("y")).result(0)
 
 
 def test_progress_renews_the_wait() -> None:
     clock, tiles = Clock(), iter(range(100))
     watch = StallWatch(0, 10.0, clock, poll_s=None)
-    future: Future[None] = watch.watch(Future(), "x", lambda: f"updating tile {next(tiles)}/100")
+    future: Future[None] = watch.watch(Future(), "x", lambda _: settled(f"updating tile {next(tiles)}/100"))
     for _ in range(20):
         clock.now += 9.0
         watch.check_all()
@@ -48,7 +51,7 @@ def test_progress_renews_the_wait() -> None:
 def test_a_wait_that_ends_is_forgotten() -> None:
     clock = Clock()
     watch = StallWatch(0, 10.0, clock, poll_s=None)
-    future: Future[int] = watch.watch(Future(), "x", lambda: "nothing")
+    future: Future[int] = watch.watch(Future(), "x", lambda _: settled("nothing"))
     future.set_result(5)
     clock.now += 100.0
     watch.check_all()
@@ -58,11 +61,112 @@ def test_a_wait_that_ends_is_forgotten() -> None:
 
 def test_its_thread_does_the_same() -> None:
     watch = StallWatch(3, 0.5)
-    future: Future[None] = watch.watch(Future(), "rank 0", lambda: "it sleeps")
+    future: Future[None] = watch.watch(Future(), "rank 0", lambda _: settled("it sleeps"))
     with pytest.raises(StallError, match=r"rank 3 waits .* for rank 0: it sleeps"):
         future.result(WAIT)
-    open_wait: Future[None] = watch.watch(Future(), "rank 0", lambda: "it works")
+    open_wait: Future[None] = watch.watch(Future(), "rank 0", lambda _: settled("it works"))
     for _ in range(2):
         watch.close(StoreClosedError("closed"))
     with pytest.raises(StoreClosedError):
         open_wait.result(WAIT)
+
+
+class Peer:
+    """Answers, or not, as the test says; every answer takes its time on the test's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.says, self.asked = clock, "it works", 0
+        self.silent: str | None = None
+
+    def describe(self, timeout_s: float) -> Future[str]:
+        self.asked += 1
+        return settled(self.says) if self.silent is None else failed(StoreError(self.silent))
+
+
+@pytest.mark.parametrize("timeout_s", [4.0, 6.0, 60.0, 600.0])
+def test_a_peer_that_falls_silent_is_noticed_within_one_and_a_half_timeouts(timeout_s: float) -> None:
+    """Also one whose silence has another reason each time: only news are progress. The clock goes on as the watch's
+    thread would: it sleeps between passes, and a pass in which nobody answers lasts as long as an answer may."""
+    clock = Clock()
+    watch, peer = StallWatch(1, timeout_s, clock, poll_s=None), Peer(clock)
+    future: Future[None] = watch.watch(Future(), "the norm of step 3", peer.describe)
+    for tile in range(40):  # it works for a while, longer than the timeout
+        clock.now += timeout_s / 8
+        peer.says = f"updating tile {tile}"
+        watch.check_all()
+    stopped = clock.now
+    while not future.done():
+        clock.now += min(timeout_s / 8, 5.0) + min(max(timeout_s / 4, 1.0), 5.0)
+        peer.silent = f"optimizer 1 gives no answer ({peer.asked})"
+        watch.check_all()
+        assert clock.now - stopped <= 1.5 * timeout_s
+    with pytest.raises(StallError, match=r"norm of step 3: optimizer 1 gives no answer \(\d+\); its last answer: upda"):
+        future.result(0)
+    assert clock.now - stopped >= timeout_s
+
+
+def test_bytes_that_come_are_progress_while_the_peer_is_silent() -> None:
+    clock, came = Clock(), iter(range(100))
+    watch, peer = StallWatch(0, 10.0, clock, poll_s=None), Peer(clock)
+    peer.silent = "no answer"
+    future: Future[None] = watch.watch(Future(), "x", peer.describe, lambda: next(came))
+    for _ in range(20):
+        clock.now += 9.0
+        watch.check_all()
+    assert not future.done()
+
+
+def test_a_pass_ends_however_many_waits_begin_while_it_lasts() -> None:
+    """Each look at a wait begins another one, as a training that goes on does."""
+    clock = Clock()
+    watch = StallWatch(0, 10.0, clock, poll_s=None)
+    asked = []
+
+    def describe(timeout_s: float) -> Future[str]:
+        asked.append(timeout_s)
+        assert len(asked) <= 8, "the pass has gone on to waits that began in it"
+        for _ in range(2):
+            watch.watch(Future(), "the next one", describe)
+        return settled("it works")
+
+    watch.watch(Future(), "the first one", describe)
+    for looks in (1, 1 + 3):
+        watch.check_all()
+        assert len(asked) == looks
+
+
+def test_a_silent_peer_makes_no_other_wait_late() -> None:
+    """All are asked at once: a pass over many waits on silent peers lasts as long as one."""
+    watch = StallWatch(0, 1.0, poll_s=None)
+    began, asked = time.monotonic(), []
+
+    def never(timeout_s: float) -> Future[str]:
+        asked.append(time.monotonic() - began)
+        return Future()
+
+    for _ in range(200):
+        watch.watch(Future(), "x", never)
+    watch.check_all()
+    assert len(asked) == 200
+    assert max(asked) < 1.0  # the first one's second was not waited for
+
+
+def test_thousands_of_steps_leave_no_wait_and_ask_nobody() -> None:
+    """A wait that ends at once is never asked about; nothing is kept of it, whether the watch looks or not."""
+    clock = Clock()
+    watch = StallWatch(0, 8.0, clock, poll_s=1.0)
+    peer, made = Peer(clock), []
+    watch._run = lambda: None  # type: ignore[method-assign]  # no thread: the test looks
+    for step in range(6000):
+        waits = [watch.watch(Future(), f"unit {unit} v{step}", peer.describe) for unit in range(8)]
+        made += [weakref.ref(wait) for wait in waits[:1]]
+        clock.now += 0.05
+        if step % 20 == 0:
+            watch.check_all()
+        assert watch.num_waits == 8
+        for wait in waits:
+            wait.set_result(None)
+        del wait, waits
+    assert peer.asked == 0
+    assert watch.num_waits == 0
+    assert not [ref for ref in made if ref() is not None]

@@ -1,0 +1,137 @@
+"""A process that stands still (SIGSTOP) is noticed by whoever waits for it, named, and ended without a wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker as tracker
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import pytest
+import torch
+
+import rayzero
+from rayzero.engine.context import RankContext
+from rayzero.errors import StallError
+from rayzero.store.grpc_server import serve_models
+from rayzero.store.hosted import HostedModels
+from rayzero.store.remote import RemoteStore
+from rayzero.store.same_host import why_no_sharing
+from rayzero.testing import run_ranks
+from store.stores import TOKEN
+from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 3.0
+BUSY_S = 20.0  # what a crowded machine may add to any of the times here
+
+WAYS = ["grpc"] if why_no_sharing() is not None else ["grpc", "shm"]
+
+
+@contextmanager
+def owner_process(owner: int, share: Path | None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One of two owners in a process of its own; its address. It is told its peers on its standard input."""
+    program = f"""
+        import sys
+        from pathlib import Path
+        from rayzero.store.grpc_server import serve_models
+        from rayzero.store.hosted import HostedModels
+        models = HostedModels({owner}, 2, share={f"Path({str(share)!r})" if share else None}, threads=1)
+        server = serve_models(models, token={TOKEN!r})
+        print(server.address, flush=True)
+        server.connect_peers(input().split())
+        print("connected", flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@contextmanager
+def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, subprocess.Popen[str]]]:
+    """A rank that has attached to two owners; the process of owner ``away``, the other one is here."""
+    share = slab_dir if way == "shm" else None
+    with ExitStack() as stack:
+        process, address = stack.enter_context(owner_process(away, share))
+        models = HostedModels(1 - away, 2, share=share, threads=1)
+        stack.callback(models.close)
+        server = stack.enter_context(serve_models(models, token=TOKEN))
+        addresses = [server.address, address] if away else [address, server.address]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(*addresses, file=process.stdin, flush=True)
+        assert process.stdout.readline() == "connected\n"
+        server.connect_peers(addresses)
+        store = RemoteStore(0, addresses, token=TOKEN, share=share, stall_timeout=TIMEOUT_S)
+        stack.callback(store.close)
+        (rank,) = start([store], make_spec(1))
+        yield rank, process
+
+
+@pytest.mark.parametrize("away", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_owner_that_stands_still_is_named_by_whatever_waits_for_it(way: str, away: int, slab_dir: Path) -> None:
+    """A fetch, the norm, and over gRPC a push; then the store closes soon. Owner 0 leads."""
+    with one_rank(way, away, slab_dir) as (rank, process):
+        spec = rank.spec
+        take_step([rank], [random_grads(spec, 1)])
+        rank.fetch()
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        pushes = [rank.push_unit(unit, random_grads(spec, 2)) for unit in range(len(spec.layout.units))]
+        waits = [rank.fetch_unit(unit, 2)[0] for unit in range(len(spec.layout.units))]
+        if way == "grpc":
+            waits += pushes
+        waits.append(rank.finish())
+        texts = []
+        for wait in waits:
+            with pytest.raises(StallError) as caught:
+                wait.result(WAIT)
+            texts.append(str(caught.value))
+        noticed = time.monotonic() - began
+        still = rf"optimizer {away} at \S+ gives no answer"
+        named = rf"^rank 0 waits \S+ s for .*({still}|optimizer {away} has not answered with the norm of step 1)"
+        assert re.search(named, texts[-1]), texts[-1]
+        assert all(re.search(still, text) for text in texts if f"optimizer {away} to take" in text), texts
+        assert sum(bool(re.search(named, text)) for text in texts) > 1, texts
+        assert TIMEOUT_S <= noticed < 1.5 * TIMEOUT_S + BUSY_S
+        began = time.monotonic()
+        rank.store.close("stalled")
+        assert time.monotonic() - began < 10 + BUSY_S
+
+
+def stops_in_its_second_step(ctx: RankContext) -> None:
+    model = torch.nn.Linear(3, 4)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+        if (ctx.rank, step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        optimizer.step()
+        rayzero.full_state_dict(model)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_stands_still_is_named_and_its_process_ended(way: Literal["grpc", "shm"]) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(StallError, match=r"rank 0 waits \S+ s for .*: rank 1 has not finished step 1"):
+        run_ranks(stops_in_its_second_step, 2, 2, way, processes=True, stall_timeout=TIMEOUT_S)
+    assert {child.pid for child in psutil.Process().children()} - before <= {tracker._resource_tracker._pid}
