@@ -55,7 +55,7 @@ class RunActors:
         self._placement = placement
         self._token = secrets.token_hex(32)  # only ever travels as an argument of actors
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
-        self._processes: list[psutil.Process] = []  # on this node, to see them gone
+        self._processes: dict[str, psutil.Process] = {}  # on this node, to see them gone
         self.members: dict[str, Member] = {}
         self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
         self.coordinator: Any = None
@@ -157,10 +157,10 @@ class RunActors:
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
         here = ray.get_runtime_context().get_node_id()
-        for member in everyone.values():
+        for who, member in everyone.items():
             if member.node == here:
                 with suppress(psutil.NoSuchProcess):  # it died since it answered: the next call to it says so
-                    self._processes.append(psutil.Process(member.pid))
+                    self._processes[who] = psutil.Process(member.pid)
 
     def _open_ports(self) -> Routing:
         nodes = {member.node for member in self.members.values()}
@@ -230,7 +230,25 @@ class RunActors:
         member = self.members.get(who)
         return None if member is None else member.pid
 
+    def standing_still(self) -> list[Failure]:
+        """The processes on this node that are stopped (SIGSTOP, a debugger): the others can only tell that they give
+        no answer."""
+        return [
+            Failure(
+                who=who, what=f"stands still: its process (pid {process.pid} on {self.members[who].host}) is stopped"
+            )
+            for who, process in self._processes.items()
+            if _is_stopped(process)
+        ]
+
     # ---- end ----------------------------------------------------------------------------------------------------
+
+    def kill_stopped(self) -> None:
+        """End the processes on this node that are stopped: they hear nothing else, and would be waited for."""
+        for process in self._processes.values():
+            if _is_stopped(process):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def stop_ranks(self, loops: Mapping[Any, str], reason: str) -> list[Any]:
         """Tell every rank to end its loop; those that do not within ``STOP_S`` are killed. The calls that ended."""
@@ -241,11 +259,11 @@ class RunActors:
         del told
         return list(ready)
 
-    def stop_owners(self) -> dict[str, Measured]:
-        """Close every owner that still answers; what each measured, but for those beside ranks."""
+    def stop_owners(self, timeout_s: float = ANSWER_S) -> dict[str, Measured]:
+        """Close every owner that answers within ``timeout_s``; what each measured, but for those beside ranks."""
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
         beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]
-        ready, _ = ray.wait([*calls.values(), *beside], num_returns=len(calls) + len(beside), timeout=ANSWER_S)
+        ready, _ = ray.wait([*calls.values(), *beside], num_returns=len(calls) + len(beside), timeout=timeout_s)
         return {who: ray.get(call) for who, call in calls.items() if call in ready and not self._failure(who, call)}
 
     def end(self, *, politely: bool) -> None:
@@ -256,22 +274,30 @@ class RunActors:
         alive = [actor for actor in actors if actor is not None]
         if politely:
             asked = [actor.__ray_terminate__.remote() for actor in alive]
-            psutil.wait_procs(self._processes, timeout=STOP_S)
+            psutil.wait_procs(self._processes.values(), timeout=STOP_S)
             del asked
         for actor in alive:
             ray.kill(actor)
+        self.kill_stopped()
         self._see_gone()
-        self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, []
+        self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # of the killed, on this node; on others the next start sweeps
 
     def _see_gone(self) -> None:
         """Wait for the processes on this node, which Ray was asked to kill; where it is gone, they are killed here."""
-        _, left = psutil.wait_procs(self._processes, timeout=KILL_S if ray_answers() else 0)
+        _, left = psutil.wait_procs(self._processes.values(), timeout=KILL_S if ray_answers() else 0)
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=STOP_S)
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def refuse_name_in_use(run: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, RunActors, failure_from_ray, refuse_name_in_use
+from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.coordinator import Member, Routing, RunState
 from rayzero.cluster.file_discovery import announced
 from rayzero.cluster.interrupts import interruptible, postponed, shielded
@@ -177,6 +177,9 @@ class _Follower:
             with postponed():  # news that were fetched and not passed on would be lost: nobody has them any more
                 for call in ready:
                     self._take(call)
+        if self._watch.failures and self._watch.cause.consequence:  # of what else, if not of a death
+            for still in self._actors.standing_still():
+                self._watch.failed(still, time.monotonic())
         return self._watch
 
     def finish(self) -> None:
@@ -191,13 +194,14 @@ class _Follower:
         with shielded():
             if state is RunState.STOPPED:
                 self._tell_stopped()
+            self._actors.kill_stopped()
             with suppress(RunFailedError):  # the coordinator may be what failed
                 self._actors.move(state, reason)
             for call in self._actors.stop_ranks(self._loops, reason):
                 self._take_outcome(call, self._loops.pop(call))
             with suppress(Exception):  # last reports are wanted, but the cause of the end is what must be told
                 self._read_rest()
-            self._journal.measured |= self._actors.stop_owners()
+            self._journal.measured |= self._actors.stop_owners(STOP_S)
 
     def _tell_stopped(self) -> None:
         """At once: a Ray that got the same signal is going, and may end this process a minute later."""

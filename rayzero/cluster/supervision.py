@@ -148,6 +148,11 @@ class Watch:
         return max(0.0, self._first_failure_s + self._settle_s - now_s) if self._failures else None
 
     @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Every failure seen, in order of arrival."""
+        return tuple(self._failures)
+
+    @property
     def cause(self) -> Failure:
         """The failure to name: the first that is no consequence, else the first of all."""
         return next((failure for failure in self._failures if not failure.consequence), self._failures[0])

@@ -130,7 +130,7 @@ def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch
     monkeypatch.setattr(actors_module, "ray_answers", lambda: False)
     with subprocess.Popen(["sleep", "600"]) as process:
         actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
-        actors._processes = [psutil.Process(process.pid)]
+        actors._processes = {"rank 0": psutil.Process(process.pid)}
         try:
             actors.end(politely=False)
             assert not psutil.pid_exists(process.pid)

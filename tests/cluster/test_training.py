@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from .tiny import make, tiny_steps, unsharded
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 STEPS = 6
+BUSY_S = 40.0  # what a crowded machine may add
 
 
 def train(config):
@@ -97,6 +99,20 @@ def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, not
     with pytest.raises(RunFailedError) as failed:
         trainer(train_for_ever, on_report=once(kill), scaling={"num_optimizers": 1}).fit()
     assert str(failed.value).startswith(f"run 'demo' failed: rank {killed[0]} died: its process (pid ")
+
+
+@pytest.mark.parametrize(("who", "transport"), [("optimizer 1", "auto"), ("rank 1", "grpc")])
+def test_a_process_that_stands_still_is_named_and_the_run_ends_soon(trainer, nothing_left, tmp_path, who, transport):
+    def stop(one):
+        members = read_record(tmp_path / "demo")["members"]
+        os.kill(next(m["pid"] for m in members if m["who"] == who), signal.SIGSTOP)
+        stopped.append(time.monotonic())
+
+    stopped: list[float] = []
+    zero = ZeroConfig(stall_timeout=6.0, transport=transport)
+    with pytest.raises(RunFailedError, match=rf"failed: {who} stands still: its process \(pid \d+ on \S+\) is stopped"):
+        trainer(train_for_ever, on_report=once(stop), zero_config=zero).fit()
+    assert time.monotonic() - stopped[0] < 1.5 * 6.0 + 10.0 + BUSY_S
 
 
 def once(act):
