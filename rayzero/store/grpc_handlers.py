@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -49,6 +50,8 @@ Context = Any  # grpc.aio.ServicerContext of this call
 Requests = AsyncIterator[bytes]
 
 log = logging.getLogger(__name__)
+
+_REFUSALS_EVERY_S = 10.0  # between two lines of the log about calls without the token
 
 
 async def _sections(requests: Requests, message: type[Any]) -> AsyncIterator[tuple[Any, Requests]]:
@@ -344,22 +347,17 @@ class ModelCalls:
 FindModel = Callable[[int], Awaitable[ModelCalls]]  # by number
 
 
-def _guarded(service: str, method: str, find: FindModel, token: str, recorder: Recorder) -> Behaviour:
-    """The method for callers with the run's token, counted; its errors of our tree become a status with metadata."""
+def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> Behaviour:
+    """The method for callers that were let in, counted; its errors of our tree become a status with metadata."""
 
     def count(code: grpc.StatusCode, began: float) -> None:
         recorder.add(GRPC_REQUESTS, method=method, code=code.name)
         recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=method)
 
     async def guarded(request: Any, context: Context) -> Any:
-        metadata = context.invocation_metadata() or ()
-        if not token_matches(metadata, token):
-            log.warning("refused a call from %s: wrong or missing token", context.peer())
-            recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
         began = time.perf_counter()
         try:
-            calls = await find(model_of(metadata))
+            calls = await find(model_of(context.invocation_metadata() or ()))
             answer = await calls.answer(service, method, request, context)
             count(grpc.StatusCode.OK, began)
             return answer
@@ -374,18 +372,38 @@ def _guarded(service: str, method: str, find: FindModel, token: str, recorder: R
     return guarded
 
 
-def generic_handlers(find: FindModel, token: str, recorder: Recorder) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
-    """Both services of store.proto, for every prepared model that ``find`` gives."""
-    return tuple(
-        grpc.method_handlers_generic_handler(
-            service,
-            {
-                name: method.handler(_guarded(service, name, find, token, recorder))
-                for name, method in methods(service).items()
-            },
-        )
-        for service in (STORE_SERVICE, OWNER_SERVICE)
-    )
+class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
+    """Both services of store.proto, behind the run's token.
+
+    [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. Who has none gets a
+    handler for streams that reads nothing and ends the call: of the body no more than HTTP/2's flow control lets
+    through is ever in this process, and nothing is parsed. (A unary handler is called with a body that was read.)"""
+
+    def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
+        """``find`` gives each prepared model."""
+        self._token, self._recorder = token, recorder
+        self._handlers = {
+            method.path: method.handler(_guarded(service, name, find, recorder))
+            for service in (STORE_SERVICE, OWNER_SERVICE)
+            for name, method in methods(service).items()
+        }
+        self._refused, self._told = 0, -math.inf  # calls since it was last told of them; when that was
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Who answers a call, by its metadata alone."""
+        path = handler_call_details.method
+        handler = self._handlers.get(path)
+        if handler is None or token_matches(handler_call_details.invocation_metadata or (), self._token):
+            return handler
+        return grpc.stream_stream_rpc_method_handler(partial(self._refuse, path.rpartition("/")[2]))
+
+    async def _refuse(self, method: str, requests: Requests, context: Context) -> None:
+        self._recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
+        self._refused += 1
+        if time.monotonic() - self._told >= _REFUSALS_EVERY_S:  # a caller that tries on fills no log
+            log.warning("refused %d calls, now from %s: wrong or missing token", self._refused, context.peer())
+            self._refused, self._told = 0, time.monotonic()
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
 
 
 def _function_name(method: str) -> str:

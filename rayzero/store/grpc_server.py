@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rayzero.errors import ConfigError, StoreError
 from rayzero.optimizer.service import ShardService
 from rayzero.store.by_model import ByModel
-from rayzero.store.grpc_handlers import ModelCalls, generic_handlers
+from rayzero.store.grpc_handlers import ModelCalls, TokenDoor
+from rayzero.store.health import Health
 from rayzero.store.hosted import Host, Hosted, HostedModels
 from rayzero.store.loop import shared_loop
-from rayzero.store.rpc import OWNER_SERVICE, SERVER_OPTIONS, STORE_SERVICE, TlsFiles
+from rayzero.store.rpc import SERVER_OPTIONS, TlsFiles
 from rayzero.store.served_model import ServedModel, ServerTerms
 from rayzero.store.shared_owner import SharedOwner
 
@@ -90,17 +89,14 @@ class OwnerServer:
         return served.calls
 
     async def _start(self, host: str, port: int, interceptors: list[Any]) -> str:
+        self._health = Health()
         self._server = grpc.aio.server(
-            handlers=generic_handlers(self._find, self._terms.token, self._recorder),
+            handlers=(TokenDoor(self._find, self._terms.token, self._recorder), self._health.handler()),
             interceptors=interceptors,
             options=SERVER_OPTIONS,
         )
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its stubs
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         bound = self._bind(_joined(host, port), self._terms.tls)
         await self._server.start()
-        for name in (STORE_SERVICE, OWNER_SERVICE):
-            await self._health.set(name, HealthCheckResponse.SERVING)
         return _joined(host, bound)
 
     def _bind(self, address: str, tls: TlsFiles | None) -> int:
@@ -131,7 +127,7 @@ class OwnerServer:
             model.close()
 
     async def _stop(self, served: Sequence[ServedModel]) -> None:
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         for model in served:
             model.state.end_calls()
         await self._server.stop(_GRACE_S)  # what is left is answering; without grace callers would see a reset link
