@@ -3,47 +3,65 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
 from ray._private import utils as ray_utils
 
 from rayzero.cluster.coordinator import NAMESPACE
-from rayzero.cluster.interrupts import postponed, shielded
+from rayzero.cluster.interrupts import interruptible, postponed, shielded
+from rayzero.cluster.ray_address import find_ray
 from rayzero.cluster.resources import Node
 from rayzero.errors import RunFailedError
 
 __all__ = ["alive_nodes", "free_resources", "ray_session", "started_here"]
 
 
+log = logging.getLogger(__name__)
+
+
 @contextmanager
-def ray_session() -> Iterator[None]:
-    """Join Ray, and leave it as it was found.
+def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
+    """Join Ray, and leave it as it was found. ``say`` hears what is done, in a few words, before it is done.
 
     In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS``
     (as under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without
-    dashboard, which ends with the session. Raises RunFailedError when the cluster cannot be reached, and what a
-    signal that came while Ray started raises once it has: KeyboardInterrupt, SystemExit(143).
+    dashboard, which ends with the session; that one, too, where what ``ray start`` left is a file only. Raises
+    ConfigError where nobody answers at ``RAY_ADDRESS``, RunFailedError when the cluster cannot be reached, and what a
+    signal raises (KeyboardInterrupt, SystemExit(143)): at once while a cluster is joined, and once Ray has started
+    where it is started here.
     """
     if ray.is_initialized():
         yield
         return
+    found = find_ray()
+    if found.ignored:
+        log.warning("%s", found.ignored)
+    say("starting Ray on this machine" if found.joined is None else f"joining Ray at {found.joined}")
     try:
-        _join()
+        _start() if found.joined is None else _join(found.joined)
         yield
     finally:
         with shielded():
             ray.shutdown()
 
 
-def _join() -> None:
+def _start() -> None:
+    """Signals wait: what a raylet has just started stays for ever when its driver goes away in the middle."""
+    with postponed(), _handlers_kept():
+        _init("local", "the local machine")
+
+
+def _join(address: str) -> None:
+    with interruptible(), _handlers_kept():
+        _init(None, address)  # it is found once more, by Ray: only then does Ray look for a token by itself
+
+
+def _init(address: str | None, where: str) -> None:
     try:
-        with postponed(), _handlers_kept():
-            ray.init(include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
+        ray.init(address=address, include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises a bare Exception where a node does not start in time
-        where = os.environ.get("RAY_ADDRESS", "the local machine")
         said = " ".join(str(error).split()) or type(error).__name__
         raise RunFailedError(f"cannot join Ray at {where}: {said}") from error
 
