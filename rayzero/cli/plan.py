@@ -39,7 +39,7 @@ def plan(
     """Bytes per tier and phase, and the least time of a step, on machines given by options.
 
     What is not given is measured on this host. Exit code 2 where the run cannot fit."""
-    from rayzero.plan.tiers import check_fits
+    from rayzero.plan.tiers import check_budgets, check_fits
     from rayzero.recipes.planning import plan_recipe
 
     speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
@@ -51,6 +51,7 @@ def plan(
     hardware = _hardware(work, hosts, gpus, speeds, large)
     planned = plan_recipe(work, hardware)
     typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
+    check_budgets(planned.bytes, work.recipe.zero)
     check_fits(planned.bytes, hardware)
 
 

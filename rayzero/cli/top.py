@@ -36,7 +36,7 @@ def top(
 ) -> None:
     """Watch a running run: steps, phases, waits, prefetches, owners and memory. Ctrl-C leaves.
 
-    Reads what its processes serve; needs neither Ray nor Prometheus."""
+    Waits for a run that is still starting. Reads what its processes serve; needs neither Ray nor Prometheus."""
     if not (math.isfinite(interval) and interval >= _LEAST_S):
         raise ConfigError(f"--interval is {interval:g} but must be at least {_LEAST_S:g} second")
     from rich.console import Console
@@ -45,10 +45,24 @@ def top(
     if not console.is_terminal:
         console.width = _PIPE_COLUMNS
     with suppress(KeyboardInterrupt):
+        _wait_until_started(path, interval)
         live = console.is_terminal and not once
         ended = _watch_live(path, interval, console) if live else _watch(path, interval, console.print, once=once)
         if ended:
             typer.echo(format_status(describe_run(path)))
+
+
+def _wait_until_started(path: Path, interval: float) -> None:
+    """Until the processes of a run that is starting are up, or it has ended."""
+    from rayzero.cluster.coordinator import RunState
+    from rayzero.cluster.status import run_status
+
+    waited = False
+    while (record := run_status(path))["state"] == RunState.STARTING:
+        if not waited:
+            typer.echo(f"run {record['run']!r} is starting: its processes are not up yet", err=True)
+        waited = True
+        sleep(interval)
 
 
 def _watch_live(path: Path, interval: float, console: Console) -> bool:

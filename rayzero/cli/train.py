@@ -110,13 +110,15 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
 def _train(recipe: RecipeConfig) -> None:
     from rich.console import Console
 
+    from rayzero.cluster.interrupts import interruptible
     from rayzero.recipes.training import prepare_run, run_prepared
 
     console = Console()
-    prepared = prepare_run(recipe)
-    announce(prepared, console)
     try:
-        training = run_prepared(prepared, console)
+        with interruptible():
+            prepared = prepare_run(recipe)
+            announce(prepared, console)
+            training = run_prepared(prepared, console)
     except (KeyboardInterrupt, SystemExit) as stop:
         print(f"rayzero: {stopped(recipe.run.path)}", file=sys.stderr)
         raise typer.Exit(_STOPPED if isinstance(stop, KeyboardInterrupt) else _TERMINATED) from None

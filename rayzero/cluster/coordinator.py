@@ -55,6 +55,11 @@ class RunState(StrEnum):
     FAILED = "failed"  # a process failed; the record's `error` says which
     STOPPED = "stopped"  # interrupted by the user
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the run has not ended."""
+        return self in (RunState.STARTING, RunState.RUNNING)
+
 
 _S = RunState
 _MOVES: dict[RunState, frozenset[RunState]] = {

@@ -14,9 +14,10 @@ import ray
 from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.coordinator import Member, Routing, RunState
 from rayzero.cluster.file_discovery import announced
-from rayzero.cluster.interrupts import interruptible, postponed, shielded
+from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.phases import OnPhase
 from rayzero.cluster.placement import placed
 from rayzero.cluster.rank_worker import RankSettings
 from rayzero.cluster.reports import Report
@@ -25,6 +26,7 @@ from rayzero.cluster.run_dir import RunDirectory
 from rayzero.cluster.session import alive_nodes, ray_session
 from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.counts import count
 from rayzero.errors import RunFailedError
 from rayzero.optimizer.ownership import device_owners
 from rayzero.telemetry.discovery import Target, service_discovery
@@ -44,6 +46,7 @@ class RunRequest:
     run: RunConfig
     directory: RunDirectory
     on_report: OnReport | None
+    on_phase: OnPhase  # called with what begins, while the run starts
     on_start: Callable[[], None]  # called when every rank is about to enter its loop
     on_change: Callable[[], None]  # called after reports
     on_stop: Callable[[], None]  # called when the run was interrupted, before anything is taken down
@@ -72,13 +75,17 @@ def drive(request: RunRequest, journal: Journal) -> None:
     """Run to the end and leave nothing behind; ``journal`` is kept up to date all along.
 
     Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
-    raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, after the ranks were told.
+    raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, after the ranks were told. Called where signals
+    raise.
     """
     scaling, run = request.scaling, request.run.name
-    with ray_session(), interruptible():
+    with ray_session(request.on_phase):
         journal.ray_address = ray.get_runtime_context().gcs_address
         refuse_name_in_use(run)
         plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
+        request.on_phase(
+            f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
+        )
         places = placed(plan, timeout_s=scaling.placement_timeout)
         with places as placement, RunActors(run, placement) as actors:
             _run(request, actors, journal)
@@ -97,6 +104,7 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
     request.on_start()
+    request.on_phase("every process is up: the training loops begin")
     with _discoverable(request, actors):
         _follow(request, actors, journal)
 

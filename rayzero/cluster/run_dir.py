@@ -102,8 +102,24 @@ class RunDirectory:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
+        self._replace_record_file((json.dumps(record, indent=1, default=str) + "\n").encode())
+
+    def read_record_file(self) -> bytes | None:
+        """What is in ``run.json`` now; None where there is none."""
+        with suppress(FileNotFoundError):
+            return (self.path / RECORD).read_bytes()
+        return None
+
+    def restore_record_file(self, earlier: bytes | None) -> None:
+        """Have ``run.json`` as :meth:`read_record_file` found it."""
+        if earlier is None:
+            (self.path / RECORD).unlink(missing_ok=True)
+        else:
+            self._replace_record_file(earlier)
+
+    def _replace_record_file(self, content: bytes) -> None:
         temporary = self.path / f".{RECORD}.tmp"
-        temporary.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_bytes(content)
         os.replace(temporary, self.path / RECORD)
 
 

@@ -19,7 +19,7 @@ from rayzero.errors import ConfigError
 
 __all__ = ["list_runs", "run_status"]
 
-LOST = "lost"  # the record says running, and the driver is not there any more
+LOST = "lost"  # the record says starting or running, and the driver is not there any more
 
 _ANSWER_S = 5.0
 _CLOCK_S = 2.0  # by which a process's time of birth, counted from boot, may be off
@@ -33,7 +33,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir} holds no run: there is no {RECORD}")
-    if record["state"] != RunState.RUNNING:
+    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
         return record
     if not _driver_lives(record):
         return record | {"state": LOST}

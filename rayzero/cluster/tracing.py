@@ -45,6 +45,8 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
 
 
 def _not_running(name: str, state: str, kept: Path) -> str:
+    if state == RunState.STARTING:
+        return f"run {name!r} is still starting, and nothing is traced yet; ask again when it trains"
     if kept.is_file():
         return f"run {name!r} does not run any more ({state}); its trace is in {kept}"
     return (

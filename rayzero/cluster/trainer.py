@@ -13,8 +13,10 @@ from typing import Any
 
 from rayzero.cluster.coordinator import DISCOVERY_PATH, RunState
 from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
+from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.phases import OnPhase, PhaseLines
 from rayzero.cluster.run_dir import RunDirectory
 from rayzero.cluster.tracing import TRACE_FILE, write_trace
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -61,6 +63,8 @@ class ZeroTrainer:
         run_config: where the run's files go and what it resumes from.
         on_report: called in this process with every report of every rank, in each rank's order.
         on_start: called in this process once every process is up, with the run's record (``run.json``) so far.
+        on_phase: called in this process with a few words on what begins, while the run starts; None: they are written
+            to stderr, with the seconds since ``fit()`` was called.
 
     Making one checks the settings; nothing is started or written before ``fit()``.
     """
@@ -75,12 +79,14 @@ class ZeroTrainer:
         run_config: RunConfig | None = None,
         on_report: OnReport | None = None,
         on_start: Callable[[dict[str, Any]], None] | None = None,
+        on_phase: OnPhase | None = None,
     ) -> None:
         self._zero = zero_config or ZeroConfig()
         self._scaling = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
         self._on_report = on_report
         self._on_start = on_start
+        self._on_phase = on_phase
         self._zero.require_supported()
         if self._zero.transport == "inproc":
             raise UnsupportedError(
@@ -106,16 +112,18 @@ class ZeroTrainer:
         started = time.time()
         journal = Journal()
         error: RunFailedError | None = None
+        refused = False  # nothing was started: an earlier run's record stays
 
         def record() -> None:
             self._record(directory, journal, started)
 
         now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
+        request = self._request(directory, lambda: self._started(directory, journal, started), now_and_then, record)
+        earlier = directory.read_record_file()
         try:
-            drive(
-                self._request(directory, lambda: self._started(directory, journal, started), now_and_then, record),
-                journal,
-            )
+            with interruptible():
+                record()
+                drive(request, journal)
             journal.state = RunState.FINISHED
         except RunFailedError as failed:
             journal.state, error = RunState.FAILED, failed
@@ -123,10 +131,14 @@ class ZeroTrainer:
             journal.state = RunState.STOPPED
             raise
         except BaseException:
+            refused = journal.state is RunState.STARTING
             journal.state = RunState.FAILED
             raise
         finally:
-            self._record(directory, journal, started, error)
+            if refused:
+                directory.restore_record_file(earlier)
+            else:
+                self._record(directory, journal, started, error)
             self._write_trace(directory, journal)
         if error is not None and raise_on_error:
             raise error
@@ -158,6 +170,7 @@ class ZeroTrainer:
             run=self._run,
             directory=directory,
             on_report=self._on_report,
+            on_phase=self._on_phase or PhaseLines(),
             on_start=on_start,
             on_change=on_change,
             on_stop=on_stop,
@@ -166,15 +179,13 @@ class ZeroTrainer:
     def _record(
         self, directory: RunDirectory, journal: Journal, started: float, error: RayZeroError | None = None
     ) -> dict[str, Any]:
-        """Write ``run.json``, and return what is in it; a run that never came to running leaves none."""
-        if not journal.members:
-            return {}
+        """Write ``run.json``, and return what is in it."""
         record = {
             "run": self._run.name,
             "state": journal.state,
             "error": None if error is None else str(error),
             "started_at": started,
-            "ended_at": None if journal.state is RunState.RUNNING else time.time(),
+            "ended_at": None if journal.state.is_open else time.time(),
             "driver": {"pid": os.getpid(), "host": socket.gethostname()},
             "ray_address": journal.ray_address,
             "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),

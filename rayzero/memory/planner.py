@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from rayzero.counts import count
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
@@ -35,6 +36,11 @@ class OwnerPlan:
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
     @property
+    def who(self) -> str:
+        """How messages call the owner."""
+        return f"optimizer {self.owner} of {self.num_owners}"
+
+    @property
     def total(self) -> int:
         """All of it on the host."""
         return self.params + self.master + self.moments + self.gradients + self.staging + self.norms
@@ -45,7 +51,7 @@ class OwnerPlan:
             "parameters": self.params,
             "master": self.master,
             "moments": self.moments,
-            f"gradients of {self.world_size} ranks": self.gradients,
+            f"gradients of {count(self.world_size, 'rank')}": self.gradients,
             "staging": self.staging,
             "norms": self.norms,
         }
@@ -113,13 +119,9 @@ def check_plan(
     budget: bytes, ``cpu_memory_budget``; None: only the host counts. taken: bytes of it that the owner's other models
     have.
     owners_on_host: owners that share the host; each may take an equal part of what is free."""
-    who = f"optimizer {plan.owner} of {plan.num_owners}"
-    if budget is not None and plan.total > budget - taken:
-        others = f", of which other prepared models have {format_bytes(taken)}" if taken else ""
-        raise MemoryPlanError(
-            f"{who} needs {plan.describe()}, but cpu_memory_budget is {format_bytes(budget)}{others}; "
-            "raise cpu_memory_budget or num_optimizers"
-        )
+    if budget is not None:
+        check_budget(plan, budget, taken=taken)
+    who = plan.who
     free = limits.available // owners_on_host
     if plan.total > free:
         shared = f" (a share of {owners_on_host})" if owners_on_host > 1 else ""
@@ -129,13 +131,24 @@ def check_plan(
         )
 
 
+def check_budget(plan: OwnerPlan, budget: int, *, taken: int = 0) -> None:
+    """Raise MemoryPlanError, with the sum, when the plan needs more than ``cpu_memory_budget`` has left. Needs no
+    host: it can be asked before anything runs."""
+    if plan.total > budget - taken:
+        others = f", of which other prepared models have {format_bytes(taken)}" if taken else ""
+        raise MemoryPlanError(
+            f"{plan.who} needs {plan.describe()}, but cpu_memory_budget is {format_bytes(budget)}{others}; "
+            "raise cpu_memory_budget or num_optimizers"
+        )
+
+
 def check_device(plan: OwnerPlan, device: torch.device) -> None:
     """Raise MemoryPlanError, with the setting to change, when what an owner keeps on its rank's CUDA device is more
     than is free there now."""
     free = torch.cuda.mem_get_info(device)[0] if plan.on_device and device.type == "cuda" else None
     if free is not None and plan.on_device > free:
         raise MemoryPlanError(
-            f"optimizer {plan.owner} of {plan.num_owners} keeps {format_bytes(plan.on_device)} of masters and states "
+            f"{plan.who} keeps {format_bytes(plan.on_device)} of masters and states "
             f"on {device}, which has {format_bytes(free)} free; raise offload_fraction"
         )
 

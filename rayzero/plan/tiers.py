@@ -18,14 +18,14 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.planner import OwnerPlan, format_bytes, plan_owner
+from rayzero.memory.planner import OwnerPlan, check_budget, format_bytes, plan_owner
 from rayzero.memory.pool import buffer_bytes
 from rayzero.optimizer.ownership import device_owners
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.work import Work
 
-__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_fits", "plan_bytes"]
+__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
 
 FP32 = 4  # bytes
 
@@ -260,6 +260,12 @@ def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
     """Of one rank: pushes on their way out (engine/lane.py), and on a GPU what arrives for it."""
     leaving = 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
     return leaving + (device.parameters if hosts.on_gpu else 0)
+
+
+def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:
+    """Raise MemoryPlanError, with the sum, where an owner needs more than ``cpu_memory_budget``."""
+    for owner in run.owners:
+        check_budget(owner, zero.cpu_memory_budget)
 
 
 def check_fits(run: RunBytes, hardware: Hardware) -> None:

@@ -139,13 +139,18 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
 def reserve(work: RecipeWork) -> ScalingConfig:
     """The recipe's scaling, with the memory that each process needs at least (all of them on one host) asked of Ray
     where it does not say itself."""
-    scaling, run = work.recipe.scaling, recipe_bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
+    scaling, run = work.recipe.scaling, bytes_on_one_host(work)
     (host,) = run.hosts
     rank, owner = work.programs.of_host(1, 0), work.programs.of_host(0, 1)
     return scaling.replace(
         memory_per_worker=scaling.memory_per_worker or rank + host.of_ranks // host.ranks,
         memory_per_optimizer=scaling.memory_per_optimizer or owner + max(plan.total for plan in run.owners),
     )
+
+
+def bytes_on_one_host(work: RecipeWork) -> RunBytes:
+    """The bytes where all processes are on one host: the least that each of them needs."""
+    return recipe_bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
 
 
 def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rayzero.recipes.run_log import StepRow
 
 GIB = 1 << 30
+_LINES_S = 1.0  # off a terminal, steps faster than this do not all have a line
 
 
 def describe_row(row: StepRow) -> str:
@@ -20,20 +23,27 @@ def describe_row(row: StepRow) -> str:
 
 
 class ProgressLine:
-    """Shows rows as they come: a live bar on a terminal, one line for each validated step elsewhere.
+    """Shows rows as they come: a live bar on a terminal and a line for each validated step; elsewhere also a line for
+    every other step, one a second at most.
 
     Knows rows; not ranks, files or Ray."""
 
-    def __init__(self, progress: Progress, console: Console, total: int, done: int) -> None:
+    def __init__(
+        self, progress: Progress, console: Console, total: int, done: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._progress = progress
         self._console = console
         self._total = total
+        self._clock = clock
+        self._written = -math.inf  # when the last line was
         self._task = progress.add_task("starting", total=total, completed=done)
 
     def show(self, row: StepRow) -> None:
         """Draw one more step."""
         self._progress.update(self._task, completed=row.step, description=describe_row(row))
-        if row.validation_loss is not None:
+        quiet = self._console.is_terminal or self._clock() - self._written < _LINES_S
+        if row.validation_loss is not None or not quiet:
+            self._written = self._clock()
             self._console.print(f"step {row.step}/{self._total}  {describe_row(row)}", highlight=False)
 
 

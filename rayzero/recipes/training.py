@@ -21,10 +21,11 @@ from rayzero.config import ScalingConfig
 from rayzero.engine.starting import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.memory.process_memory import ProcessMemory
+from rayzero.plan.tiers import check_budgets
 from rayzero.recipes.lm import STEP_FLOPS, recipe_text, train_loop, unigram_baseline
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import RecipeWork, imported_memory, recipe_work, reserve
+from rayzero.recipes.planning import RecipeWork, bytes_on_one_host, imported_memory, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
@@ -82,10 +83,12 @@ def prepare_run(recipe: RecipeConfig) -> Prepared:
 
 def _work(recipe: RecipeConfig, text: Text, imported: ProcessMemory) -> RecipeWork | None:
     try:
-        return recipe_work(recipe, text.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
+        work = recipe_work(recipe, text.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
     except UnsupportedError as error:
         log.warning("no memory is reserved: %s", error)
         return None
+    check_budgets(bytes_on_one_host(work), recipe.zero)  # on more hosts owners need no less
+    return work
 
 
 def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
@@ -123,7 +126,7 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
         try:
             _refuse_changed(directory, prepared)
             return _run_in(directory, prepared, console)
-        except (ConfigError, UnsupportedError):  # refused by the cluster: it has no place for the run
+        except (ConfigError, UnsupportedError, KeyboardInterrupt, SystemExit):  # refused by the cluster, or stopped
             _withdraw(directory)
             raise
 
@@ -151,7 +154,7 @@ def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Tr
 
 
 def _withdraw(directory: RunDirectory) -> None:
-    """A run that was refused leaves nothing, where its directory is its own."""
+    """A run that never began to start leaves nothing, where its directory is its own; one that did has a record."""
     if directory.fresh and not (directory.path / RECORD).exists():
         for name in (CONFIG, METRICS):
             (directory.path / name).unlink(missing_ok=True)

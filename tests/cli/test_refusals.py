@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -89,6 +91,7 @@ def trained(tmp_path: Path) -> Path:
         (["--steps", "0"], "steps is 0 but must be greater than 0"),
         (["--workers", "0"], "num_workers is 0 but must be greater than 0"),
         (["zero.cpu_memory_budget=0"], "cpu_memory_budget is 0"),
+        (["zero.cpu_memory_budget=16KiB"], "optimizer 0 of 2 needs "),
         (["lr=fast"], "lr is 'fast' but must be a valid number"),
         (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
         (["one.yaml", "two.yaml"], "one recipe at a time"),
@@ -128,6 +131,25 @@ def test_train_refuses(tmp_path, arguments, message):
 def test_train_refuses_what_typer_refuses_with_the_same_code(tmp_path):
     assert rayzero("train", "--steps", "many", cwd=tmp_path).code == 2
     assert rayzero("trian", cwd=tmp_path).code == 2
+
+
+def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    message = refused("train", "--run-dir", "r", "data=text.txt", *SMALL, cwd=tmp_path)
+    assert f"RAY_ADDRESS is '{address}', and no Ray answers there (Connection refused)" in message
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_before_ray_starts_has_the_shells_code_and_leaves_nothing(tmp_path, monkeypatch, number, code):
+    monkeypatch.setattr("rayzero.recipes.training.unigram_baseline", lambda *_: os.kill(os.getpid(), number))
+    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    ended = rayzero("train", "data=text.txt", *SMALL, cwd=tmp_path)
+    assert ended.code == code, ended
+    assert "stopped before its first checkpoint" in ended.err
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["text.txt"]
 
 
 def test_resume_refuses_a_damaged_checkpoint(trained):

@@ -113,6 +113,19 @@ def test_off_a_terminal_it_prints_pictures_until_the_run_ends_with_its_end_state
     assert "state       failed" in capsys.readouterr().out
 
 
+def test_a_run_that_is_starting_is_waited_for(run, monkeypatch, capsys) -> None:
+    run.write("starting", telemetry=None)
+    after_the_first_look(monkeypatch, lambda: None, lambda: run.write("running"), run.step)
+    top(str(run.path), once=True, interval=1.0)
+    told = capsys.readouterr()
+    assert told.out.startswith("demo  running  step 1")
+    assert told.err == "run 'demo' is starting: its processes are not up yet\n"
+    run.write("starting", telemetry=None)
+    after_the_first_look(monkeypatch, lambda: run.write("failed", error="no place"))
+    top(str(run.path), once=True, interval=1.0)
+    assert "state       failed" in capsys.readouterr().out
+
+
 def test_processes_that_discovery_tells_of_later_are_shown_and_one_that_is_mute_is_named(
     run, monkeypatch, capsys
 ) -> None:

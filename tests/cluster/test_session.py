@@ -13,6 +13,9 @@ import psutil
 import pytest
 import ray
 
+from rayzero.cluster import session
+from rayzero.cluster.ray_address import RayAddress
+from rayzero.cluster.run_dir import read_record
 from rayzero.cluster.session import ray_session
 
 from .processes import everyone_of, start_script, still_there
@@ -34,7 +37,7 @@ def test_sigterm_while_ray_starts_is_a_stop_and_leaves_nothing_of_it(tmp_path: P
         said = script.communicate(timeout=100)[0]
         assert script.returncode == 143, said
         assert still_there([one for one in psutil.process_iter() if logs_to(ray_files, one)], timeout_s=20) == []
-    assert not (tmp_path / "script" / "run.json").exists()
+    assert read_record(tmp_path / "script")["state"] == "stopped"
 
 
 def logs_to(ray_files: str, process: psutil.Process) -> bool:
@@ -53,3 +56,19 @@ def test_a_signal_while_ray_is_taken_down_waits(monkeypatch: pytest.MonkeyPatch)
     with ray_session():
         pass
     assert left == [None]
+
+
+@pytest.mark.parametrize(("joined", "went_on"), [(None, [None]), ("127.0.0.1:6379", [])])
+def test_a_signal_waits_while_ray_is_started_here_and_ends_a_join_at_once(
+    monkeypatch: pytest.MonkeyPatch, joined: str | None, went_on: list[None]
+) -> None:
+    """Ray that is told to start and left in the middle of it stays; a cluster that does not answer is waited for."""
+    left: list[None] = []
+    monkeypatch.setattr(session, "find_ray", lambda: RayAddress(joined))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: left.append(terminate()))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(SystemExit) as stopped, ray_session():
+        pytest.fail("the session began")
+    assert stopped.value.code == 143
+    assert left == went_on

@@ -11,7 +11,7 @@ from rich.console import Console
 from saved import save_checkpoint
 
 from rayzero.cluster.run_lock import RunLock
-from rayzero.errors import CheckpointError, ConfigError, DataError, UnsupportedError
+from rayzero.errors import CheckpointError, ConfigError, DataError, MemoryPlanError, UnsupportedError
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.training import prepare_run, run_prepared
@@ -35,7 +35,13 @@ def test_a_transformers_model_is_measured_without_allocating_it(recipe, tmp_path
     pytest.importorskip("transformers")
     huge = {"model_type": "gpt2", "n_layer": 96, "n_head": 96, "n_embd": 12288, "n_positions": 64, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(huge))
-    assert prepare_run(recipe.replace(model=f"hf:{tmp_path / 'config.json'}")).num_params > 170e9
+    roomy = {"cpu_memory_budget": "4TiB", "max_cpu_memory_mb": 1 << 23}
+    assert prepare_run(recipe.replace(model=f"hf:{tmp_path / 'config.json'}", zero=roomy)).num_params > 170e9
+
+
+def test_too_little_memory_for_an_owner_is_told_with_the_sum_before_anything_starts(recipe):
+    with pytest.raises(MemoryPlanError, match=r"optimizer 0 of 2 needs .* = .*master .* cpu_memory_budget is 16 KiB"):
+        prepare_run(recipe.replace(zero={"cpu_memory_budget": "16KiB"}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""What a run leaves and says while it starts, and when that ends early; without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.cluster import trainer as trainer_module
+from rayzero.cluster.driver import Journal, RunRequest
+from rayzero.cluster.phases import PhaseLines
+from rayzero.cluster.run_dir import RECORD, read_record
+from rayzero.cluster.status import run_status
+from rayzero.cluster.tracing import trace_run
+from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.config import RunConfig
+from rayzero.errors import ConfigError, RunFailedError
+
+Drive = Callable[[RunRequest, Journal], None]
+
+
+@pytest.fixture
+def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Drive], None]:
+    """``fit(drive)``: a run in ``tmp_path/r`` whose driver does what the test says."""
+
+    def run(drive: Drive) -> None:
+        monkeypatch.setattr(trainer_module, "drive", drive)
+        ZeroTrainer(lambda: None, run_config=RunConfig(name="r", storage_path=str(tmp_path))).fit()
+
+    return run
+
+
+def test_a_run_that_starts_has_a_record_that_says_so(fit, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def look(request: RunRequest, journal: Journal) -> None:
+        seen.append(run_status(tmp_path / "r"))
+        with pytest.raises(ConfigError, match="run 'r' is still starting"):
+            trace_run(tmp_path / "r", 1.0)
+
+    fit(look)
+    assert [(record["state"], record["ended_at"], record["members"]) for record in seen] == [("starting", None, [])]
+    assert read_record(tmp_path / "r")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_stop_while_a_run_starts_leaves_a_record_of_a_stopped_run(fit, tmp_path: Path, number, raised) -> None:
+    with pytest.raises(raised):
+        fit(lambda request, journal: os.kill(os.getpid(), number))
+    record = run_status(tmp_path / "r")
+    assert record["state"] == "stopped"
+    assert record["ended_at"] >= record["started_at"]
+
+
+def test_a_run_that_could_not_start_leaves_a_record_of_a_failed_run(fit, tmp_path: Path) -> None:
+    def fail(request: RunRequest, journal: Journal) -> None:
+        raise RunFailedError("cannot join Ray")
+
+    with pytest.raises(RunFailedError):
+        fit(fail)
+    record = run_status(tmp_path / "r")
+    assert (record["state"], record["error"]) == ("failed", "cannot join Ray")
+
+
+def test_a_run_that_is_refused_leaves_the_record_that_was_there(fit, tmp_path: Path) -> None:
+    def refuse(request: RunRequest, journal: Journal) -> None:
+        raise ConfigError("no place")
+
+    with pytest.raises(ConfigError):
+        fit(refuse)
+    assert read_record(tmp_path / "r") is None
+    fit(lambda request, journal: None)
+    before = (tmp_path / "r" / RECORD).read_bytes()
+    with pytest.raises(ConfigError):
+        fit(refuse)
+    assert (tmp_path / "r" / RECORD).read_bytes() == before
+
+
+def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys) -> None:
+    now = iter((100.0, 100.0, 112.34))
+    phases = PhaseLines(lambda: next(now))
+    phases("starting Ray on this machine")
+    phases("starting 2 ranks")
+    assert capsys.readouterr().err == "  0.0 s  starting Ray on this machine\n 12.3 s  starting 2 ranks\n"
+    fit(lambda request, journal: request.on_phase("something"))
+    assert capsys.readouterr().err.endswith(" s  something\n")
