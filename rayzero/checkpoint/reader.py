@@ -16,6 +16,7 @@ from torch import Tensor
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece
 from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders, rank_file_name
+from rayzero.counts import count
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.messages import FileEntry, Hyper, ModelSpec
@@ -164,7 +165,9 @@ class CheckpointReader:
     def _rank_file(self, rank: int) -> Any:
         entry = next((e for e in self.manifest.rank_files if e.name == rank_file_name(rank)), None)
         if entry is None:
-            raise CheckpointError(f"{self.directory} has no state of rank {rank}: {self.world_size} ranks wrote it")
+            raise CheckpointError(
+                f"{self.directory} has no state of rank {rank}: {count(self.world_size, 'rank')} wrote it"
+            )
         if (entry.name, "") not in self._verified:
             _check_hash(self.directory / entry.name, entry)
             self._verified.add((entry.name, ""))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.config.base import parse_bytes
+from rayzero.counts import count
 from rayzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ def format_plan(planned: RecipePlan) -> str:
     recipe, device, bound = planned.of.recipe, planned.bytes.device, planned.bound
     where = "GPU" if planned.hardware.hosts.on_gpu else "CPU rank"
     lines = [
-        f"{recipe.model}, {planned.of.num_params:,} parameters in {len(planned.of.layout.units)} units, "
-        f"{recipe.scaling.num_workers} ranks, {recipe.scaling.num_optimizers} optimizer actors, "
+        f"{recipe.model}, {planned.of.num_params:,} parameters in {count(len(planned.of.layout.units), 'unit')}, "
+        f"{count(recipe.scaling.num_workers, 'rank')}, {count(recipe.scaling.num_optimizers, 'optimizer actor')}, "
         f"{recipe.zero.precision}",
         "",
         f"bytes of each {where}      at rest {format_bytes(device.resting)}, forward "

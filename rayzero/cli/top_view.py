@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayzero.cli.top_model import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
+from rayzero.counts import count
 from rayzero.memory.planner import format_bytes
 
 __all__ = ["render"]
@@ -62,7 +63,7 @@ def _since(picture: Picture) -> Text:
     stepped += "" if picture.eta_seconds is None else f"; {_clock(picture.eta_seconds)} left"
     if picture.span is None:
         return Text(f"means since the start: no step ended between two looks{stepped}", "yellow")
-    return Text(f"{picture.steps} steps in the last {_seconds(picture.span)}{stepped}", "dim")
+    return Text(f"{count(picture.steps, 'step')} in the last {_seconds(picture.span)}{stepped}", "dim")
 
 
 def _phases(phases: dict[str, float]) -> RenderableType:

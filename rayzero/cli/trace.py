@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rayzero.cli.run_choice import find_run
+from rayzero.counts import count
 
 
 def trace(
@@ -26,4 +27,5 @@ def trace(
     spans = [span for one in found.values() for span in one.spans]
     steps = sorted({span.step for span in spans})
     covered = f"steps {steps[0]} to {steps[-1]}" if steps else "no step: watch longer with --seconds"
-    typer.echo(f"{path}: {len(spans):,} spans of {len(found)} processes, {covered}; open it at https://ui.perfetto.dev")
+    counted = f"{count(len(spans), 'span')} of {count(len(found), 'process', 'processes')}"
+    typer.echo(f"{path}: {counted}, {covered}; open it at https://ui.perfetto.dev")

@@ -12,6 +12,7 @@ import typer
 
 from rayzero.cli.run_choice import newest_run
 from rayzero.config import RunConfig, apply_overrides, read_yaml
+from rayzero.counts import count
 from rayzero.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -144,9 +145,10 @@ def announce(prepared: Prepared, console: Console) -> None:
     recipe, text = prepared.recipe, prepared.text
     start = f" from step {prepared.resume_step}" if prepared.resume_step else ""
     console.print(
-        f"{recipe.model}, {prepared.num_params:,} parameters, on {text.num_files} files "
-        f"({text.size_bytes / 1e6:.1f} MB): {recipe.steps} steps{start}, {recipe.scaling.num_workers} ranks, "
-        f"{recipe.scaling.num_optimizers} optimizer actors, {recipe.zero.precision}",
+        f"{recipe.model}, {prepared.num_params:,} parameters, on {count(text.num_files, 'file')} "
+        f"({text.size_bytes / 1e6:.1f} MB): {count(recipe.steps, 'step')}{start}, "
+        f"{count(recipe.scaling.num_workers, 'rank')}, "
+        f"{count(recipe.scaling.num_optimizers, 'optimizer actor')}, {recipe.zero.precision}",
         highlight=False,
         soft_wrap=True,
     )
@@ -158,7 +160,7 @@ def summarise(prepared: Prepared, training: Training, console: Console) -> None:
     moved = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sorted(result.transfers.items()))
     lines = [
         f"validation loss {last.validation_loss:.3f} nats per token, unigram baseline {training.unigram:.3f}",
-        f"{last.step} steps, {last.tokens:,} tokens, {result.seconds:.0f} s; moved: {moved}",
+        f"{count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; moved: {moved}",
         f"run        {result.path}",
         f"checkpoint {result.checkpoint}",
         f"curve      {training.picture}",

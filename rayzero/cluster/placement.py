@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rayzero.cluster.ray_alive import ray_answers
 from rayzero.cluster.resources import Group, ResourcePlan, Share, missing_resources
 from rayzero.cluster.session import alive_nodes, free_resources, started_here
+from rayzero.counts import count
 from rayzero.errors import ConfigError
 
 __all__ = ["Placement", "placed"]
@@ -87,7 +88,8 @@ def _busy(plan: ResourcePlan, num_ready: int, timeout_s: float) -> str:
     free = free_resources()
     return (
         f"only {num_ready} of {len(plan.groups)} groups of processes found a place within {timeout_s:g} s: the run "
-        f"needs {plan.cpus:g} CPUs and {plan.gpus} GPUs in all, and {free.cpus:g} CPUs and {free.gpus:g} GPUs are free "
+        f"needs {count(plan.cpus, 'CPU')} and {count(plan.gpus, 'GPU')} in all, and "
+        f"{count(free.cpus, 'CPU')} and {count(free.gpus, 'GPU')} are free "
         "beside what it has already; others use the rest. Wait for them, lower scaling_config.cpus_per_worker and "
         "cpus_per_optimizer, or raise scaling_config.placement_timeout"
     )

@@ -16,6 +16,7 @@ from typing import Literal
 
 from rayzero.cluster.labels import in_words, matches
 from rayzero.config import ScalingConfig
+from rayzero.counts import count
 from rayzero.memory.planner import format_bytes
 
 __all__ = [
@@ -149,13 +150,13 @@ def missing_resources(plan: ResourcePlan, nodes: Sequence[Node]) -> str | None:
     if _fits(plan.groups, nodes):
         return None
     if plan.gpus > (gpus := sum(node.gpus for node in nodes)):
-        need = f"{plan.gpus} GPUs (scaling_config.use_gpu: 1 for each of {plan.num_workers} ranks)"
+        need = f"{count(plan.gpus, 'GPU')} (scaling_config.use_gpu: 1 for each of {count(plan.num_workers, 'rank')})"
         return f"the run needs {need}, the cluster has {gpus:g}; lower num_workers or set use_gpu=False"
     for group in plan.groups:
         if not any(matches(group.labels, node.labels) for node in nodes):
             return _no_such_node(group, nodes)
     if plan.cpus > (cpus := sum(node.cpus for node in nodes)):
-        return f"the run needs {_cpu_demand(plan)}, the cluster has {cpus:g} CPUs; {_LOWER}"
+        return f"the run needs {_cpu_demand(plan)}, the cluster has {count(cpus, 'CPU')}; {_LOWER}"
     if plan.memory > (memory := sum(node.memory for node in nodes)):
         return f"the run needs {_memory_demand(plan)}, the cluster has {format_bytes(int(memory))}; {_LESS_MEMORY}"
     together = "a rank and the optimizers beside it need one node" if _stand_together(plan) else "each needs one node"
@@ -168,8 +169,10 @@ def missing_resources(plan: ResourcePlan, nodes: Sequence[Node]) -> str | None:
 
 def describe_nodes(nodes: Sequence[Node]) -> str:
     """``2 nodes (8 CPUs, 1 GPU; 4 CPUs)``: for error messages."""
-    inside = "; ".join(f"{node.cpus:g} CPUs" + (f", {node.gpus:g} GPUs" if node.gpus else "") for node in nodes)
-    return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} ({inside})"
+    inside = "; ".join(
+        count(node.cpus, "CPU") + (f", {count(node.gpus, 'GPU')}" if node.gpus else "") for node in nodes
+    )
+    return f"{count(len(nodes), 'node')} ({inside})"
 
 
 _LOWER = "lower scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
@@ -193,22 +196,23 @@ def _stand_together(plan: ResourcePlan) -> bool:
 
 def _cpu_demand(plan: ResourcePlan) -> str:
     return (
-        f"{plan.cpus:g} CPUs ({plan.num_workers} ranks x {plan.worker.cpus:g} + "
-        f"{plan.num_optimizers} optimizers x {plan.optimizer.cpus:g})"
+        f"{count(plan.cpus, 'CPU')} ({count(plan.num_workers, 'rank')} x {plan.worker.cpus:g} + "
+        f"{count(plan.num_optimizers, 'optimizer')} x {plan.optimizer.cpus:g})"
     )
 
 
 def _memory_demand(plan: ResourcePlan) -> str:
     return (
-        f"{format_bytes(plan.memory)} of memory ({plan.num_workers} ranks x {format_bytes(plan.worker.memory)} + "
-        f"{plan.num_optimizers} optimizers x {format_bytes(plan.optimizer.memory)})"
+        f"{format_bytes(plan.memory)} of memory ("
+        f"{count(plan.num_workers, 'rank')} x {format_bytes(plan.worker.memory)} + "
+        f"{count(plan.num_optimizers, 'optimizer')} x {format_bytes(plan.optimizer.memory)})"
     )
 
 
 def _groups_in_words(plan: ResourcePlan) -> str:
     def words(piece: tuple[Share, ...]) -> str:
         cpus, gpus, memory = _sum(piece)
-        parts = [f"{cpus:g} CPUs"] + [f"{gpus:g} GPU"] * bool(gpus) + [format_bytes(int(memory))] * bool(memory)
+        parts = [count(cpus, "CPU")] + [count(gpus, "GPU")] * bool(gpus) + [format_bytes(int(memory))] * bool(memory)
         return " and ".join(parts)
 
     return ", ".join(dict.fromkeys(words(piece) for group in plan.groups for piece in group.pieces()))

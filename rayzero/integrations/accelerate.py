@@ -26,6 +26,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from rayzero.config import ZeroConfig
+from rayzero.counts import count
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
@@ -109,8 +110,9 @@ class ZeroAccelerator(Accelerator):
             return super().prepare(*args, device_placement=device_placement)
         if (len(models), len(optimizers)) != (1, 1):
             raise UnsupportedError(
-                f"accelerator.prepare() was given {len(models)} models and {len(optimizers)} optimizers; RayZero "
-                "prepares one model with its one optimizer, in one call. A model that is not trained: "
+                f"accelerator.prepare() was given {count(len(models), 'model')} and "
+                f"{count(len(optimizers), 'optimizer')}; RayZero prepares one model with its one "
+                "optimizer, in one call. A model that is not trained: "
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
         (model,), (plain,) = models, optimizers

@@ -22,6 +22,7 @@ from itertools import accumulate, groupby, pairwise, takewhile
 
 import torch
 
+from rayzero.counts import count
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.layout.rank_mapping import RankMapping
@@ -44,7 +45,7 @@ class ShardMap:
         if self.num_owners < 1:
             raise ConfigError(f"a shard map needs at least 1 owner, got {self.num_owners}")
         if len(self.owners) != len(self.sizes):
-            raise ConfigError(f"a shard map has {len(self.owners)} owners for {len(self.sizes)} items")
+            raise ConfigError(f"a shard map has {count(len(self.owners), 'owner')} for {len(self.sizes)} items")
         if any(not 0 <= owner < self.num_owners for owner in self.owners):
             raise ConfigError(f"a shard map's owners must be in 0..{self.num_owners - 1}, got {set(self.owners)}")
         if any(size < 0 for size in self.sizes):
@@ -89,7 +90,7 @@ class ShardMap:
     def owner(self, shard: int) -> int:
         """The owner of item ``shard``."""
         if not 0 <= shard < len(self.owners):
-            raise ConfigError(f"shard {shard} does not exist; this map has {len(self.owners)} shards")
+            raise ConfigError(f"shard {shard} does not exist; this map has {count(len(self.owners), 'shard')}")
         return self.owners[shard]
 
     def owns(self, owner: int, shard: int) -> bool:
@@ -171,9 +172,9 @@ def shard_map_for(
     on_device = device_shards(layout, offload_fraction) if num_device_owners else range(0)
     on_host = [index for index in range(len(sizes)) if index not in set(on_device)]
     owners = [0] * len(sizes)
-    for indices, first, count in ((on_host, 0, num_host_owners), (on_device, num_host_owners, num_device_owners)):
-        if count:
-            part = _spread([sizes[i] for i in indices], [units[i] for i in indices], count, policy)
+    for indices, first, num in ((on_host, 0, num_host_owners), (on_device, num_host_owners, num_device_owners)):
+        if num:
+            part = _spread([sizes[i] for i in indices], [units[i] for i in indices], num, policy)
             for index, owner in zip(indices, part.owners, strict=True):
                 owners[index] = first + owner
     return ShardMap(tuple(owners), tuple(sizes), num_owners, num_device_owners)

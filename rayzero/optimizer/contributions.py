@@ -10,6 +10,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from rayzero.counts import count
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.messages import Clamp, Contribution, FinishReport, NormParts, Pushed
 from rayzero.optimizer.landing import Admission, Landing, RankGradients, check_push
@@ -237,9 +238,11 @@ def check_reports(step: int, reports: Sequence[FinishReport], world_size: int, n
     alike = all(report.step == step and report.clamp == reports[0].clamp for report in reports)
     if ranks != list(range(world_size)) or not alike:
         raise StepMismatchError(
-            f"step {step} needs a report of each of {world_size} ranks, got "
+            f"step {step} needs a report of each of {count(world_size, 'rank')}, got "
             f"{[(report.rank, report.step) for report in reports]} as (rank, step)"
         )
     for report in reports:
         if len(report.counts) != num_units:
-            raise StoreError(f"rank {report.rank} counted {len(report.counts)} units, the layout has {num_units}")
+            raise StoreError(
+                f"rank {report.rank} counted {count(len(report.counts), 'unit')}, the layout has {num_units}"
+            )

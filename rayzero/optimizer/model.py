@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rayzero.counts import count
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.planner import OwnerPlan, check_device, check_plan, host_limits, plan_owner
@@ -139,6 +140,6 @@ def _layout_difference(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, str
         if a != b:
             return f"{a} ({ours.digest[:8]})", f"{b} ({theirs.digest[:8]})"
     return (
-        f"{len(ours_units)} units in shards of {ours.shard_numel} elements ({ours.digest[:8]})",
-        f"{len(their_units)} units in shards of {theirs.shard_numel} elements ({theirs.digest[:8]})",
+        f"{count(len(ours_units), 'unit')} in shards of {ours.shard_numel} elements ({ours.digest[:8]})",
+        f"{count(len(their_units), 'unit')} in shards of {theirs.shard_numel} elements ({theirs.digest[:8]})",
     )

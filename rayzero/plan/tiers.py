@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.counts import count
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
@@ -81,7 +82,7 @@ class HostBytes:
 
     @property
     def _beside(self) -> str:
-        return f" and {self.beside} owners beside ranks" if self.beside else ""
+        return f" and {count(self.beside, 'owner')} beside ranks" if self.beside else ""
 
     @property
     def of_ranks(self) -> int:
@@ -96,11 +97,11 @@ class HostBytes:
     def describe(self) -> str:
         """The sum, term by term, for people."""
         terms = {
-            f"{self.owners} optimizer actors" + self._beside: self.owner_bytes,
+            f"{count(self.owners, 'optimizer actor')}" + self._beside: self.owner_bytes,
             "staging": self.staging,
             "offloaded activations": self.activations,
-            f"{self.ranks} ranks computing": self.compute,
-            f"{self.ranks + self.owners + self.coordinator} programs": self.programs,
+            f"{count(self.ranks, 'rank')} computing": self.compute,
+            f"{count(self.ranks + self.owners + self.coordinator, 'program')}": self.programs,
         }
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rayzero.counts import count
 from rayzero.errors import ConfigError
 
 INIT_STD = 0.02
@@ -122,7 +123,7 @@ class GPT(nn.Module):
         """Logits of the next token at every position."""
         seq = tokens.shape[1]
         if seq > self.config.seq_len:
-            raise ConfigError(f"input has {seq} tokens, the model was built for seq_len {self.config.seq_len}")
+            raise ConfigError(f"input has {count(seq, 'token')}, the model was built for seq_len {self.config.seq_len}")
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos[:seq], self.sin[:seq])

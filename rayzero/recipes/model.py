@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rayzero.counts import count
 from rayzero.errors import ConfigError
 from rayzero.recipes.gpt import GPT
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
@@ -53,7 +54,9 @@ def _check_hf_sizes(config: Any, path: Path, seq_len: int, vocab_size: int) -> N
     if positions is not None and positions < seq_len:
         raise ConfigError(f"model: {path} has {positions} positions, seq_len is {seq_len}; lower seq_len")
     if config.vocab_size < vocab_size:
-        raise ConfigError(f"model: {path} has vocab_size {config.vocab_size}, the tokenizer has {vocab_size} tokens")
+        raise ConfigError(
+            f"model: {path} has vocab_size {config.vocab_size}, the tokenizer has {count(vocab_size, 'token')}"
+        )
 
 
 def _first_line(error: Exception) -> str:

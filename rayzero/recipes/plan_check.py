@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rayzero.counts import count
 from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.recipes.planning import RecipeWork, plan_recipe, recipe_bytes, recipe_hardware
@@ -104,7 +105,7 @@ class PlanCheck:
     def _finish(self, rows: tuple[Compared, ...]) -> None:
         self._done = True
         steps = len(self._seconds)
-        self._say("\n".join([f"plan against measured, after {steps} steps", *format_compared(rows)]))
+        self._say("\n".join([f"plan against measured, after {count(steps, 'step')}", *format_compared(rows)]))
         temporary = self._run_dir / f".{PLAN}.tmp"
         compared = [row.to_json() for row in rows]
         temporary.write_text(json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n", encoding="utf-8")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayzero.counts import count
 from rayzero.errors import ConfigError, DataError
 
 STDLIB = "stdlib"  # the Python standard library's own sources
@@ -215,9 +216,9 @@ def require_enough(text: Text, seq_len: int) -> None:
     for name, tokens in (("training", text.train), ("validation", text.validation)):
         if len(tokens) < seq_len + 2:
             raise DataError(
-                f"data: the {name} split has {len(tokens):,} tokens of {text.num_files} files ({text.size_bytes:,} "
-                f"bytes), too few for seq_len {seq_len}; give more text, a smaller seq_len, or another "
-                "validation_fraction or split"
+                f"data: the {name} split has {count(len(tokens), 'token')} of {count(text.num_files, 'file')} "
+                f"({text.size_bytes:,} bytes), too few for seq_len {seq_len}; give more text, a smaller seq_len, or "
+                "another validation_fraction or split"
             )
 
 

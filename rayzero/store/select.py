@@ -40,7 +40,7 @@ def connect_store(
         raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
     if reason is not None:
         level = logging.INFO if share is None else logging.WARNING  # slower than what was hoped for
-        log.log(level, "rank %d: gRPC to all %d owners: %s", rank, len(addresses), reason)
+        log.log(level, "rank %d: gRPC to every owner (%d): %s", rank, len(addresses), reason)
     return RemoteStore(
         rank,
         addresses,

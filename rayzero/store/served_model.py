@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rayzero.counts import count
 from rayzero.errors import ConfigError, StoreError
 from rayzero.optimizer.lead import StepLead
 from rayzero.optimizer.peers import OwnerPeer
@@ -51,7 +52,7 @@ class ServedModel:
         """See ``OwnerServer.connect_peers``. Call it off the event loop."""
         service, terms = self._service, self._terms
         if len(addresses) != service.num_owners:
-            raise ConfigError(f"{len(addresses)} addresses for {service.num_owners} owners")
+            raise ConfigError(f"{len(addresses)} addresses for {count(service.num_owners, 'owner')}")
         self._peers = [
             RemotePeer(
                 owner,

@@ -66,7 +66,7 @@ def test_what_is_not_there_is_named(written, directory):
         reader.read_slice("w", MASTER, 0, 324)
     with pytest.raises(CheckpointError, match=r"no elements .* of 'max_exp_avg_sq' of 'b'.*exp_avg"):
         reader.read_slice("b", "max_exp_avg_sq", 0, 7)
-    with pytest.raises(CheckpointError, match="no state of rank 3: 1 ranks wrote it"):
+    with pytest.raises(CheckpointError, match="no state of rank 3: 1 rank wrote it"):
         reader.rank_state(3)
 
 

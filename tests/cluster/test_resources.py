@@ -97,7 +97,7 @@ def test_packed_optimizers_are_a_group_of_their_own_that_may_be_on_several_nodes
     assert plan.place_of_optimizer(1) == (2, 1)
     assert missing_resources(plan, nodes) is None
     assert missing_resources(plan, [Node(cpus=7), Node(cpus=1)]) is None
-    assert "each needs one node: no way to place 1 CPUs, 3 CPUs on 4 nodes" in str(
+    assert "each needs one node: no way to place 1 CPU, 3 CPUs on 4 nodes" in str(
         missing_resources(plan, [Node(cpus=2)] * 4)
     )
 

@@ -234,9 +234,9 @@ def test_model_and_optimizer_must_come_together(alone: RankContext) -> None:
     accelerator = ZeroAccelerator(cpu=True)
     model, optimizer = make()
     for objects, counts in (
-        ((model,), "1 models and 0 optimizers"),
-        ((optimizer,), "0 models and 1 optimizers"),
-        ((model, Net(), optimizer), "2 models and 1 optimizers"),
+        ((model,), "1 model and 0 optimizers"),
+        ((optimizer,), "0 models and 1 optimizer"),
+        ((model, Net(), optimizer), "2 models and 1 optimizer"),
     ):
         with pytest.raises(UnsupportedError, match=f"was given {counts}.*in one call"):
             accelerator.prepare(*objects)

@@ -175,7 +175,7 @@ def test_edges_are_defined(make: Callable[[list[int], int], ShardMap]) -> None:
 def test_wrong_tables_and_policies_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"0\.\.1"):
         ShardMap((2,), (1,), 2)
-    with pytest.raises(ConfigError, match="1 owners for 2 items"):
+    with pytest.raises(ConfigError, match="1 owner for 2 items"):
         ShardMap((0,), (1, 1), 2)
     with pytest.raises(ConfigError, match=">= 0 bytes"):
         ShardMap((0,), (-1,), 2)

@@ -262,7 +262,7 @@ def test_a_collect_may_be_repeated_and_replaced() -> None:
         assert second.result(WAIT).parts
         with pytest.raises(StepMismatchError, match="is in step 0, asked to collect 5"):
             owner.collect(5).result(WAIT)
-        with pytest.raises(StoreError, match="rank 0 counted 1 units, the layout has 3"):
+        with pytest.raises(StoreError, match="rank 0 counted 1 unit, the layout has 3"):
             owner.service.collect(0, counted(owner.reports(), (1,))).result(WAIT)
 
 

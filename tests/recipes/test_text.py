@@ -61,7 +61,7 @@ def test_an_empty_folder_and_empty_text_are_errors(tmp_path):
     with pytest.raises(DataError, match="holds no text files"):
         load(tmp_path)
     write_files(tmp_path, {"empty.txt": b""})
-    with pytest.raises(DataError, match="the training split has 0 tokens of 1 files"):
+    with pytest.raises(DataError, match="the training split has 0 tokens of 1 file"):
         require_enough(load(tmp_path), 16)
 
 

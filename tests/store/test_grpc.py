@@ -621,7 +621,7 @@ def test_an_unknown_failure_is_a_store_error_that_says_it() -> None:
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("grpc", "rank 0: gRPC to all 1 owners: transport='grpc' was asked for"),
+        ("grpc", "rank 0: gRPC to every owner (1): transport='grpc' was asked for"),
         ("auto", "rank 0: gRPC (another host or container) to optimizers [0]"),
     ],
 )
@@ -644,7 +644,7 @@ def test_auto_without_shared_memory_warns_and_shm_refuses(caplog: pytest.LogCapt
         connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent"), **options).close()
         with pytest.raises(UnsupportedError, match="/nonexistent cannot be written to; use 'auto' or 'grpc'"):
             connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent", transport="shm"), **options)
-    assert caplog.messages == ["rank 0: gRPC to all 1 owners: /nonexistent cannot be written to"]
+    assert caplog.messages == ["rank 0: gRPC to every owner (1): /nonexistent cannot be written to"]
 
 
 def test_the_generated_code_is_current() -> None:
