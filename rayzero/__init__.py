@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rayzero.errors import RayZeroError
     from rayzero.hybrid import HybridDeviceOptimizer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "HybridDeviceOptimizer",
     "RankContext",
@@ -76,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])

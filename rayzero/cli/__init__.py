@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+import rayzero
 from rayzero.cli.bench import bench
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
@@ -23,12 +25,28 @@ _BAD_INPUT = (ConfigError, UnsupportedError, DataError, CheckpointError)
 
 app = typer.Typer(
     name="rayzero",
-    help="Train PyTorch models whose states do not fit on the GPUs, on a Ray cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rayzero {rayzero.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train PyTorch models whose states do not fit on the GPUs, on a Ray cluster."""
+
+
 app.command()(train)
 app.command()(status)
 app.command()(top)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.cli.run_choice import newest_run
-from rayzero.config import RunConfig, apply_overrides, read_yaml
+from rayzero.config import RunConfig, apply_overrides, describe_settings, read_yaml
 from rayzero.counts import count
 from rayzero.errors import ConfigError, RunFailedError
 
@@ -35,8 +35,16 @@ def train(
     run_dir: Annotated[str | None, typer.Option(help="Where the run's files go; default: a new one in runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (default: newest).")] = False,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    help_config: Annotated[
+        bool, typer.Option("--help-config", help="List every setting, with its unit and default, and exit.")
+    ] = False,
 ) -> None:
     """Train a language model on text. Without arguments: a small GPT on the Python standard library's sources."""
+    if help_config:
+        from rayzero.recipes.recipe import RecipeConfig
+
+        typer.echo("\n".join(describe_settings(RecipeConfig)))
+        return
     options = {
         "steps": steps,
         "scaling.num_workers": workers,

@@ -1,13 +1,29 @@
 """What a user may set: frozen values, checked where they are made, in Python or YAML.
 
 A wrong setting is one line, a :class:`~rayzero.errors.ConfigError` that names it, its value and what is allowed.
-Every field's docstring says exactly what it changes; ``json_schema()`` carries the same texts to editors.
+Every field's docstring says exactly what it changes, and its first sentence stands alone: ``help()``, ``rayzero train
+--help-config`` and ``json_schema()`` show the same texts. Constructors are written out for type checkers alone: what
+goes in ("4GiB", a Path) is wider than what comes out.
 """
 
 from __future__ import annotations
 
-from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Processes, Size, parse_bytes
+from rayzero.config.base import (
+    GIB,
+    KIB,
+    MIB,
+    ConfigModel,
+    Count,
+    Flag,
+    Positive,
+    Processes,
+    Seconds,
+    Share,
+    Size,
+    parse_bytes,
+)
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
+from rayzero.config.described import describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.telemetry import TelemetryConfig
 from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml
@@ -26,10 +42,13 @@ __all__ = [
     "Processes",
     "RunConfig",
     "ScalingConfig",
+    "Seconds",
+    "Share",
     "Size",
     "TelemetryConfig",
     "ZeroConfig",
     "apply_overrides",
+    "describe_settings",
     "load_yaml",
     "parse_bytes",
     "read_yaml",

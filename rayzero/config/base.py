@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
 
+from rayzero.config.described import Settings, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 
@@ -48,12 +49,15 @@ Size = Annotated[
     BeforeValidator(parse_bytes),
     Strict(),
     Field(gt=0),
+    Unit("bytes"),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _BYTE_TEXT.pattern}]}
     ),
 ]
-Share = Annotated[float, Strict(), Field(ge=0, le=1)]
+Mebibytes = Annotated[Count, Unit("MiB")]
+Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[Positive, Unit("seconds")]
 
 
 # ---- one-line errors --------------------------------------------------------------------------------------------
@@ -97,6 +101,7 @@ class ConfigModel(BaseModel):
     if not TYPE_CHECKING:  # type checkers keep the fields' own signature
 
         def __init__(self, **settings: Any) -> None:
+            """Raises ConfigError, one line, for an unknown setting or a wrong value."""
             try:
                 super().__init__(**settings)
             except ValidationError as error:
@@ -104,6 +109,12 @@ class ConfigModel(BaseModel):
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise ConfigError(f"{type(self).__name__} is frozen: use .replace({name}=...) for a new one")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Have ``help()`` show the settings, a line each, instead of pydantic's annotations."""
+        cls.__doc__ = f"{cls.__doc__}\n\nSettings:\n\n" + "\n".join(f"    {line}" for line in describe_fields(cls))
+        cls.__signature__ = Settings.of(cls.__signature__)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
@@ -124,7 +135,10 @@ class ConfigModel(BaseModel):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """JSON schema of the YAML form, for editors."""
-        return cls.model_json_schema()
+        schema = cls.model_json_schema()
+        for one in (schema, *schema.get("$defs", {}).values()):
+            one["description"] = one.get("description", "").partition("\n\nSettings:")[0]
+        return schema
 
     def replace(self, **changes: Any) -> Self:
         """A new config with some settings changed, checked like any other."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from rayzero.config.base import ConfigModel, Count, Flag, Positive, Processes, Size
+from rayzero.config.base import ConfigModel, Count, Flag, Positive, Processes, Seconds, Size
 from rayzero.config.telemetry import TelemetryConfig
 
 
@@ -47,8 +49,27 @@ class ScalingConfig(ConfigModel):
     """Labels of the nodes that optimizer actors are placed on with placement="cpu_nodes": Ray's label selector, name
     and "x", "!x", "in(a, b)" or "!in(a, b)"."""
 
-    placement_timeout: Positive = 30.0
+    placement_timeout: Seconds = 30.0
     """Seconds to wait for the cluster to place every process before that is an error."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            num_workers: int = ...,
+            num_optimizers: int = ...,
+            use_gpu: bool = ...,
+            cpus_per_worker: float | None = ...,
+            cpus_per_optimizer: float | None = ...,
+            threads_per_worker: int | None = ...,
+            threads_per_optimizer: int | None = ...,
+            bind_numa: bool = ...,
+            memory_per_worker: int | str | None = ...,
+            memory_per_optimizer: int | str | None = ...,
+            optimizer_labels: Mapping[str, str] = ...,
+            placement_timeout: float = ...,
+        ) -> None: ...
 
 
 class RunConfig(ConfigModel):
@@ -68,6 +89,18 @@ class RunConfig(ConfigModel):
 
     telemetry: TelemetryConfig = TelemetryConfig()
     """What the run tells Prometheus, and where it is found."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            name: str = ...,
+            storage_path: str | Path = ...,
+            checkpoint_every: int | None = ...,
+            resume: bool | str | Path = ...,
+            telemetry: TelemetryConfig | Mapping[str, Any] = ...,
+        ) -> None: ...
 
     @field_validator("name")
     @classmethod

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Positive, Share, Size
+from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Mebibytes, Positive, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
 from rayzero.errors import UnsupportedError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Overlap = Literal["none", "forward", "backward"]
+Nonfinite = Literal["skip", "raise"]
+Spread = Literal["balanced", "round_robin", "contiguous"]
+Transport = Literal["auto", "inproc", "grpc", "shm"]
+Placement = Literal["beside_rank", "packed", "cpu_nodes"]
+Kernel = Literal["auto", "native", "torch", "reference"]
+WireCompression = Literal["none", "bf16"]
+Broadcast = Literal["pull", "push"]
 
 
 class ZeroConfig(ConfigModel):
@@ -66,10 +77,10 @@ class ZeroConfig(ConfigModel):
     """True: the prefetch depth follows measured fetch and compute times: as few units ahead as are there in time.
     False: it is prefetch_buffer_size."""
 
-    max_gpu_memory_mb: Count = 8192
+    max_gpu_memory_mb: Mebibytes = 8192
     """MiB: what measured device memory is divided by to get memory pressure."""
 
-    max_cpu_memory_mb: Count = 65536
+    max_cpu_memory_mb: Mebibytes = 65536
     """MiB: what measured process memory (RSS) is divided by to get memory pressure."""
 
     async_prefetch: Flag = True
@@ -87,18 +98,18 @@ class ZeroConfig(ConfigModel):
     auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
     """How measured memory pressure scales the prefetch depth down (memory/pressure.py)."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" needs a loss scale: use
     torch.amp.GradScaler as in any loop."""
 
-    overlap: Literal["none", "forward", "backward"] = "forward"
+    overlap: Overlap = "forward"
     """"forward": step() returns at once and the update runs under the next forward. "none": step() waits for the
     update. "backward" is refused by name for now."""
 
     max_grad_norm: Positive | None = None
     """Clip the global gradient norm to this in every step(), in one message with the finish; None: no clipping."""
 
-    nonfinite: Literal["skip", "raise"] = "skip"
+    nonfinite: Nonfinite = "skip"
     """What a step with an inf or nan gradient does: "skip" leaves the weights unchanged, "raise" raises."""
 
     gradient_accumulation_steps: Count = 1
@@ -107,7 +118,7 @@ class ZeroConfig(ConfigModel):
     shard_bytes: Size = 8 * MIB
     """Bytes of fp32 master in one shard, a multiple of 256 bytes (64 elements)."""
 
-    shard_map: Literal["balanced", "round_robin", "contiguous"] = "balanced"
+    shard_map: Spread = "balanced"
     """How shards are given to owners (layout/shard_map.py)."""
 
     units: Literal["auto"] | tuple[str, ...] = "auto"
@@ -120,7 +131,7 @@ class ZeroConfig(ConfigModel):
     keep_fp32: tuple[str, ...] = ()
     """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
 
-    transport: Literal["auto", "inproc", "grpc", "shm"] = "auto"
+    transport: Transport = "auto"
     """How ranks reach owners in other processes. "auto": shared memory with those of the same host, gRPC with the
     others. "shm": shared memory or an error; "grpc": gRPC with all. "inproc": owners are plain objects of the rank's
     process (a rank alone)."""
@@ -129,29 +140,74 @@ class ZeroConfig(ConfigModel):
     """Directory of the files that owners and ranks of a host share as memory. Another tmpfs, or a file system with
     room, where /dev/shm is small."""
 
-    placement: Literal["beside_rank", "packed", "cpu_nodes"] = "beside_rank"
+    placement: Placement = "beside_rank"
     """Where owners are placed. "beside_rank": on each rank's node. "packed": together, on as few nodes as hold them.
     "cpu_nodes": spread over the nodes with the labels of ``scaling_config.optimizer_labels``."""
 
-    stall_timeout: Positive = 600.0
+    stall_timeout: Seconds = 600.0
     """Seconds a wait on a peer's progress may take before it is a StallError that names who waits for what."""
 
-    kernel: Literal["auto", "native", "torch", "reference"] = "auto"
+    kernel: Kernel = "auto"
     """Who computes the update: C with the processor's vectors, tiled torch, or plain float arithmetic for tests;
     "auto" takes the fastest there is."""
 
     chunk_bytes: Size = 2 * MIB
     """Bytes of payload in one gRPC message."""
 
-    wire_compression: Literal["none", "bf16"] = "none"
+    wire_compression: WireCompression = "none"
     """How fp32 gradients travel between hosts (gRPC). "none": as they are; what RayZero calls exact needs this. "bf16":
     half the bytes, rounded to nearest even and widened by the owner before they are added. The relative error of an
     element is at most 2**-8 (for magnitudes below 2**-126 the absolute one at most 2**-134); inf and nan stay, and
     finite magnitudes above 3.396e38 become inf."""
 
-    broadcast: Literal["pull", "push"] = "pull"
+    broadcast: Broadcast = "pull"
     """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
     as soon as it has memory for the unit, and owners send each shard with its publication: no round trip after it."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            offload_params: bool = ...,
+            offload_grads: bool = ...,
+            offload_optimizer_states: bool = ...,
+            offload_fraction: float = ...,
+            offload_activations: str | Sequence[str] = ...,
+            activation_fraction: float = ...,
+            activation_min_bytes: int | str = ...,
+            activation_device_budget: int | str | None = ...,
+            activation_host_budget: int | str | None = ...,
+            cpu_memory_budget: int | str = ...,
+            gpu_param_memory_budget: int | str = ...,
+            prefetch_buffer_size: int = ...,
+            prefetch_adaptive: bool = ...,
+            max_gpu_memory_mb: int = ...,
+            max_cpu_memory_mb: int = ...,
+            async_prefetch: bool = ...,
+            overlap_computation: bool = ...,
+            pin_cpu_memory: bool = ...,
+            cpu_compression: CpuCompressionMethod | str = ...,
+            auto_memory_management: AutoMemoryStrategy | str = ...,
+            precision: Precision = ...,
+            overlap: Overlap = ...,
+            max_grad_norm: float | None = ...,
+            nonfinite: Nonfinite = ...,
+            gradient_accumulation_steps: int = ...,
+            shard_bytes: int | str = ...,
+            shard_map: Spread = ...,
+            units: str | Sequence[str] = ...,
+            min_unit_bytes: int | str = ...,
+            keep_fp32: str | Sequence[str] = ...,
+            transport: Transport = ...,
+            slab_dir: str = ...,
+            placement: Placement = ...,
+            stall_timeout: float = ...,
+            kernel: Kernel = ...,
+            chunk_bytes: int | str = ...,
+            wire_compression: WireCompression = ...,
+            broadcast: Broadcast = ...,
+        ) -> None: ...
 
     @field_validator("units", "keep_fp32", "offload_activations", mode="before")
     @classmethod

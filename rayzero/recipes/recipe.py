@@ -8,15 +8,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, field_validator, model_validator
 
-from rayzero.config import ConfigModel, RunConfig, ScalingConfig, ZeroConfig, apply_overrides, read_yaml
+from rayzero.config import (
+    ConfigModel,
+    Count,
+    Flag,
+    Positive,
+    RunConfig,
+    ScalingConfig,
+    Share,
+    Size,
+    ZeroConfig,
+    apply_overrides,
+    read_yaml,
+)
 from rayzero.recipes.gpt import GPTConfig
 
 GPT = "gpt"
 HF_PREFIX = "hf:"
-
-_Count = Annotated[int, Strict(), Field(gt=0)]
-_Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-_Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 
 _Factor = Annotated[float, Strict(), Field(ge=0, lt=1)]
 
@@ -35,34 +43,34 @@ class RecipeConfig(ConfigModel):
     init_from: str | None = None
     """Start from these weights, a safetensors file or a Hugging Face directory; null: random ones from ``seed``."""
 
-    num_layers: _Count = 4
+    num_layers: Count = 4
     """Blocks of the "gpt" model."""
 
-    num_heads: _Count = 4
+    num_heads: Count = 4
     """Attention heads of the "gpt" model."""
 
-    dim: _Count = 256
+    dim: Count = 256
     """Width of the "gpt" model."""
 
-    tie_embeddings: Annotated[bool, Strict()] = False
+    tie_embeddings: Flag = False
     """True: the "gpt" model's head shares the embedding's weight."""
 
-    seq_len: _Count = 128
+    seq_len: Count = 128
     """Tokens in a sequence."""
 
-    batch_size: _Count = 8
+    batch_size: Count = 8
     """Sequences of one rank in one micro-batch."""
 
-    steps: _Count = 200
+    steps: Count = 200
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
 
-    lr: _Rate = 1e-3
+    lr: Positive = 1e-3
     """Highest learning rate of AdamW."""
 
-    warmup: _Share = 0.2
+    warmup: Share = 0.2
     """Share of the steps over which the learning rate rises."""
 
-    min_lr_ratio: _Share = 0.1
+    min_lr_ratio: Share = 0.1
     """Learning rate at the end of the cosine, as a share of ``lr``."""
 
     weight_decay: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.1
@@ -71,19 +79,19 @@ class RecipeConfig(ConfigModel):
     betas: tuple[_Factor, _Factor] = (0.9, 0.95)
     """AdamW's averaging factors."""
 
-    clip: _Rate | None = 1.0
+    clip: Positive | None = 1.0
     """Clip the global gradient norm to this, as ``zero.max_grad_norm`` does; null: what that says."""
 
-    eval_every: _Count = 20
+    eval_every: Count = 20
     """Steps between validations; the last step is always validated."""
 
-    eval_batches: _Count = 8
+    eval_batches: Count = 8
     """Batches of ``batch_size`` sequences in a validation, spread evenly over the validation text."""
 
     data: tuple[str, ...] = ("stdlib",)
     """Text: files, folders, globs, or "stdlib" for the Python standard library's sources."""
 
-    max_data_bytes: _Count | None = None
+    max_data_bytes: Size | None = None
     """Read no more text than this; null: all of it."""
 
     validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = 0.1

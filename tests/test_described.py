@@ -1,0 +1,125 @@
+"""What settings say of themselves: one text a field, shown by ``help()``, the command line and editors."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rayzero
+from rayzero.config import ConfigModel, RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig, describe_settings
+from rayzero.recipes.recipe import RecipeConfig
+
+MODELS = [ZeroConfig, ScalingConfig, RunConfig, TelemetryConfig, RecipeConfig]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_has_a_sentence_and_help_shows_each_in_one_line(model: type[ConfigModel]) -> None:
+    shown = pydoc.plain(pydoc.render_doc(model)).splitlines()
+    for name, field in model.model_fields.items():
+        assert field.description, f"{model.__name__}.{name} has no docstring"
+        lines = [line for line in shown if line.startswith(f" |      {name}: ")]
+        assert len(lines) == 1, name
+        assert "  " in lines[0].removeprefix(" |      "), "unit and default, then what it is"
+        assert lines[0].endswith((".", ")", ":")), f"no sentence: {lines[0]}"
+    constructor = next(line for line in shown if line.startswith(f" |  {model.__name__}("))
+    assert constructor == f" |  {model.__name__}(*, setting=value, ...)"
+    assert not any(
+        "Annotated" in line or "FieldInfo" in line for line in shown if "Settings" not in line and " = " not in line
+    )
+
+
+def test_a_line_has_unit_and_default_as_python_or_yaml_write_them() -> None:
+    told = pydoc.plain(pydoc.render_doc(ScalingConfig))
+    assert "      num_workers: int = 2  Rank workers: data-parallel" in told
+    assert "      memory_per_worker: bytes or None = None  Bytes of host" in told
+    assert "      placement_timeout: seconds = 30.0  Seconds to wait" in told
+    settings = describe_settings(RecipeConfig)
+    assert any(line.startswith("zero.cpu_memory_budget: bytes = 32GiB  Bytes of host") for line in settings)
+    assert any(line.startswith("zero.max_cpu_memory_mb: MiB = 65536  ") for line in settings)
+    assert any(line.startswith("scaling.memory_per_worker: bytes or null = null  ") for line in settings)
+    assert any(line.startswith('zero.precision: "fp32" | "bf16" | "fp16" = "fp32"  ') for line in settings)
+    assert any(line.startswith("run.telemetry.enabled: bool = true  ") for line in settings)
+
+
+def test_names_can_be_completed() -> None:
+    assert list(inspect.signature(ScalingConfig).parameters) == list(ScalingConfig.model_fields)
+    assert inspect.signature(ScalingConfig).parameters["num_workers"].default == 2
+
+
+@pytest.mark.parametrize("model", [ZeroConfig, ScalingConfig, RunConfig])
+def test_the_constructor_that_type_checkers_see_has_the_fields(model: type[ConfigModel]) -> None:
+    tree = ast.parse(Path(inspect.getsourcefile(model) or "").read_text())
+    (made,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == model.__name__)
+    (init,) = (node for node in ast.walk(made) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert [argument.arg for argument in init.args.kwonlyargs] == list(model.model_fields)
+    assert all(isinstance(default, ast.Constant) and default.value is ... for default in init.args.kw_defaults)
+
+
+USER = """
+from pathlib import Path
+from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
+
+zero = ZeroConfig(cpu_memory_budget="4GiB", gpu_param_memory_budget=1 << 30, precision="bf16", units=["Block"])
+budget: int = zero.cpu_memory_budget
+scaling = ScalingConfig(num_workers=2, memory_per_worker="1GiB", memory_per_optimizer=None)
+reserved: int | None = scaling.memory_per_worker
+run = RunConfig(name="demo", storage_path=Path("runs"), resume=Path("x"), telemetry=TelemetryConfig(port=0))
+place: str = run.storage_path
+"""
+WRONG = """
+from rayzero.config import ScalingConfig, ZeroConfig
+
+ZeroConfig(precision="fp8")
+ZeroConfig(cpu_memory_budget=4.5)
+ScalingConfig(num_workrs=2)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plugins", ["", "plugins = pydantic.mypy"], ids=["plain", "with pydantic's plugin"])
+def test_user_code_with_text_sizes_passes_mypy_strict_and_wrong_code_does_not(tmp_path: Path, plugins: str) -> None:
+    heavy = ",".join(f"mypy-rayzero.{part}.*" for part in ("checkpoint", "cluster", "engine", "hybrid"))  # torch, ray
+    options = f"[mypy]\nstrict = True\nfollow_imports = silent\n{plugins}\n[{heavy}]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(options)
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", "user.py", "wrong.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = done.stdout.splitlines()
+    assert [line.split(": error:")[0] for line in found if ": error:" in line] == [
+        "wrong.py:4",
+        "wrong.py:5",
+        "wrong.py:6",
+    ]
+
+
+def test_the_version_is_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import version
+
+    from rayzero.cli import main
+
+    assert rayzero.__version__ == version("rayzero")
+    monkeypatch.setattr(sys, "argv", ["rayzero", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rayzero {rayzero.__version__}\n"
+
+
+def test_the_command_line_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    from rayzero.cli.train import train
+
+    train(help_config=True)
+    out = capsys.readouterr().out
+    for group, model in (("", RecipeConfig), ("zero.", ZeroConfig), ("scaling.", ScalingConfig), ("run.", RunConfig)):
+        for name, field in model.model_fields.items():
+            nested = isinstance(field.get_default(call_default_factory=True), ConfigModel)
+            assert nested or f"\n{group}{name}: " in "\n" + out
