@@ -84,7 +84,9 @@ ScalingConfig(num_workrs=2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plugins", ["", "plugins = pydantic.mypy"], ids=["plain", "with pydantic's plugin"])
 def test_user_code_with_text_sizes_passes_mypy_strict_and_wrong_code_does_not(tmp_path: Path, plugins: str) -> None:
-    heavy = ",".join(f"mypy-rayzero.{part}.*" for part in ("checkpoint", "cluster", "engine", "hybrid"))  # torch, ray
+    heavy = "mypy-" + ",".join(
+        f"rayzero.{part}.*" for part in ("checkpoint", "cluster", "engine", "hybrid")
+    )  # torch, ray
     options = f"[mypy]\nstrict = True\nfollow_imports = silent\n{plugins}\n[{heavy}]\nfollow_imports = skip\n"
     (tmp_path / "mypy.ini").write_text(options)
     (tmp_path / "user.py").write_text(USER)
