@@ -29,7 +29,8 @@ def export_full(
     fp32 masters, cast to ``dtype`` where given; frozen ones keep their dtype; buffers are rank 0's. Tied
     parameters are written under each of their names, so that ``load_state_dict(strict=True)`` is content. A few
     parts of 4 MiB are in memory at once. The file appears by a rename, complete. Raises CheckpointError when it
-    exists and ``overwrite`` is False, when it cannot be written there, and for any damage found on the way.
+    exists and ``overwrite`` is False, for another ending than .safetensors, when it cannot be written there, and for
+    any damage found on the way.
     """
     target = _target(Path(out))
     try:
@@ -37,11 +38,13 @@ def export_full(
         with CheckpointReader(directory) as reader:
             _write_and_rename(reader, target, dtype)
     except OSError as exc:
-        raise CheckpointError(f"cannot export to {target}: {exc}") from exc
+        raise CheckpointError(f"cannot export to {target}: {exc.strerror or exc}") from exc
     return target
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
+    if in_the_way := next((folder for folder in target.parents if folder.exists() and not folder.is_dir()), None):
+        raise CheckpointError(f"{in_the_way} is a file, so {target} cannot be made; give another name")
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder; give the name of a file, or of a folder to put {MODEL_FILE} in")
     if target.exists() and not overwrite:
@@ -62,7 +65,15 @@ def _write_and_rename(reader: CheckpointReader, target: Path, dtype: torch.dtype
 
 
 def _target(out: Path) -> Path:
-    return out if out.suffix == ".safetensors" else out / MODEL_FILE
+    """Raises CheckpointError for a name that looks like a file of another format."""
+    if out.suffix == ".safetensors":
+        return out
+    if out.suffix[1:].isalpha() and not out.is_dir():
+        raise CheckpointError(
+            f"{out} ends in {out.suffix}, but what is written is a .safetensors file; give such a name, or a folder "
+            f"that exists to put {MODEL_FILE} in"
+        )
+    return out / MODEL_FILE
 
 
 def _write_model(reader: CheckpointReader, path: Path, dtype: torch.dtype | None) -> None:

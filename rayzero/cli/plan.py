@@ -128,8 +128,12 @@ def format_plan(planned: RecipePlan) -> str:
     ]
     lines += [f"optimizer {owner.owner}: {owner.describe()}" for owner in planned.bytes.owners]
     lines += [f"host {host.host}: {host.describe()}" for host in planned.bytes.hosts]
-    if idle := planned.hardware.hosts.count - len(planned.bytes.hosts):
-        lines.append(f"{idle:,} more hosts: no rank and no optimizer actor is there")
+    hosts = planned.hardware.hosts
+    if idle := hosts.count - len(planned.bytes.hosts):
+        lines.append(f"{count(idle, 'more host', 'more hosts')}: no rank and no optimizer actor is there")
+    gpus, ranks = hosts.count * hosts.gpus_each, recipe.scaling.num_workers
+    if hosts.on_gpu and gpus > ranks:
+        lines.append(f"{gpus - ranks:,} of {count(gpus, 'GPU')} idle: scaling.num_workers is {ranks}, one rank a GPU")
     traffic = planned.traffic
     lines += [
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +63,7 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
     """The recipe of a command line: a file (or the resumed run's own config.yaml), then overrides, then options."""
     from rayzero.recipes.recipe import RecipeConfig
 
-    path, overrides = _split_arguments(arguments)
+    path, overrides = _split_arguments(arguments, RecipeConfig.model_fields)
     settings = apply_overrides(read_yaml(path) if path is not None else {}, overrides)
     if options.get("run.resume"):
         run_dir = run_dir or _named_run(settings) or newest_run()
@@ -94,9 +95,12 @@ def _place_of(run_dir: Path) -> dict[str, Any]:
     return {"run.storage_path": str(path.parent), "run.name": path.name}
 
 
-def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+def _split_arguments(arguments: list[str], settings: Container[str]) -> tuple[Path | None, list[str]]:
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
+    for name in paths:
+        if name.partition(".")[0] in settings and not Path(name).exists():
+            raise ConfigError(f"{name} is a setting and has no value: write {name}=VALUE")
     if len(paths) > 1:
         raise ConfigError(f"one recipe at a time: got {' and '.join(paths)}; settings look like key=value")
     return (Path(paths[0]) if paths else None), overrides

@@ -23,6 +23,10 @@ from rayzero.telemetry.scrape import Scrape, Scraped
 __all__ = ["Compared", "compare_bytes", "compare_step", "format_compared"]
 
 
+_LEAST_BYTES = 32 << 20  # a process grows by some MiB whatever it trains
+_LEAST_S = 0.01  # a step has some milliseconds of calls, threads and messages that no bound counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """One figure of a plan and what it came to be."""
@@ -32,11 +36,19 @@ class Compared:
     kind: Literal["planned", "at most", "at least"]  # what the plan says of it
     planned: float
     measured: float | None  # None: nobody told
+    least: float = 0.0  # a plan of less is mostly what plans leave out
 
     @property
     def ratio(self) -> float | None:
-        """Measured over planned."""
-        return self.measured / self.planned if self.measured is not None and self.planned else None
+        """Measured over planned; None where that would be of what the plan leaves out."""
+        if self.measured is None or not self.planned or self.is_small:
+            return None
+        return self.measured / self.planned
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the plan is of so little that a ratio would say nothing of it."""
+        return 0 < self.planned < self.least
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -64,7 +76,12 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Compared, ...]:
 def compare_step(bound: StepBound, seconds: float) -> Compared:
     """A step's time beside the least that it can be."""
     return Compared(
-        what=f"step time (bound by {bound.binds})", unit="s", kind="at least", planned=bound.seconds, measured=seconds
+        what=f"step time (bound by {bound.binds})",
+        unit="s",
+        kind="at least",
+        planned=bound.seconds,
+        measured=seconds,
+        least=_LEAST_S,
     )
 
 
@@ -73,6 +90,7 @@ def format_compared(rows: Iterable[Compared]) -> list[str]:
     return [
         f"{row.what:<32}  {row.kind:>8} {_amount(row, row.planned):>10}  measured {_amount(row, row.measured):>10}"
         + ("" if row.ratio is None else f"  ratio {row.ratio:.3f}")
+        + ("  too small to compare" if row.is_small else "")
         for row in rows
     ]
 
@@ -89,7 +107,14 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
     )
     if _computes_here(rank):
         heap = _heap(rank)
-        yield Compared(what=f"{who} computing", unit="bytes", kind="planned", planned=_own(plan), measured=heap)
+        yield Compared(
+            what=f"{who} computing",
+            unit="bytes",
+            kind="planned",
+            planned=_own(plan),
+            measured=heap,
+            least=_LEAST_BYTES,
+        )
     peak = None if now is None else now.get(GPU_MEMORY_BYTES, kind="peak_active")
     if peak is not None:  # it computes on a GPU
         yield Compared(what=f"{who} device peak", unit="bytes", kind="planned", planned=plan.device.peak, measured=peak)
@@ -126,6 +151,7 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
         kind="planned",
         planned=planned,
         measured=None if error is None else planned * (1 + error) - _unused(owner),
+        least=_LEAST_BYTES,
     )
 
 
@@ -145,6 +171,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
         kind="planned",
         planned=host.total - host.programs,
         measured=sum(known) + used if everybody else None,
+        least=_LEAST_BYTES,
     )
     whole = [_pss(one) for one in everyone]
     yield Compared(
@@ -153,6 +180,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
         kind="planned",
         planned=host.total,
         measured=None if None in whole else sum(size or 0.0 for size in whole) + used,
+        least=_LEAST_BYTES,
     )
     yield Compared(
         what="freed memory that malloc keeps",

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -143,6 +144,7 @@ def plan_bytes(
         layout, len(owners), zero.shard_map, num_device_owners=beside, offload_fraction=zero.host_fraction
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
+    with_ranks = set(ranks)
     plans = tuple(
         plan_owner(
             layout,
@@ -151,14 +153,17 @@ def plan_bytes(
             scaling.num_workers,
             accumulation,
             num_states=num_states,
-            own_gradients=shares_memory(zero) and set(ranks) <= {owners[owner]},
+            own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
         )
         for owner in range(len(owners))
     )
     device = _device_bytes(layout, work, zero, max(plan.on_device for plan in plans))
+    ranks_of, plans_of = Counter(ranks), defaultdict[int, list[OwnerPlan]](list)
+    for plan, host in zip(plans, owners, strict=True):
+        plans_of[host].append(plan)
     each = tuple(
-        _host_bytes(host, plans, ranks, owners, layout, work, device, zero, hosts, programs)
+        _host_bytes(host, ranks_of[host], plans_of[host], owners, beside, layout, work, device, zero, hosts, programs)
         for host in sorted({*ranks, *owners})
     )
     return RunBytes(device=device, owners=plans, hosts=each)
@@ -225,9 +230,10 @@ def _next_use(unit: int, at: int, last: int) -> int:
 
 def _host_bytes(
     host: int,
-    plans: Sequence[OwnerPlan],
-    ranks: Sequence[int],
+    num_ranks: int,
+    own: Sequence[OwnerPlan],
     owners: Sequence[int],
+    beside: int,
     layout: ModelLayout,
     work: Work,
     device: DeviceBytes,
@@ -235,11 +241,10 @@ def _host_bytes(
     hosts: Hosts,
     programs: Programs,
 ) -> HostBytes:
-    own = [plan for plan, at in zip(plans, owners, strict=True) if at == host]
-    actors = sum(plan.owner < len(plans) - device_owners(len(ranks), zero.host_fraction) for plan in own)
-    num_ranks = ranks.count(host)
+    """num_ranks, own: of this host. owners: all of the run, the last ``beside`` of them beside ranks."""
+    actors = sum(plan.owner < len(owners) - beside for plan in own)
     shared = shares_memory(zero) and bool(own)
-    apart = not shares_memory(zero) or any(at != host for at in owners)  # some bytes come through this process
+    apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     parameters = 0 if hosts.on_gpu or not apart else device.parameters
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
     return HostBytes(

@@ -38,6 +38,14 @@ def test_more_hosts_than_processes_are_one_line() -> None:
     assert done.stdout.count("\nhost ") == 2
 
 
+def test_gpus_that_no_rank_uses_are_idle() -> None:
+    here = ["--gpu-memory", "80GiB", "--flops", "1", "--link", "1", "--memory", "1"]
+    said = CliRunner().invoke(app, ["plan", *SMALL, "--gpus", "8", *here], catch_exceptions=False).stdout
+    assert "6 of 8 GPUs idle: scaling.num_workers is 2, one rank a GPU\n" in said
+    said = CliRunner().invoke(app, ["plan", *SMALL, "--gpus", "2", *here], catch_exceptions=False).stdout
+    assert "idle" not in said
+
+
 def test_gpus_that_are_not_here_must_be_described() -> None:
     done = rayzero("--gpus", "8", "--link", "50")
     assert done.returncode == 2

@@ -95,6 +95,8 @@ def trained(tmp_path: Path) -> Path:
         (["lr=fast"], "lr is 'fast' but must be a valid number"),
         (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
         (["one.yaml", "two.yaml"], "one recipe at a time"),
+        (["lr"], "lr is a setting and has no value: write lr=VALUE"),
+        (["zero.precision", "lr=1"], "zero.precision is a setting and has no value: write zero.precision=VALUE"),
         (["data=nowhere"], "no such file, folder or glob"),
         (["data=empty.txt"], "the training split has 0 tokens"),
         (["tokenizer=nowhere.json"], "no such file"),
@@ -189,6 +191,17 @@ def test_export_writes_a_file_and_refuses_to_write_over_it(trained):
     assert rayzero("export", "runs/r", "out", "--overwrite", "--dtype", "bfloat16", cwd=trained).code == 0
     assert "no checkpoint at" in refused("export", "runs/nowhere", "out2", cwd=trained)
     assert "dtype 'int3'" in refused("export", "runs/r", "out2", "--dtype", "int3", cwd=trained)
+    wrong_kind = refused("export", "runs/r", "x.bin", cwd=trained)
+    assert "x.bin ends in .bin, but what is written is a .safetensors file" in wrong_kind
+    (trained / "taken").write_text("")
+    for out in ("taken", "taken/x.safetensors", "taken/deep/er"):
+        message = refused("export", "runs/r", out, cwd=trained)
+        assert "rayzero: taken is a file, so " in message
+        assert "Errno" not in message
+    (trained / "named.bin").mkdir()
+    assert rayzero("export", "runs/r", "named.bin", cwd=trained).code == 0
+    assert rayzero("export", "runs/r", "v1.2", cwd=trained).code == 0
+    assert (trained / "v1.2" / "model.safetensors").is_file()
 
 
 def test_status_names_a_run_that_is_not_there(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayzero.memory.planner import OwnerPlan
+from rayzero.plan import compared as compared_module
 from rayzero.plan.bound import StepBound
 from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
 from rayzero.plan.tiers import DeviceBytes, HostBytes, RunBytes
@@ -51,6 +52,11 @@ OWNERS = tuple(
     for index, error in enumerate((0.5, -0.25))
 )
 EVERYONE = (process(Role.COORDINATOR, None, memory(10**6, 1)), *OWNERS, RANK)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared_module, "_LEAST_BYTES", 0)
 
 
 def compared(*processes: Scraped, plan: RunBytes = PLAN) -> dict[str, Compared]:
@@ -108,3 +114,16 @@ def test_a_step_is_held_against_the_least_it_can_take() -> None:
     assert format_compared([row]) == [
         "step time (bound by compute)      at least      0.5 s  measured     0.75 s  ratio 1.500"
     ]
+
+
+def test_what_is_a_few_kilobytes_or_milliseconds_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process grows by some MiB whatever it trains: 3 to 400 times the plan of a model of 11,000 parameters."""
+    monkeypatch.setattr(compared_module, "_LEAST_BYTES", 32 << 20)
+    rows = compared(*EVERYONE)
+    assert rows["rank 0 gathered parameters"].ratio == 0.75, "counted, not measured"
+    small = ["rank 0 computing", "optimizer 0 memory", "host memory beyond the programs"]
+    assert [rows[what].ratio for what in small] == [None] * 3
+    assert [rows[what].to_json()["measured"] for what in small] == [37, 1250, 1790]
+    assert sum(line.endswith("  too small to compare") for line in format_compared(rows.values())) == 5
+    bound = StepBound(compute=1e-4, fetch=0.0, push=0.0, network=0.0, update=0.0, exposed=0.0)
+    assert compare_step(bound, 0.02).ratio is None
