@@ -113,7 +113,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     ]
     logs = folder / "train.log", folder / "prometheus.log"
     with process(*train, cwd=folder, log=logs[0]):
-        told = until(lambda: read_record(folder / "live"), "no run", logs[0])["telemetry"]
+        told = until(lambda: (read_record(folder / "live") or {}).get("telemetry"), "no run", logs[0])
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration(told["http_sd"])))
         with process(*serve, cwd=folder, log=logs[1]):
             listens = until(lambda: LISTENS.search(logs[1].read_text()), "Prometheus does not listen", logs[1])
