@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from rayzero.checkpoint.catalog import Catalog, Saved, newest_checkpoint
 from rayzero.checkpoint.export import export_full
-from rayzero.checkpoint.manifest import Manifest, Piece
+from rayzero.checkpoint.manifest import Manifest, Piece, owner_file_name, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import (
     checkpoint_folders,
     checkpoint_name,
     commit_checkpoint,
-    owner_file_name,
-    rank_file_name,
     staging_path,
     stale_folders,
     sweep_stale,

@@ -11,18 +11,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
+from rayzero.checkpoint import fields
+from rayzero.checkpoint.safe_read import parse_json
+from rayzero.checkpoint.tensor_file import DTYPES, TensorDecl
 from rayzero.errors import CheckpointError, RayZeroError
-from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout
+from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_name
 from rayzero.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSpec, canonical_json
 
 FORMAT = "rayzero-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
+
+
+def owner_file_name(owner: int) -> str:
+    """The file one owner writes."""
+    return f"owner-{owner:03d}.safetensors"
+
+
+def rank_file_name(rank: int) -> str:
+    """The file one rank writes."""
+    return f"rank-{rank:04d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +57,18 @@ class Piece:
 
     @classmethod
     def from_content(cls, file: str, tensor: str, content: Mapping[str, Any]) -> Piece:
-        """Read one entry of ``FileEntry.content``; unknown keys are left alone."""
-        known = {name: content[name] for name in ("param", "kind", "start", "stop", "dtype", "sha256")}
-        return cls(file=file, tensor=tensor, shape=tuple(content["shape"]), **known)
+        """Read one entry of ``FileEntry.content``; unknown keys are left alone. Raises ValueError for wrong ones."""
+        return cls(
+            file=file,
+            tensor=tensor,
+            param=fields.text(fields.get(content, "param"), "param"),
+            kind=fields.word(fields.get(content, "kind"), "kind"),
+            start=fields.integer(fields.get(content, "start"), "start"),
+            stop=fields.integer(fields.get(content, "stop"), "stop"),
+            shape=fields.shape(fields.get(content, "shape"), "shape"),
+            dtype=fields.dtype(fields.get(content, "dtype"), "dtype"),
+            sha256=fields.sha256(fields.get(content, "sha256"), "sha256"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +97,23 @@ class Manifest:
                 found.setdefault((piece.param, piece.kind), []).append(piece)
         return {key: tuple(sorted(pieces, key=lambda p: p.start)) for key, pieces in found.items()}
 
+    @cached_property
+    def _kinds(self) -> Mapping[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for param, kind in sorted(self.pieces):
+            found.setdefault(param, []).append(kind)
+        return found
+
     def kinds(self, param: str) -> list[str]:
         """What is stored of ``param``, sorted."""
-        return sorted(kind for name, kind in self.pieces if name == param)
+        return self._kinds.get(param, [])
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Mapping[str, TensorDecl]]:
+        """File name -> what it must hold, by the tensors' names. Raises ValueError where an entry does not say it."""
+        owned = {entry.name: {name: _range_of(c) for name, c in entry.content.items()} for entry in self.owner_files}
+        whole = {entry.name: {name: _whole_of(c) for name, c in entry.content.items()} for entry in self.rank_files}
+        return owned | whole
 
     @cached_property
     def digest(self) -> str:
@@ -95,23 +134,37 @@ class Manifest:
         return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
     def check_complete(self) -> None:
-        """Every parameter is there whole, cut exactly as the layout's shard grid cuts it.
+        """Every parameter is there whole, cut exactly as the layout's shard grid cuts it, in its shape and dtype.
 
         Raises CheckpointError naming the parameter, the kind and the missing or foreign range."""
-        grid = _grid(self.spec.layout)
-        names = {slot.name for _, slot in slots_of(self.spec.layout)}
+        slots = {slot.name: (unit, slot) for unit, slot in slots_of(self.spec.layout)}
         for param, kind in self.pieces:
-            if param not in names:
+            if param not in slots:
                 raise CheckpointError(f"step {self.step}: {kind} of {param!r} was written, but no unit has it")
-        for unit, slot in slots_of(self.spec.layout):
+        for name, (unit, slot) in slots.items():
             wanted = MASTER if unit.trainable else COMPUTE
-            for kind in sorted({wanted, *self.kinds(slot.name)}) if slot.numel else []:
-                cuts = [(piece.start, piece.stop) for piece in self.pieces.get((slot.name, kind), ())]
-                if cuts != grid[slot.name]:
-                    raise CheckpointError(
-                        f"step {self.step}: {kind} of {slot.name!r} is not complete: "
-                        f"expected element ranges {grid[slot.name]}, got {cuts}"
-                    )
+            kinds = {*self.kinds(name), *((wanted,) if slot.numel else ())}
+            if not unit.trainable and (foreign := sorted(kinds - {wanted})):
+                raise CheckpointError(f"step {self.step}: {foreign[0]} of {name!r} was written, but it is frozen")
+            for kind in sorted(kinds):
+                self._check_pieces(unit, slot, kind)
+
+    def _check_pieces(self, unit: UnitLayout, slot: ParamSlot, kind: str) -> None:
+        pieces = self.pieces.get((slot.name, kind), ())
+        dtype = dtype_name(unit.dtype if kind == COMPUTE else torch.float32)
+        cuts = [(piece.start, piece.stop) for piece in pieces]
+        grid = _grid(slot, self.spec.layout.shard_numel, at_most=len(cuts))
+        if cuts != grid:
+            raise CheckpointError(
+                f"step {self.step}: {kind} of {slot.name!r} is not complete: "
+                f"expected element ranges {reprlib.repr(grid)}, got {reprlib.repr(cuts)}"
+            )
+        for piece in pieces:
+            if (piece.shape, piece.dtype) != (slot.shape, dtype):
+                raise CheckpointError(
+                    f"step {self.step}: {kind} of {slot.name!r} is {reprlib.repr(piece.dtype)} of shape {piece.shape} "
+                    f"in {piece.file}, and must be {dtype} of shape {slot.shape}"
+                )
 
     def to_json(self) -> str:
         """The text of manifest.json, ending with its own hash."""
@@ -137,15 +190,21 @@ class Manifest:
         described = _parse(text, where)
         claimed = described.pop("sha256", None)
         if described.get("format") != FORMAT:
-            raise CheckpointError(f"{where} is not a RayZero manifest: its format is {described.get('format')!r}")
+            raise CheckpointError(
+                f"{where} is not a RayZero manifest: its format is {reprlib.repr(described.get('format'))}"
+            )
         if described.get("version") != VERSION:
             raise CheckpointError(
-                f"{where} has format version {described.get('version')!r}, this RayZero reads version {VERSION}; "
-                "use the RayZero that wrote it"
+                f"{where} has format version {reprlib.repr(described.get('version'))}, this RayZero reads version "
+                f"{VERSION}; use the RayZero that wrote it"
             )
-        if claimed != (got := _hash(described)):
+        try:
+            got = _hash(described)
+        except RecursionError:
+            raise CheckpointError(f"{where} is damaged: it is nested too deeply; use another checkpoint") from None
+        if claimed != got:
             raise CheckpointError(
-                f"{where} is damaged: it says its hash is {str(claimed)[:12]}, its content has {got[:12]}; "
+                f"{where} is damaged: it says its hash is {_start_of(claimed)}, its content has {got[:12]}; "
                 "use another checkpoint"
             )
         return cls._from_fields(described, where)
@@ -154,22 +213,57 @@ class Manifest:
     def _from_fields(cls, described: dict[str, Any], where: str) -> Manifest:
         try:
             manifest = cls(
-                step=described["step"],
-                spec=ModelSpec.from_json(described["spec"]),
-                hyper=tuple(described["hyper"]),
-                slot_steps=described["steps"],
-                owner_files=tuple(FileEntry(**entry) for entry in described["owner_files"]),
-                rank_files=tuple(FileEntry(**entry) for entry in described["rank_files"]),
+                step=fields.integer(fields.get(described, "step"), "step"),
+                spec=fields.model_spec(fields.get(described, "spec")),
+                hyper=fields.hyper(fields.get(described, "hyper")),
+                slot_steps={
+                    param: fields.integer(steps, f"steps of {reprlib.repr(param)}")
+                    for param, steps in fields.mapping(fields.get(described, "steps"), "steps").items()
+                },
+                owner_files=_entries(described, "owner_files", owner_file_name),
+                rank_files=_entries(described, "rank_files", rank_file_name),
             )
-            digest = manifest.digest
-        except (KeyError, TypeError, ValueError, RayZeroError) as exc:
-            raise CheckpointError(f"{where} lacks or misstates a field: {exc!r}") from exc
-        if digest != described["digest"]:
+            if len(manifest.rank_files) != manifest.spec.world_size:
+                raise ValueError(f"{len(manifest.rank_files)} rank_files, and world_size {manifest.spec.world_size}")
+            manifest.check_complete()
+            digest, _ = manifest.digest, manifest.tensors
+            claimed = fields.get(described, "digest")
+        except (TypeError, ValueError, RayZeroError) as exc:
+            raise CheckpointError(f"{where} lacks or misstates a field: {exc}; use another checkpoint") from exc
+        if digest != claimed:
             raise CheckpointError(
-                f"{where} has a wrong content digest: it says {str(described['digest'])[:12]}, "
-                f"its entries give {digest[:12]}"
+                f"{where} has a wrong content digest: it says {_start_of(claimed)}, its entries give {digest[:12]}"
             )
         return manifest
+
+
+def _start_of(claimed: object) -> str:
+    """A hash as messages show it."""
+    return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
+
+
+def _entries(described: Mapping[str, Any], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
+    """Files in the order of the numbers in their names, of which none is left out."""
+    found = fields.sequence(fields.get(described, key), key)
+    given = [fields.text(fields.get(fields.mapping(entry, key), "name"), "a file's name") for entry in found]
+    names = [file_name(number) for number in range(len(found))]
+    if sorted(given) != sorted(names):
+        raise ValueError(f"{key} have the names {reprlib.repr(given)}, and must have {reprlib.repr(names)}")
+    by_name = dict(zip(given, found, strict=True))
+    return tuple(fields.file_entry(name, by_name[name]) for name in names)
+
+
+def _range_of(content: Mapping[str, Any]) -> TensorDecl:
+    """An owner's tensor: a range of a parameter."""
+    return TensorDecl((content["stop"] - content["start"],), DTYPES[content["dtype"]])
+
+
+def _whole_of(content: Mapping[str, Any]) -> TensorDecl:
+    """A rank's tensor."""
+    return TensorDecl(
+        fields.shape(fields.get(content, "shape"), "shape"),
+        DTYPES[fields.dtype(fields.get(content, "dtype"), "dtype")],
+    )
 
 
 def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
@@ -177,14 +271,16 @@ def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
     return ((unit, slot) for unit in layout.units for slot in unit.slots)
 
 
-def _grid(layout: ModelLayout) -> dict[str, list[tuple[int, int]]]:
-    """Parameter -> the element ranges the shard grid cuts it into."""
-    grid: dict[str, list[tuple[int, int]]] = {}
-    for shard in layout.shards:
-        for part in layout.slices(shard):
-            name = layout.units[shard.unit].slots[part.slot].name
-            grid.setdefault(name, []).append((part.param_start, part.param_start + part.numel))
-    return grid
+def _grid(slot: ParamSlot, shard_numel: int, *, at_most: int) -> list[tuple[int, int]]:
+    """The element ranges that the shard grid cuts a parameter into, and no more than one beyond ``at_most``: a
+    manifest may claim a parameter of 2**62 elements."""
+    ranges: list[tuple[int, int]] = []
+    at = slot.start
+    while at < slot.stop and len(ranges) <= at_most:
+        end = min((at // shard_numel + 1) * shard_numel, slot.stop)
+        ranges.append((at - slot.start, end - slot.start))
+        at = end
+    return ranges
 
 
 def _file_to_json(entry: FileEntry) -> dict[str, Any]:
@@ -197,7 +293,7 @@ def _hash(body: dict[str, Any]) -> str:
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        described = json.loads(text)
+        described = parse_json(text)
     except ValueError as exc:
         raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
     if not isinstance(described, dict):

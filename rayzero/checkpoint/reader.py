@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import reprlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece
+from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece, slots_of
+from rayzero.checkpoint.safe_read import open_regular, parse_json, read_text, regular_size
 from rayzero.checkpoint.tensor_file import as_bytes
-from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders, rank_file_name
+from rayzero.checkpoint.tensor_reader import TensorFile
+from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
 from rayzero.counts import count
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.messages import FileEntry, Hyper, ModelSpec
 
 _CHUNK = 1 << 20  # elements read at once while a piece is verified
+_MAX_MANIFEST = 1 << 29  # bytes: some 1.5 million pieces of parameters and states
 
 
 class CheckpointReader:
-    """A complete checkpoint, opened. Its manifest, and every file's presence and size, are checked here;
-    bytes are checked against their hash when first read. Safe to use from several threads.
+    """A complete checkpoint, opened. Its manifest, and every file's presence and size, are checked here; a file's
+    header when the file is first needed, and bytes against their hash when first read. Its files are regular ones in
+    its directory; nothing else is opened. Safe to use from several threads.
 
     Knows files and element ranges; not who wrote them, nor who will own what is read.
     """
@@ -38,7 +41,7 @@ class CheckpointReader:
         for entry in self.manifest.files:
             _check_size(self.directory / entry.name, entry)
         self._lock = threading.Lock()
-        self._open: dict[str, Any] = {}  # file name -> safetensors handle, memory-mapped. freed by: close()
+        self._open: dict[str, TensorFile] = {}  # by file name. freed by: close()
         self._verified: set[tuple[str, str]] = set()  # (file, tensor)
 
     def __enter__(self) -> CheckpointReader:
@@ -118,19 +121,15 @@ class CheckpointReader:
         return f"{self.directory} has no elements {start}..{stop} of {kind!r} of {param!r}; it holds {held}"
 
     def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
-        try:
-            view = self._file(piece.file).get_slice(piece.tensor)
-            if (piece.file, piece.tensor) not in self._verified:
-                self._verify_piece(piece, view)
-            flat: Tensor = view[start:stop]
-        except SafetensorError as exc:
-            raise CheckpointError(f"{self.directory / piece.file} cannot be read: {exc}") from exc
-        return flat
+        flat = self._file(piece.file).flat(piece.tensor)
+        if (piece.file, piece.tensor) not in self._verified:
+            self._verify_piece(piece, flat)
+        return flat[start:stop]
 
-    def _verify_piece(self, piece: Piece, view: Any) -> None:
+    def _verify_piece(self, piece: Piece, flat: Tensor) -> None:
         digest = hashlib.sha256()
-        for at in range(0, piece.stop - piece.start, _CHUNK):
-            digest.update(as_bytes(view[at : at + _CHUNK]))
+        for at in range(0, len(flat), _CHUNK):
+            digest.update(as_bytes(flat[at : at + _CHUNK]))
         if digest.hexdigest() != piece.sha256:
             raise CheckpointError(
                 f"{self.directory / piece.file} is damaged: {piece.kind} of {piece.param!r} "
@@ -139,44 +138,68 @@ class CheckpointReader:
             )
         self._verified.add((piece.file, piece.tensor))
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         with self._lock:
             if name not in self._open:
-                self._open[name] = _open_tensors(self.directory / name)
+                self._open[name] = self._checked(name)
             return self._open[name]
+
+    def _checked(self, name: str) -> TensorFile:
+        file = TensorFile(self.directory / name)
+        file.require(self.manifest.tensors[name])
+        return file
 
     def rank_state(self, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The loop state of one rank and its tensors, as given to ``write_rank_state``; the file is verified.
 
         Raises CheckpointError for a rank the checkpoint has no file of (it was written by ``world_size`` ranks)."""
         file = self._rank_file(rank)
-        state: dict[str, Any] = json.loads(file.metadata()["state"])
-        return state, _with_prefix(file, STATE)
+        return self._described(file, "state"), file.with_prefix(STATE)
 
     def buffers(self, rank: int = 0) -> dict[str, Tensor]:
         """The model's persistent buffers, as one rank had them."""
-        return _with_prefix(self._rank_file(rank), BUFFER)
+        return self._rank_file(rank).with_prefix(BUFFER)
 
     def tied(self) -> dict[str, str]:
         """Other names of parameters -> the name the layout has."""
-        aliases: dict[str, str] = json.loads(self._rank_file(0).metadata()["tied"])
+        file = self._rank_file(0)
+        names = {slot.name for _, slot in slots_of(self.layout)}
+        for alias, name in (aliases := self._described(file, "tied")).items():
+            if alias in names or not isinstance(name, str) or name not in names:
+                raise CheckpointError(
+                    f"{file.path} is damaged: it says that {reprlib.repr(alias)} is another name of "
+                    f"{reprlib.repr(name)}; use another checkpoint"
+                )
         return aliases
 
-    def _rank_file(self, rank: int) -> Any:
-        entry = next((e for e in self.manifest.rank_files if e.name == rank_file_name(rank)), None)
-        if entry is None:
+    def _described(self, file: TensorFile, key: str) -> dict[str, Any]:
+        """A JSON object of a rank's file."""
+        try:
+            found = parse_json(file.metadata.get(key, ""))
+        except ValueError as exc:
+            raise CheckpointError(f"{file.path} is damaged: its {key!r} is not JSON ({exc})") from exc
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{file.path} is damaged: its {key!r} is {reprlib.repr(found)}, not a JSON object")
+        return found
+
+    def _rank_file(self, rank: int) -> TensorFile:
+        if not 0 <= rank < self.world_size:
             raise CheckpointError(
                 f"{self.directory} has no state of rank {rank}: {count(self.world_size, 'rank')} wrote it"
             )
+        entry = self.manifest.rank_files[rank]
+        file = self._file(entry.name)
         if (entry.name, "") not in self._verified:
-            _check_hash(self.directory / entry.name, entry)
+            _check_hash(file.path, entry)
             self._verified.add((entry.name, ""))
-        return self._file(entry.name)
+        return file
 
     def verify(self) -> None:
-        """Compare every file's hash with the manifest's; raises CheckpointError naming the first that differs."""
+        """Compare every file's header and hash with the manifest; raises CheckpointError naming the first that
+        differs."""
         for entry in self.manifest.files:
             _check_size(self.directory / entry.name, entry)
+            self._checked(entry.name)
             _check_hash(self.directory / entry.name, entry)
 
 
@@ -194,7 +217,7 @@ def _manifest_text(directory: Path) -> str:
         there = f"beside it are {', '.join(beside)}" if beside else "there are none beside it"
         raise CheckpointError(f"no checkpoint at {directory}: {there}")
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, at_most=_MAX_MANIFEST, follow_links=False)
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} is not a checkpoint: it has no {MANIFEST} (name a folder inside checkpoints/)"
@@ -205,9 +228,11 @@ def _manifest_text(directory: Path) -> str:
 
 def _check_size(path: Path, entry: FileEntry) -> None:
     try:
-        got = path.stat().st_size
+        got = regular_size(path, follow_links=False)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the manifest names it. Use another checkpoint") from None
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
     if got != entry.size_bytes:
         raise CheckpointError(
             f"{path} has {got:,} bytes, the manifest says {entry.size_bytes:,}: it is truncated or was changed; "
@@ -217,7 +242,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 def _check_hash(path: Path, entry: FileEntry) -> None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow_links=False) as file:
             got = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
@@ -225,16 +250,3 @@ def _check_hash(path: Path, entry: FileEntry) -> None:
         raise CheckpointError(
             f"{path} is damaged: its hash is {got[:12]}, the manifest says {entry.sha256[:12]}; use another checkpoint"
         )
-
-
-def _open_tensors(path: Path) -> Any:
-    opener: Any = safe_open
-    try:
-        return opener(path, framework="pt")
-    except (SafetensorError, OSError) as exc:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {exc}") from exc
-
-
-def _with_prefix(file: Any, prefix: str) -> dict[str, Tensor]:
-    names: list[str] = file.keys()
-    return {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}

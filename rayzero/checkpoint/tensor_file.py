@@ -23,7 +23,7 @@ from rayzero.errors import CheckpointError, UnsupportedError
 
 _PIECE = 16 << 20  # bytes handed to the hash and the file at once
 
-_CODES = {
+CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -38,7 +38,8 @@ _CODES = {
 }
 
 
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _CODES.items()}
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}  # by the name a manifest gives it
 
 
 def code_name(code: str) -> str:
@@ -168,6 +169,6 @@ def _header(order: list[str], decls: Mapping[str, TensorDecl], metadata: Mapping
 
 def _code(name: str, decl: TensorDecl) -> str:
     try:
-        return _CODES[decl.dtype]
+        return CODES[decl.dtype]
     except KeyError:
         raise UnsupportedError(f"tensor {name!r} has dtype {decl.dtype}, which safetensors files cannot hold") from None

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.checkpoint.safe_read import parse_json, read_text, regular_size
 from rayzero.checkpoint.tensor_file import code_name
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.layout.model_layout import dtype_name
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_INDEX = 1 << 28  # bytes: two million tensors
 
 Rename = Callable[[str], str | None]
 
@@ -154,6 +155,7 @@ class _TensorFiles:
     def _add(self, path: Path, only: list[str] | None) -> None:
         opener: Any = safe_open
         try:
+            regular_size(path)  # a link to one is fine: so the Hugging Face cache keeps its files
             file = opener(path, framework="pt")
             held = set(file.keys())
             for name in sorted(held) if only is None else only:
@@ -164,21 +166,31 @@ class _TensorFiles:
                 part = file.get_slice(name)
                 self.decls[name] = WeightDecl(tuple(part.get_shape()), code_name(part.get_dtype()))
                 self._files[name] = file
-        except (SafetensorError, OSError) as exc:
-            raise CheckpointError(f"{path} cannot be read as safetensors: {exc}") from exc
+        except (SafetensorError, OSError, RuntimeError) as exc:  # the last is torch's, of a file it cannot map
+            raise CheckpointError(f"{path} cannot be read as safetensors: {_one_line(exc)}") from exc
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except SafetensorError as exc:
+            raise CheckpointError(f"{self._path}: {name!r} cannot be read: {_one_line(exc)}") from exc
         return tensor
+
+
+def _one_line(exc: Exception) -> str:
+    return " ".join(str(exc.strerror if isinstance(exc, OSError) and exc.strerror else exc).split())
 
 
 def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     """Each file of ``path``, and which of its tensors count; None: all."""
-    if path.is_dir():
-        path = _in_directory(path)
-    if not path.is_file():
-        raise CheckpointError(f"no weights at {path}: give a safetensors file, or a directory with {WHOLE_FILE}")
-    return _indexed(path) if path.suffix == ".json" else [(path, None)]
+    try:
+        if path.is_dir():
+            path = _in_directory(path)
+        if not path.is_file():
+            raise CheckpointError(f"no weights at {path}: give a safetensors file, or a directory with {WHOLE_FILE}")
+        return _indexed(path) if path.suffix == ".json" else [(path, None)]
+    except OSError as exc:
+        raise CheckpointError(f"weights cannot be read from {path}: {_one_line(exc)}") from exc
 
 
 def _in_directory(directory: Path) -> Path:
@@ -197,14 +209,23 @@ def _in_directory(directory: Path) -> Path:
 
 
 def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
+    by_file: dict[str, list[str]] = {}
+    for name, file in _weight_map(index).items():
+        by_file.setdefault(file, []).append(name)
+    for file in by_file:
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise CheckpointError(f"{index} names {file[:200]!r}, which is not in its folder")
+        if not (index.parent / file).is_file():
+            raise CheckpointError(f"{index} names {file[:200]!r}, which is not there")
+    return [(index.parent / file, names) for file, names in by_file.items()]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the file it is in."""
     try:
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        by_file: dict[str, list[str]] = {}
-        for name, file in placed.items():
-            by_file.setdefault(file, []).append(name)
+        placed = parse_json(read_text(index, at_most=_MAX_INDEX))["weight_map"]
+        if not all(isinstance(file, str) for file in placed.values()):
+            raise ValueError("which names a file for each tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(f"{index} is no index of safetensors files: it needs a weight_map ({exc!r})") from exc
-    for file in by_file:
-        if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index} names {file}, which is not there")
-    return [(index.parent / file, names) for file, names in by_file.items()]
+    return dict(placed)

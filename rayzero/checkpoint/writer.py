@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.manifest import MANIFEST, Manifest
+from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.checkpoint.tensor_file import TensorFileWriter, declare, fsync_directory
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import dtype_name
@@ -34,16 +34,6 @@ _TRIES = 100  # to put a file into a folder that others remove whenever it is em
 def checkpoint_name(step: int) -> str:
     """The directory name of the checkpoint of ``step``."""
     return f"step-{step:06d}"
-
-
-def owner_file_name(owner: int) -> str:
-    """The file one owner writes."""
-    return f"owner-{owner:03d}.safetensors"
-
-
-def rank_file_name(rank: int) -> str:
-    """The file one rank writes."""
-    return f"rank-{rank:04d}.safetensors"
 
 
 def staging_path(directory: Path) -> Path:

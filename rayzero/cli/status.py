@@ -11,6 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from rayzero.cli.run_choice import find_run
+from rayzero.errors import ConfigError
+
+_MAX_CONFIG = 1 << 24  # bytes
 
 
 def status(
@@ -28,11 +31,9 @@ def describe_run(path: Path) -> dict[str, Any]:
     Raises ConfigError where there is no run, and DataError where its metrics are damaged."""
     from rayzero.cluster.status import run_status
     from rayzero.recipes.plan_check import read_plan
-    from rayzero.recipes.recipe import load_recipe
     from rayzero.recipes.run_log import read_rows
 
     record = run_status(path)
-    config = path / "config.yaml"
     rows = read_rows(path)
     checkpoints, damaged = sound_checkpoints(path)
     validated = [row.validation_loss for row in rows if row.validation_loss is not None]
@@ -41,7 +42,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "path": str(path.absolute()),
         "state": record["state"],
         "error": record.get("error"),
-        "steps": load_recipe(config).steps if config.exists() else None,
+        "steps": _planned_steps(path / "config.yaml"),
         "last": asdict(rows[-1]) if rows else None,
         "validation_loss": validated[-1] if validated else None,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
@@ -56,6 +57,22 @@ def describe_run(path: Path) -> dict[str, Any]:
         "plan": read_plan(path),
         "telemetry": record.get("telemetry"),
     }
+
+
+def _planned_steps(config: Path) -> int | None:
+    """What a run's config.yaml says; None where there is none. Raises ConfigError where it is something else."""
+    from rayzero.checkpoint.safe_read import regular_size
+    from rayzero.recipes.recipe import load_recipe
+
+    try:
+        size = regular_size(config)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {config}: {error.strerror}") from error
+    if size > _MAX_CONFIG:
+        raise ConfigError(f"cannot read {config}: it has {size:,} bytes, which is no recipe")
+    return load_recipe(config).steps
 
 
 def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:

@@ -19,6 +19,7 @@ from rayzero.checkpoint import (
     stale_folders,
     sweep_stale,
 )
+from rayzero.checkpoint.safe_read import parse_json, read_text
 from rayzero.cluster.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
@@ -27,6 +28,8 @@ __all__ = ["RECORD", "RunDirectory", "Start", "find_start", "read_record"]
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"  # the folder in a run's directory where its checkpoints are looked for
+
+_MAX_RECORD = 1 << 28  # bytes
 
 _SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
 
@@ -126,7 +129,7 @@ class RunDirectory:
 def read_record(path: Path) -> dict[str, Any] | None:
     """``run.json`` of a run directory, or None where there is none; raises ConfigError when it is not one."""
     try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        record = parse_json(read_text(path / RECORD, at_most=_MAX_RECORD))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -145,22 +148,24 @@ def _wrong_in(record: object) -> str | None:
 
 
 def _is_text(told: object) -> bool:
-    return isinstance(told, str)
+    """Text that can be printed: JSON may have half a surrogate pair."""
+    return isinstance(told, str) and told.encode(errors="ignore").decode() == told
 
 
 def _is_number(told: object) -> bool:
-    return isinstance(told, int | float)
+    """Seconds, say: nothing that arithmetic fails with."""
+    return isinstance(told, int | float) and abs(told) < 1e18
 
 
 def _is_driver(told: object) -> bool:
-    return isinstance(told, dict) and isinstance(told.get("host"), str) and isinstance(told.get("pid"), int)
+    return isinstance(told, dict) and _is_text(told.get("host")) and isinstance(told.get("pid"), int)
 
 
 def _is_telemetry(told: object) -> bool:
     """None: the run tells nothing of itself."""
     if told is None:
         return True
-    return isinstance(told, dict) and isinstance(told.get("http_sd"), str) and _all(_is_target, told.get("targets"))
+    return isinstance(told, dict) and _is_text(told.get("http_sd")) and _all(_is_target, told.get("targets"))
 
 
 def _is_target(told: object) -> bool:
@@ -168,7 +173,7 @@ def _is_target(told: object) -> bool:
 
 
 def _is_member(told: object) -> bool:
-    return _is_driver(told) and isinstance(told, dict) and isinstance(told.get("who"), str)
+    return _is_driver(told) and isinstance(told, dict) and _is_text(told.get("who"))
 
 
 def _all(right: Callable[[object], bool], told: object) -> bool:

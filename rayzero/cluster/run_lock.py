@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
+from rayzero.checkpoint.safe_read import parse_json, read_text
 from rayzero.errors import ConfigError
 
 __all__ = ["LOCK", "RunLock"]
@@ -69,7 +70,7 @@ class RunLock:
 def _holder(directory: Path) -> str:
     """Who signed the lock; a holder that has only just taken it has not yet."""
     try:
-        found = json.loads((directory / LOCK).read_text(encoding="utf-8"))
+        found = parse_json(read_text(directory / LOCK, at_most=1 << 16))
         return f"pid {found['pid']} on {found['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that has only just begun"

@@ -49,6 +49,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{source}{where}: not valid YAML: {' '.join(problem.split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from None
 
 
 def load_yaml(text: str, *, source: str = "YAML") -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.checkpoint.catalog import newest_checkpoint
-from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
@@ -147,11 +148,25 @@ def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, de
         return
     with CheckpointReader(resume) as reader:
         known = context.rank < reader.world_size
-        state = unpack(*reader.rank_state(context.rank if known else 0))
-        fill_buffers(model, reader.buffers(context.rank if known else 0))
-    context.loop_state = state["loop_state"]
-    if known:
-        _set_rng_state(state["rng"], device)
+        rank = context.rank if known else 0
+        with _damage_named(reader, rank):
+            state = unpack(*reader.rank_state(rank))
+            fill_buffers(model, reader.buffers(rank))
+            context.loop_state = dict(state["loop_state"])
+            if known:
+                _set_rng_state(state["rng"], device)
+
+
+@contextmanager
+def _damage_named(reader: CheckpointReader, rank: int) -> Iterator[None]:
+    """Values of any type may be in the file: what goes wrong with them is a CheckpointError that names it."""
+    path = reader.directory / rank_file_name(rank)
+    try:
+        yield
+    except CheckpointError as exc:
+        raise CheckpointError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as exc:
+        raise CheckpointError(f"{path} does not hold what a rank saves ({exc!r}); use another checkpoint") from exc
 
 
 def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedGroups | None:
@@ -161,8 +176,11 @@ def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedG
     if resume is None:
         return None
     with CheckpointReader(resume) as reader:
-        state = unpack(*reader.rank_state(rank if rank < reader.world_size else 0))
-    return ResumedGroups(state["groups"], names_of(model), str(resume))
+        known = rank if rank < reader.world_size else 0
+        with _damage_named(reader, known):
+            groups = unpack(*reader.rank_state(known))["groups"]
+            saved = [{"params": list(group["params"]), "options": dict(group["options"])} for group in groups]
+            return ResumedGroups(saved, names_of(model), str(resume))
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

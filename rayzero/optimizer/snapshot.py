@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.manifest import slots_of
+from rayzero.checkpoint.manifest import owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.writer import owner_file_name, staging_path, write_tensors
+from rayzero.checkpoint.writer import staging_path, write_tensors
 from rayzero.errors import CheckpointError
 from rayzero.messages import COMPUTE, MASTER, FileEntry
 from rayzero.optimizer.rules import UpdateRule

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rayzero.checkpoint.safe_read import parse_json, read_text
 from rayzero.counts import count
 from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
 from rayzero.plan.hardware import Hardware, Hosts
@@ -28,6 +29,7 @@ from rayzero.telemetry.scrape import Scrape, scrape
 __all__ = ["PLAN", "PLAN_STEPS", "PlanCheck", "measure_hardware", "read_plan"]
 
 PLAN = "plan.json"
+_MAX_PLAN = 1 << 24  # bytes
 PLAN_STEPS = 20  # after which every page has been used: owners tell what they grew by from then on
 
 _ANSWER_S = 2.0
@@ -115,7 +117,7 @@ class PlanCheck:
 def read_plan(run_dir: Path) -> dict[str, Any] | None:
     """plan.json of a run; None where there is none, or something else is in it."""
     try:
-        found = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
+        found = parse_json(read_text(run_dir / PLAN, at_most=_MAX_PLAN))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

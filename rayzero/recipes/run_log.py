@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rayzero.checkpoint.safe_read import parse_json, read_text
 from rayzero.errors import DataError
 
 METRICS = "metrics.jsonl"
+_MAX_METRICS = 1 << 32  # bytes: some ten million steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,12 @@ def _finite(value: float | None) -> bool:
 
 
 def _read(name: str, value: Any) -> Any:
-    return math.nan if value is None and name != "validation_loss" else value
+    if value is None:
+        return None if name == "validation_loss" else math.nan
+    number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    if not number or (name == "step" and not isinstance(value, int)):
+        raise ValueError(f"{name} is {reprlib.repr(value)}")
+    return value
 
 
 def read_rows(run_dir: Path) -> list[StepRow]:
@@ -127,12 +135,12 @@ def read_rows(run_dir: Path) -> list[StepRow]:
 
 def _parse_rows(path: Path) -> Iterator[StepRow]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, at_most=_MAX_METRICS).splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise DataError(f"cannot read {path}: {exc}") from exc
     for number, line in enumerate(lines, start=1):
         try:
-            found = json.loads(line)
+            found = parse_json(line)
             yield StepRow(**{name: _read(name, value) for name, value in found.items()})
         except (ValueError, TypeError, AttributeError) as exc:
             if number < len(lines):

@@ -107,6 +107,12 @@ class Written:
         )  # fmt: skip
 
 
+def require_one_line(error: Exception) -> str:
+    """The message of an error, which is one line."""
+    assert "\n" not in str(error)
+    return str(error)
+
+
 @pytest.fixture
 def written() -> Written:
     layout = small_layout()

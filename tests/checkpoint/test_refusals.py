@@ -254,7 +254,7 @@ def test_a_manifest_that_is_a_folder_is_one_line(written, directory):
     written.save(directory)
     (directory / MANIFEST).unlink()
     (directory / MANIFEST).mkdir()
-    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: Is a directory") as caught:
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: it is a folder, not a regular") as caught:
         CheckpointReader(directory)
     one_line(caught)
 

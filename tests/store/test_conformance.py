@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.writer import rank_file_name, staging_path, withdraw, write_rank_state
+from rayzero.checkpoint.writer import staging_path, withdraw, write_rank_state
 from rayzero.errors import (
     AccumulationError,
     CheckpointError,

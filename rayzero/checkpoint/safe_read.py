@@ -1,0 +1,73 @@
+"""Reading files that anybody may have made: regular files only, up to a size, and JSON of any shape.
+
+Opening a FIFO waits for its other end, opening a device may do something, and ``/dev/zero`` never ends. Whoever reads
+a checkpoint or a run's directory goes through here, and gets an OSError or a ValueError for all of that.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def regular_size(path: Path, *, follow_links: bool = True) -> int:
+    """Bytes of a regular file; raises OSError where there is none, or something else. Opens nothing."""
+    try:
+        return _size(os.stat(path, follow_symlinks=follow_links))
+    except ValueError as exc:  # a NUL or half a surrogate pair
+        raise OSError(errno.EINVAL, f"no file can have this name ({exc})") from exc
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
+    """Open a regular file for reading; raises OSError for whatever else is there. It never waits.
+
+    follow_links: whether the file may be a symbolic link to a regular file."""
+    regular_size(path, follow_links=follow_links)  # before it is opened: to open a device may have effects
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    handle = os.open(path, flags)
+    try:
+        _size(os.fstat(handle))  # it may have been exchanged
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_text(path: Path, *, at_most: int, follow_links: bool = True) -> str:
+    """The text of a regular UTF-8 file of up to ``at_most`` bytes.
+
+    Raises OSError where it is no regular file or a larger one, and ValueError where it is not UTF-8."""
+    with open_regular(path, follow_links=follow_links) as file:
+        size = _size(os.fstat(file.fileno()))
+        if size > at_most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and no such file has more than {at_most:,}")
+        return file.read(size).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; raises ValueError for any other text, and for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _size(status: os.stat_result) -> int:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')}, not a regular file")
+    return status.st_size
