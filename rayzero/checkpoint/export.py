@@ -25,8 +25,8 @@ def export_full(
 ) -> Path:
     """Write the checkpoint's parameters and persistent buffers under their plain names; returns the file.
 
-    ``out``: a file ending in .safetensors, or a folder to put model.safetensors in. Trained parameters are the
-    fp32 masters, cast to ``dtype`` where given; frozen ones keep their dtype; buffers are rank 0's. Tied
+    ``out``: a file ending in .safetensors, or a folder to put model.safetensors in. Parameters are the fp32
+    masters, cast to ``dtype`` where given; frozen ones without masters keep their dtype; buffers are rank 0's. Tied
     parameters are written under each of their names, so that ``load_state_dict(strict=True)`` is content. A few
     parts of 4 MiB are in memory at once. The file appears by a rename, complete. Raises CheckpointError when it
     exists and ``overwrite`` is False, for another ending than .safetensors, when it cannot be written there, and for
@@ -96,10 +96,10 @@ def _named_slots(reader: CheckpointReader) -> dict[str, tuple[UnitLayout, ParamS
 
 
 def _stored_dtype(unit: UnitLayout, dtype: torch.dtype | None) -> torch.dtype:
-    return (dtype or torch.float32) if unit.trainable else unit.dtype
+    return (dtype or torch.float32) if unit.has_master else unit.dtype
 
 
 def _param_parts(reader: CheckpointReader, unit: UnitLayout, slot: ParamSlot, dtype: torch.dtype) -> Iterator[Tensor]:
-    kind = MASTER if unit.trainable else COMPUTE
+    kind = MASTER if unit.has_master else COMPUTE
     for start in range(0, slot.numel, _PART):
         yield reader.read_slice(slot.name, kind, start, min(start + _PART, slot.numel)).to(dtype)

@@ -129,6 +129,8 @@ def _unit(described: Mapping[str, Any], names: set[str]) -> None:
     dtype_from_name(text(get(described, "dtype"), "a unit's dtype"))
     if not isinstance(get(described, "trainable"), bool):
         raise _wrong(described["trainable"], "trainable", "true or false")
+    if not isinstance(described.get("frozen_master", False), bool):
+        raise _wrong(described["frozen_master"], "frozen_master", "true or false")
     for param in sequence(get(described, "params"), "params"):
         if len(sequence(param, "a parameter")) != 2:
             raise _wrong(param, "a parameter", "a name and a shape")

@@ -48,7 +48,7 @@ class Piece:
     file: str
     tensor: str  # its name in the file
     param: str
-    kind: str  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters
+    kind: str  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
     start: int
     stop: int
     shape: tuple[int, ...]  # of the whole parameter
@@ -142,7 +142,7 @@ class Manifest:
             if param not in slots:
                 raise CheckpointError(f"step {self.step}: {kind} of {param!r} was written, but no unit has it")
         for name, (unit, slot) in slots.items():
-            wanted = MASTER if unit.trainable else COMPUTE
+            wanted = MASTER if unit.has_master else COMPUTE
             kinds = {*self.kinds(name), *((wanted,) if slot.numel else ())}
             if not unit.trainable and (foreign := sorted(kinds - {wanted})):
                 raise CheckpointError(f"step {self.step}: {foreign[0]} of {name!r} was written, but it is frozen")

@@ -11,7 +11,7 @@ import typer
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A step-… directory, or a run's directory: its newest.")],
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder to put model.safetensors in.")],
-    dtype: Annotated[str, typer.Option(help="Of trained parameters: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Of all with fp32 masters: float32, bfloat16 or float16.")] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a checkpoint's parameters and buffers under their plain names, streamed."""

@@ -131,6 +131,11 @@ class ZeroConfig(ConfigModel):
     keep_fp32: tuple[str, ...] = ()
     """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
 
+    frozen_masters: Flag = True
+    """True: owners keep the fp32 values of frozen parameters that the compute dtype would round (4 bytes a parameter),
+    so that full_state_dict, checkpoints and exports have them exactly. False: they are rounded, and prepare() says so.
+    Frozen parameters that have the compute dtype at prepare() cost nothing in either case."""
+
     transport: Transport = "auto"
     """How ranks reach owners in other processes. "auto": shared memory with those of the same host, gRPC with the
     others. "shm": shared memory or an error; "grpc": gRPC with all. "inproc": owners are plain objects of the rank's
@@ -199,6 +204,7 @@ class ZeroConfig(ConfigModel):
             units: str | Sequence[str] = ...,
             min_unit_bytes: int | str = ...,
             keep_fp32: str | Sequence[str] = ...,
+            frozen_masters: bool = ...,
             transport: Transport = ...,
             slab_dir: str = ...,
             placement: Placement = ...,

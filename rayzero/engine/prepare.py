@@ -34,10 +34,11 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
 from rayzero.engine.unit_init import Init
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.layout.model_layout import ModelLayout, UnitLayout
+from rayzero.layout.model_layout import ModelLayout, UnitLayout, dtype_name, loses_bits
 from rayzero.layout.shard_map import device_shards
 from rayzero.layout.units import UnitPlan, UnitRule, build_layout
 from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.planner import FP32
 from rayzero.messages import ModelSpec
 from rayzero.optimizer.ownership import device_owners
 from rayzero.store.protocol import ParameterStore
@@ -109,6 +110,7 @@ def prepare(
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     _tell_fraction(plan.layout, config, context.rank)
+    _tell_rounded(plan.layout, dict(model.named_parameters()), context.rank)
     check_resume(checkpoint, model)
     start = Start(model, plan, context.rank, checkpoint, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
@@ -220,6 +222,24 @@ def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
     )
 
 
+def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter], rank: int) -> None:
+    """Warn of frozen parameters whose values are not kept (``frozen_masters=False``)."""
+    frozen = [(slot, unit) for unit in layout.units if not unit.has_master for slot in unit.slots]
+    rounded = [(slot, unit) for slot, unit in frozen if loses_bits(params[slot.name].dtype, unit.dtype)]
+    if rounded and rank == 0:
+        count, numel = len(rounded), sum(slot.numel for slot, _ in rounded)
+        log.warning(
+            "frozen_masters=False: %d frozen parameter%s (%d elements, %d bytes in fp32) %s rounded to %s, also in "
+            "full_state_dict, checkpoints and exports; with frozen_masters=True the owners keep them exactly",
+            count,
+            "s" if count > 1 else "",
+            numel,
+            numel * FP32,
+            "are" if count > 1 else "is",
+            dtype_name(rounded[0][1].dtype),
+        )
+
+
 def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ZeroOptimizer) or any(module in _engines for module in model.modules()):
         raise UnsupportedError("the model is prepared already: call rayzero.prepare() once, on the whole model")
@@ -253,6 +273,7 @@ def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = No
         shard_bytes=config.shard_bytes,
         compute_dtype=COMPUTE_DTYPES[config.precision],
         keep_fp32=config.keep_fp32,
+        frozen_masters=config.frozen_masters,
     )
 
 
@@ -446,9 +467,10 @@ def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Complete CPU tensors under plain names, in the model's own order; loads into the plain model.
 
-    Parameters are the fp32 masters of exactly the last step (frozen ones in their own dtype) with what this rank has
-    written since, tied ones under each of their names; persistent buffers as they are. Reads unit by unit; waits for
-    the last step's update, and for no other rank."""
+    Parameters are the fp32 masters of exactly the last step with what this rank has written since, tied ones under
+    each of their names; persistent buffers as they are. A frozen parameter has the compute dtype where that holds its
+    values exactly, and is fp32 otherwise (with ``frozen_masters=False`` the compute dtype, rounded). Reads unit by
+    unit; waits for the last step's update, and for no other rank."""
     engine = engine_of(model)
     values: dict[int, Tensor] = {}
     for unit in engine.units:

@@ -138,11 +138,11 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def _refuse_unfreezing(cls, param: nn.Parameter, value: object) -> None:
-        """Raise UnsupportedError for training what was frozen at prepare: it has no master."""
+        """Raise UnsupportedError for training what was frozen at prepare: it has no states."""
         if value and not cls.unit.layout.trainable:
             raise UnsupportedError(
                 f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given requires_grad=True after "
-                "rayzero.prepare(), but it was frozen there and has no master weights; to unfreeze it later, leave "
+                "rayzero.prepare(), but it was frozen there and has no optimizer state; to unfreeze it later, leave "
                 "requires_grad=True until prepare() has returned, and freeze it then"
             )
 

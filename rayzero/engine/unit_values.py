@@ -23,10 +23,10 @@ class UnitValues:
         self._store, self._cache = store, cache
 
     def masters(self, unit: ParamUnit) -> Tensor:
-        """A unit's exact values with what this rank has written: 1D, unit.numel elements, host memory; fp32, or a
-        frozen unit's dtype. Asks no other rank."""
+        """A unit's exact values with what this rank has written: 1D, unit.numel elements, host memory; fp32, or the
+        unit's dtype where it is frozen and that dtype holds it exactly. Asks no other rank."""
         written = self._cache.writes.values(unit)
-        if not unit.layout.trainable:
+        if not unit.layout.has_master:
             return self._cache.fetch_flat(unit, COMPUTE) if written is None else written.clone()
         flat = self._cache.fetch_flat(unit, MASTER)
         if written is None:
@@ -46,6 +46,6 @@ class UnitValues:
             for i, value in values.items():
                 slot = unit.layout.slots[i]
                 flat[slot.start : slot.stop].view(slot.shape).copy_(value)
-        self._cache.overwrite(unit, MASTER if unit.layout.trainable else COMPUTE, flat)
+        self._cache.overwrite(unit, MASTER if unit.layout.has_master else COMPUTE, flat)
         unit.count_writes(list(values))
         unit.settle_writes()

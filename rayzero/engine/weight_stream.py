@@ -20,7 +20,7 @@ Load = Callable[[int, Tensor], Future[None]]
 
 def unit_vector(unit: UnitLayout) -> Tensor:
     """Zeros for a unit's initial values, as ``ParameterStore.load`` takes them."""
-    return torch.zeros(unit.numel, dtype=torch.float32 if unit.trainable else unit.dtype, device="cpu")
+    return torch.zeros(unit.numel, dtype=unit.initial_dtype, device="cpu")
 
 
 def require_fit(source: object, model: nn.Module, problems: Sequence[str]) -> None:

@@ -37,6 +37,11 @@ def dtype_from_name(name: str) -> torch.dtype:
         raise ConfigError(f"dtype {name!r} is not one of {sorted(_DTYPES)}") from None
 
 
+def loses_bits(values: torch.dtype, kept: torch.dtype) -> bool:
+    """Whether ``kept`` does not hold every value of the dtype ``values``: bfloat16 and float16 lose each other's."""
+    return torch.promote_types(values, kept) is not kept
+
+
 def aligned(numel: int) -> int:
     """``numel`` rounded up to a multiple of ``ALIGN``."""
     return -(-numel // ALIGN) * ALIGN
@@ -73,8 +78,19 @@ class UnitLayout:
     index: int
     name: str
     dtype: torch.dtype  # of the published parameters and of the gradients
-    trainable: bool  # False: no master, moments or gradients exist for it
+    trainable: bool  # False: no moments or gradients exist for it, and a master only with frozen_master
     slots: tuple[ParamSlot, ...]
+    frozen_master: bool = False  # frozen, and ``dtype`` does not hold its values exactly: owners keep them in fp32 too
+
+    @property
+    def has_master(self) -> bool:
+        """Whether owners keep fp32 values of it."""
+        return self.trainable or self.frozen_master
+
+    @property
+    def initial_dtype(self) -> torch.dtype:
+        """Of the values that owners are given at the start: the widest that they keep."""
+        return torch.float32 if self.has_master else self.dtype
 
     @cached_property
     def numel(self) -> int:
@@ -189,6 +205,7 @@ class ModelLayout:
                     "trainable": unit.trainable,
                     "params": [[slot.name, list(slot.shape)] for slot in unit.slots],
                 }
+                | ({"frozen_master": True} if unit.frozen_master else {})
                 for unit in self.units
             ],
         }
@@ -203,6 +220,7 @@ class ModelLayout:
                 dtype_from_name(unit["dtype"]),
                 unit["trainable"],
                 [(name, tuple(shape)) for name, shape in unit["params"]],
+                frozen_master=unit.get("frozen_master", False),
             )
             for index, unit in enumerate(described["units"])
         )
@@ -210,7 +228,13 @@ class ModelLayout:
 
 
 def lay_out_unit(
-    index: int, name: str, dtype: torch.dtype, trainable: bool, params: list[tuple[str, tuple[int, ...]]]
+    index: int,
+    name: str,
+    dtype: torch.dtype,
+    trainable: bool,
+    params: list[tuple[str, tuple[int, ...]]],
+    *,
+    frozen_master: bool = False,
 ) -> UnitLayout:
     """Place parameters (name, shape) one after the other, each slot aligned and padded to ``ALIGN``."""
     slots: list[ParamSlot] = []
@@ -219,4 +243,6 @@ def lay_out_unit(
         slot = ParamSlot(name=param_name, shape=shape, start=start)
         slots.append(slot)
         start = slot.padded_stop
-    return UnitLayout(index=index, name=name, dtype=dtype, trainable=trainable, slots=tuple(slots))
+    return UnitLayout(
+        index=index, name=name, dtype=dtype, trainable=trainable, slots=tuple(slots), frozen_master=frozen_master
+    )

@@ -203,8 +203,8 @@ def _spread(sizes: Sequence[int], groups: Sequence[int], num_owners: int, policy
 def resident_bytes(unit: UnitLayout, num_states: int = 2) -> int:
     """Bytes an owner keeps per element: parameters, fp32 master (fp32 parameters are it), fp32 optimizer states.
 
-    A frozen unit has its parameters only."""
+    A frozen unit has its parameters, and its master where there is one."""
     if not unit.trainable:
-        return unit.dtype.itemsize
+        return unit.dtype.itemsize + (4 if unit.frozen_master else 0)
     published = 0 if unit.dtype is torch.float32 else unit.dtype.itemsize
     return published + 4 * (1 + num_states)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.layout.model_layout import ModelLayout, dtype_from_name, dtype_name, lay_out_unit
+from rayzero.layout.model_layout import ModelLayout, dtype_from_name, dtype_name, lay_out_unit, loses_bits
 
 ROOT = ""  # the model itself, as named_modules() names it
 
@@ -50,6 +50,7 @@ def build_layout(
     shard_bytes: int = 8 << 20,
     compute_dtype: torch.dtype = torch.float32,
     keep_fp32: Sequence[str] = (),
+    frozen_masters: bool = True,
 ) -> UnitPlan:
     """Lay out every parameter of ``model`` once, in units: root first, then in registration order.
 
@@ -58,19 +59,26 @@ def build_layout(
     min_unit_bytes: in the unit's dtype, for ``"auto"``.
     shard_bytes: bytes of fp32 master in a shard, a multiple of 256.
     compute_dtype: dtype of units, except modules whose name, or an enclosing module's, matches ``keep_fp32``.
+    frozen_masters: frozen parameters whose values the units' dtype does not hold exactly are units of their own, of
+        which owners keep fp32 masters.
 
     A tied parameter is laid out under its first name. Raises UnsupportedError, naming the parameter, for complex,
     integer, float64, sparse, lazy, expanded and overlapping ones; ConfigError for settings that match nothing.
     """
     tree = _ModuleTree(model)
-    found = _collect(model, tree, compute_dtype, keep_fp32)
+    found = _collect(model, tree, compute_dtype, keep_fp32, frozen_masters)
     _refuse_overlaps(found)
     unit_modules = _choose(tree, found, units, min_unit_bytes)
     groups = _group(tree, found, unit_modules)
     layout = ModelLayout(
         units=tuple(
             lay_out_unit(
-                i, key.unit_name(tree), key.dtype, key.trainable, [(p.name, tuple(p.tensor.shape)) for p in group]
+                i,
+                key.unit_name(tree),
+                key.dtype,
+                key.trainable,
+                [(p.name, tuple(p.tensor.shape)) for p in group],
+                frozen_master=group[0].frozen_master,
             )
             for i, (key, group) in enumerate(groups.items())
         ),
@@ -131,18 +139,22 @@ class _Found:
     tensor: nn.Parameter
     dtype: torch.dtype
     kept: bool  # its dtype is not the compute dtype
+    frozen_master: bool
     holders: tuple[str, ...]
 
     @property
     def suffix(self) -> str:
-        return ("" if self.tensor.requires_grad else ":frozen") + (f":{dtype_name(self.dtype)}" if self.kept else "")
+        frozen = "" if self.tensor.requires_grad else ":frozen:master" if self.frozen_master else ":frozen"
+        return frozen + (f":{dtype_name(self.dtype)}" if self.kept else "")
 
     @property
     def size_bytes(self) -> int:
         return self.tensor.numel() * self.dtype.itemsize
 
 
-def _collect(model: nn.Module, tree: _ModuleTree, compute_dtype: torch.dtype, keep_fp32: Sequence[str]) -> list[_Found]:
+def _collect(
+    model: nn.Module, tree: _ModuleTree, compute_dtype: torch.dtype, keep_fp32: Sequence[str], frozen_masters: bool
+) -> list[_Found]:
     dtype_from_name(dtype_name(compute_dtype))
     _require_matches(tree, keep_fp32)
     names: dict[int, list[str]] = {}
@@ -154,7 +166,16 @@ def _collect(model: nn.Module, tree: _ModuleTree, compute_dtype: torch.dtype, ke
         holders = tuple(alias.rpartition(".")[0] for alias in names[id(parameter)])
         kept = any(fnmatchcase(module, pattern) for module in tree.enclosing(holders[0]) for pattern in keep_fp32)
         dtype = torch.float32 if kept else compute_dtype
-        found.append(_Found(name=name, tensor=parameter, dtype=dtype, kept=dtype is not compute_dtype, holders=holders))
+        found.append(
+            _Found(
+                name=name,
+                tensor=parameter,
+                dtype=dtype,
+                kept=dtype is not compute_dtype,
+                frozen_master=frozen_masters and not parameter.requires_grad and loses_bits(parameter.dtype, dtype),
+                holders=holders,
+            )
+        )
     if not found:
         raise ConfigError(f"{type(model).__name__} has no parameters to train")
     return found

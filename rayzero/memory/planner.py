@@ -28,7 +28,7 @@ class OwnerPlan:
     num_owners: int
     world_size: int
     params: int  # published parameters; those of fp32 trained units are their master
-    master: int  # fp32
+    master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
     moments: int  # fp32 optimizer states
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
     staging: int  # of all ranks: bytes that landed and are not yet added to those before
@@ -73,7 +73,7 @@ def plan_owner(
 
     num_states: fp32 states per element of the optimizer (2 for Adam). own_gradients: ranks of this host keep their
     gradients themselves, where no staging is needed. measures_norms: by layer group (optimizer/group_norms.py)."""
-    params = master = gradients = largest = 0
+    params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -81,6 +81,7 @@ def plan_owner(
         published, trained = shard.numel * unit.dtype.itemsize, shard.numel * unit.trainable
         params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
         master += trained * FP32
+        frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
         gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
     return OwnerPlan(
@@ -88,7 +89,7 @@ def plan_owner(
         num_owners=shard_map.num_owners,
         world_size=world_size,
         params=params,
-        master=0 if on_device else master,
+        master=frozen + (0 if on_device else master),
         moments=0 if on_device else master * num_states,
         gradients=gradients * world_size,
         staging=0 if own_gradients else staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,

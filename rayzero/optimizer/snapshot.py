@@ -39,8 +39,10 @@ def _pieces(owned: OwnedShard, rule: UpdateRule) -> Iterator[Piece]:
         if owned.master is None:
             kinds = {COMPUTE: owned.params[part.start : part.stop]}
         else:
+            kinds = {MASTER: owned.master[part.start : part.stop]}
+        if owned.trainable:
             described["step"] = owned.steps[index]
-            kinds = {MASTER: owned.master[part.start : part.stop]} | rule.slice_states(owned, index)
+            kinds |= rule.slice_states(owned, index)
         for kind, tensor in kinds.items():
             yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | {"kind": kind}
 
@@ -98,7 +100,7 @@ def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule
     part = owned.slices[index]
     slot = owned.unit.slots[part.slot]
     start, stop = part.param_start, part.param_start + part.numel
-    wanted = MASTER if owned.trainable else COMPUTE
+    wanted = MASTER if MASTER in reader.kinds(slot.name) else COMPUTE  # what is kept of frozen ones may have changed
     target = owned.params if owned.master is None else owned.master
     target[part.start : part.stop].copy_(reader.read_slice(slot.name, wanted, start, stop))
     if owned.trainable:

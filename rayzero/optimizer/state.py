@@ -46,7 +46,7 @@ class OwnedShard:
     slices: tuple[SlotSlice, ...]
     groups: tuple[int, ...]  # parameter group of each slice
     params: Tensor  # 1D, unit dtype: what COMPUTE reads
-    master: Tensor | None  # 1D fp32; the same memory as params in an fp32 unit on the host, None in a frozen one
+    master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Tensor]  # kind -> 1D fp32; on a device where the master is
     journal: ShardJournal | None = None  # of a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
@@ -65,7 +65,7 @@ class OwnedShard:
 
     @property
     def trainable(self) -> bool:
-        """True when the shard has a master and gradients."""
+        """True when the shard has gradients, states and a master."""
         return self.unit.trainable
 
     def move(self, state: ShardState) -> None:
@@ -105,7 +105,7 @@ class OwnedShard:
             return self.params
         found = self.master if kind == MASTER else self.states.get(kind)
         if found is None:
-            kinds = [COMPUTE, *([MASTER] if self.trainable else []), *self.states]
+            kinds = [COMPUTE, *([MASTER] if self.master is not None else []), *self.states]
             raise StoreError(f"{self.unit.name!r} has no {kind!r} to fetch; it has {', '.join(kinds)}")
         return found.cpu()
 
@@ -124,8 +124,9 @@ def allocate(
     for dtype in {layout.units[shard.unit].dtype for shard in owned}:
         alike = [shard for shard in owned if layout.units[shard.unit].dtype is dtype]
         params |= memory.params([_sizes(run) for run in runs(alike)], dtype)
-    apart = [s for s in trained if memory.apart or layout.units[s.unit].dtype is not torch.float32]
-    master = {shard.index: params[shard.index] for shard in trained}  # what an fp32 unit publishes is its master
+    mastered = [shard for shard in owned if layout.units[shard.unit].has_master]
+    apart = [s for s in mastered if memory.apart or layout.units[s.unit].dtype is not torch.float32]
+    master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
     states = {kind: memory.state(_sizes(trained), torch.float32) for kind in kinds}
     found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}

@@ -171,7 +171,7 @@ def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) ->
     if kind == COMPUTE and owned.master is not None and owned.master is not owned.params:
         kept = same_bits(values, owned.params)
         owned.fill(torch.where(kept, owned.master.cpu(), values.float()))
-    elif kind == COMPUTE or (kind == MASTER and owned.trainable):
+    elif kind == COMPUTE or (kind == MASTER and owned.master is not None):
         owned.fill(values)
     elif not owned.trainable:
         owned.read(kind)  # raises

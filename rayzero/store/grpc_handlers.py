@@ -221,7 +221,7 @@ class RankCalls:
 
     async def _load_shard(self, index: int, unit_index: int, chunks: Requests) -> None:
         shard, unit = self._s.shard(index, unit_index)
-        values = torch.empty(shard.numel, dtype=torch.float32 if unit.trainable else unit.dtype)
+        values = torch.empty(shard.numel, dtype=unit.initial_dtype)
         await _receive(chunks, index, values.nbytes, byte_view(values))
         await self._s.compute(self._s.service.load, index, values)
 

@@ -273,7 +273,7 @@ class RemoteStore(DirectMemory):
         """Send one unit's initial values; see ``ParameterStore.load``."""
         try:
             layout, parts = self._parts(unit)
-            self._require_form("load", layout, values, torch.float32 if layout.trainable else layout.dtype)
+            self._require_form("load", layout, values, layout.initial_dtype)
         except RayZeroError as error:
             return failed(error)
 

@@ -19,25 +19,25 @@ STATES = (MASTER, "exp_avg", "exp_avg_sq")
 
 
 def small_layout(shard_numel: int = 128, precision: torch.dtype = torch.float32) -> ModelLayout:
-    """Matrices across shards, odd sizes, a 0-dim and an empty parameter, and a frozen unit."""
+    """Matrices across shards, odd sizes, a 0-dim and an empty parameter, and frozen units, one with a master."""
     first = lay_out_unit(0, "embed", precision, True, [("embed.weight", (10, 30))])
     second = lay_out_unit(1, "block", precision, True, [("w", (17, 19)), ("b", (7,)), ("scale", ()), ("none", (0, 3))])
     frozen = lay_out_unit(2, "block:frozen", torch.bfloat16, False, [("frozen", (9, 9))])
-    return ModelLayout(units=(first, second, frozen), shard_numel=shard_numel)
+    params = [("exact", (5, 40)), ("none_exact", (0,))]
+    exact = lay_out_unit(3, "block:frozen:master", torch.bfloat16, False, params, frozen_master=True)
+    return ModelLayout(units=(first, second, frozen, exact), shard_numel=shard_numel)
 
 
 def kinds_of(unit: UnitLayout) -> tuple[str, ...]:
     """What an owner stores of a unit."""
-    return STATES if unit.trainable else (COMPUTE,)
+    return STATES if unit.trainable else (MASTER,) if unit.frozen_master else (COMPUTE,)
 
 
 def random_values(layout: ModelLayout, seed: int = 0) -> dict[tuple[str, str], Tensor]:
     """(parameter, kind) -> flat values."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        (slot.name, kind): torch.randn(math.prod(slot.shape), generator=generator).to(
-            torch.float32 if unit.trainable else unit.dtype
-        )
+        (slot.name, kind): torch.randn(math.prod(slot.shape), generator=generator).to(unit.initial_dtype)
         for unit in layout.units
         for slot in unit.slots
         for kind in kinds_of(unit)

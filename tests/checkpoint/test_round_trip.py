@@ -134,7 +134,7 @@ def test_an_export_overwrites_only_when_asked(written, directory, tmp_path):
         export_full(directory, out)
     assert out.read_bytes() == b"precious"
     export_full(directory, out, overwrite=True)
-    assert len(load_file(out)) == 8
+    assert len(load_file(out)) == 10
 
 
 def test_a_failed_export_leaves_nothing(written, directory, tmp_path):

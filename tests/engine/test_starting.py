@@ -154,12 +154,12 @@ def test_a_model_started_from_a_file_trains_as_if_it_had_been_loaded(
     assert all(ours is theirs for ours, theirs in zip(model.parameters(), objects, strict=True))
 
 
-def test_16_bit_files_become_fp32_masters_and_frozen_units_keep_the_compute_dtype(
+def test_16_bit_files_become_fp32_masters_and_frozen_units_keep_the_dtype_they_have_at_prepare(
     alone: RankContext, tmp_path: Path
 ) -> None:
     base = seeded(Net).bfloat16()
     model = empty()
-    model.layers[1].requires_grad_(False)
+    model.layers[1].requires_grad_(False).to(torch.bfloat16)
     path = saved(base, tmp_path / "w.safetensors")
     state = start(model, config=ZeroConfig(precision="bf16"), weights=path)
     assert state["layers.0.up.weight"].dtype == torch.float32

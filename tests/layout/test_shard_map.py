@@ -141,12 +141,13 @@ def test_embedding_and_head_count_by_their_bytes() -> None:
 
 
 def test_resident_bytes_of_an_element_under_adam() -> None:
-    def unit(dtype: torch.dtype, trainable: bool) -> int:
-        return resident_bytes(lay_out_unit(0, "u", dtype, trainable, []))
+    def unit(dtype: torch.dtype, trainable: bool, frozen_master: bool = False) -> int:
+        return resident_bytes(lay_out_unit(0, "u", dtype, trainable, [], frozen_master=frozen_master))
 
     assert unit(torch.float32, True) == 12  # the master is what is published
     assert unit(torch.bfloat16, True) == 14
     assert (unit(torch.float32, False), unit(torch.bfloat16, False)) == (4, 2)
+    assert unit(torch.bfloat16, False, frozen_master=True) == 6
 
 
 # ---- edges ------------------------------------------------------------------------------------------------------

@@ -183,12 +183,55 @@ def test_mixed_modules_have_sibling_units() -> None:
         ("wte", "wte", bf16, True),
         ("blocks.0", "blocks.0", bf16, True),
         ("blocks.0:float32", "blocks.0", f32, True),
-        ("blocks.0:frozen", "blocks.0", bf16, False),
-        ("blocks.1:frozen", "blocks.1", bf16, False),
+        ("blocks.0:frozen:master", "blocks.0", bf16, False),
         ("blocks.1:frozen:float32", "blocks.1", f32, False),
+        ("blocks.1:frozen:master", "blocks.1", bf16, False),
         ("head", "head", bf16, True),
     ]
     assert plan.units_of_module["blocks.0"] == (2, 3, 4)
+
+
+def test_frozen_parameters_that_would_be_rounded_are_units_with_a_master() -> None:
+    model = GPT().requires_grad_(False)
+    model.blocks[1].to(torch.bfloat16)
+    model.blocks[0].mlp[0].bias.data = model.blocks[0].mlp[0].bias.data.to(torch.bfloat16)  # type: ignore[union-attr,index]
+    plan = build_layout(model, compute_dtype=torch.bfloat16, units=["Block"])
+    described = {unit.name: (unit.frozen_master, unit.initial_dtype) for unit in plan.layout.units}
+    f32, bf16 = torch.float32, torch.bfloat16
+    assert described == {
+        "root:frozen:master": (True, f32),
+        "blocks.0:frozen": (False, bf16),
+        "blocks.0:frozen:master": (True, f32),
+        "blocks.1:frozen": (False, bf16),
+    }
+    layout = plan.layout
+    assert ModelLayout.from_json(layout.to_json()) == layout
+    without = build_layout(model, compute_dtype=torch.bfloat16, units=["Block"], frozen_masters=False).layout
+    assert [unit.name for unit in without.units] == ["root:frozen", "blocks.0:frozen", "blocks.1:frozen"]
+    assert not any(unit.has_master or "frozen_master" in str(unit_json) for unit, unit_json in zip(
+        without.units, without.to_json()["units"], strict=True
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "computed", "rounds"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.float16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float16, torch.float16, False),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.float32, False),
+    ],
+)
+def test_a_master_is_kept_where_the_compute_dtype_holds_less(
+    values: torch.dtype, computed: torch.dtype, rounds: bool
+) -> None:
+    model = nn.Linear(4, 4).to(values).requires_grad_(False)
+    (unit,) = build_layout(model, compute_dtype=computed).layout.units
+    assert unit.frozen_master == rounds
 
 
 def test_keep_fp32_covers_the_modules_inside_a_match() -> None:

@@ -30,8 +30,15 @@ from rayzero.optimizer.state import allocate
 MIB = 1 << 20
 
 
-def layout_of(*units: tuple[int, torch.dtype, bool], shard_numel: int = 1024) -> ModelLayout:
-    laid_out = (lay_out_unit(i, f"u{i}", dtype, trained, [("w", (n,))]) for i, (n, dtype, trained) in enumerate(units))
+KEPT = "frozen, with a master"
+Described = tuple[int, torch.dtype, bool | str]  # elements, dtype, whether it is trained
+
+
+def layout_of(*units: Described, shard_numel: int = 1024) -> ModelLayout:
+    laid_out = (
+        lay_out_unit(i, f"u{i}", dtype, trained is True, [("w", (n,))], frozen_master=trained == KEPT)
+        for i, (n, dtype, trained) in enumerate(units)
+    )
     return ModelLayout(units=tuple(laid_out), shard_numel=shard_numel)
 
 
@@ -64,6 +71,12 @@ def test_a_frozen_unit_has_its_parameters_only() -> None:
     assert (found.params, found.total) == (2 * 4096 + 4 * 64, 2 * 4096 + 4 * 64)
 
 
+def test_a_frozen_unit_that_its_dtype_would_round_has_a_master_more() -> None:
+    found = plan(layout_of((4096, torch.bfloat16, KEPT), (64, torch.bfloat16, False)), ranks=3, steps=4)
+    assert (found.params, found.master, found.total) == (2 * 4160, 4 * 4096, 6 * 4096 + 2 * 64)
+    assert "master 16 KiB" in found.describe()
+
+
 def test_norms_are_measured_with_the_largest_trained_shard_in_fp32() -> None:
     layout = layout_of((4096, torch.bfloat16, False), (320, torch.bfloat16, True), shard_numel=2048)
     shards = shard_map_for(layout, 1, "balanced")
@@ -77,17 +90,20 @@ def test_an_owner_without_shards_needs_nothing() -> None:
     assert plan(layout_of((64, torch.float32, True)), owner=1, owners=2).total == 0
 
 
-units = st.tuples(st.integers(0, 9000), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+units = st.tuples(
+    st.integers(0, 9000),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([True, False, KEPT]),
+).map(lambda unit: (unit[0], torch.bfloat16, KEPT) if unit[2] == KEPT else unit)
 
 
 @given(st.lists(units, max_size=6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
-def test_the_owners_plans_add_up_to_the_model(
-    described: list[tuple[int, torch.dtype, bool]], owners: int, ranks: int, steps: int
-) -> None:
+def test_the_owners_plans_add_up_to_the_model(described: list[Described], owners: int, ranks: int, steps: int) -> None:
     layout = layout_of(*described)
     plans = [plan(layout, owner=k, owners=owners, ranks=ranks, steps=steps) for k in range(owners)]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
-    assert sum(p.master for p in plans) == 4 * trained
+    kept = sum(unit.numel for unit in layout.units if unit.frozen_master)
+    assert sum(p.master for p in plans) == 4 * (trained + kept)
     assert sum(p.moments for p in plans) == 8 * trained
     published = sum(u.size_bytes for u in layout.units if not (u.trainable and u.dtype is torch.float32))
     assert sum(p.params for p in plans) == published
@@ -95,9 +111,7 @@ def test_the_owners_plans_add_up_to_the_model(
 
 
 @given(st.lists(units, max_size=6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
-def test_a_plan_is_what_the_owner_allocates(
-    described: list[tuple[int, torch.dtype, bool]], owners: int, ranks: int, steps: int
-) -> None:
+def test_a_plan_is_what_the_owner_allocates(described: list[Described], owners: int, ranks: int, steps: int) -> None:
     layout = layout_of(*described)
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)

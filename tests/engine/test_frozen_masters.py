@@ -1,0 +1,276 @@
+"""What is frozen comes back as it was given, whatever dtype the model computes in."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.checkpoint import CheckpointReader, export_full
+from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.prepare import plan_units
+from rayzero.messages import COMPUTE, MASTER
+from rayzero.testing import Transport, run_ranks
+
+from .models import Net, same_bits, seeded, token_loss, tokens
+
+BF16 = ZeroConfig(precision="bf16")
+ROUNDED = ZeroConfig(precision="bf16", frozen_masters=False)
+
+Config = ZeroConfig | None
+
+
+def frozen_base(dtype: torch.dtype = torch.float32) -> Net:
+    """All but biases and norms is frozen, as in BitFit; fp32 values that no 16-bit dtype holds."""
+    model = seeded(Net)
+    for name, param in model.named_parameters():
+        if not name.endswith("bias"):
+            param.requires_grad_(False)
+            param.data = param.data.to(dtype)
+    return model
+
+
+def frozen_of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: param.detach().clone() for name, param in named if not param.requires_grad}
+
+
+def part(state: dict[str, Tensor], names: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state[name] for name in names}
+
+
+def prepared(model: nn.Module, config: Config = BF16) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)
+
+
+def train(model: nn.Module, optimizer: rayzero.ZeroOptimizer, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        token_loss(model, tokens(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- exact, in every store, for every number of owners
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_frozen_values_come_back_as_they_were(precision: str, dtype: torch.dtype, alone: RankContext) -> None:
+    model = frozen_base(dtype)
+    given = frozen_of(model)
+    model, optimizer = prepared(model, ZeroConfig(precision=precision))
+    state = part(rayzero.full_state_dict(model), given)
+    assert all(torch.equal(state[name].double(), value.double()) for name, value in given.items())
+    train(model, optimizer, range(2))
+    after = rayzero.full_state_dict(model)
+    assert same_bits(part(after, given), state)
+    assert all(after[name].dtype is torch.float32 for name in after if name.endswith("bias"))
+
+
+def exact_on_every_rank(transport: Transport, num_optimizers: int, config: ZeroConfig) -> bool:
+    base = frozen_base()  # not in the ranks, which share a generator
+    return run_ranks(lambda context: is_exact(context, base), 2, num_optimizers, transport, config=config) == [True] * 2
+
+
+def is_exact(context: RankContext, base: Net) -> bool:
+    model = copy.deepcopy(base)
+    given = frozen_of(model)
+    model, optimizer = prepared(model, None)
+    train(model, optimizer, range(2), context.rank)
+    return same_bits(part(rayzero.full_state_dict(model), given), given)
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 3])
+@pytest.mark.parametrize("transport", ["inproc", "shm", "grpc"])
+def test_every_store_has_them_exactly(transport: Transport, num_optimizers: int) -> None:
+    assert exact_on_every_rank(transport, num_optimizers, BF16.replace(shard_bytes=4096))
+
+
+def test_owners_beside_ranks_have_them_exactly() -> None:
+    assert exact_on_every_rank("inproc", 2, BF16.replace(shard_bytes=4096, offload_fraction=0.5))
+
+
+def test_ranks_compute_with_what_they_computed_with(alone: RankContext) -> None:
+    """Masters change nothing in training, and nothing more comes to a rank."""
+    results = []
+    for config in (BF16, ROUNDED):
+        model = frozen_base()
+        given = frozen_of(model)
+        model, optimizer = prepared(model, config)
+        train(model, optimizer, range(3))
+        state = rayzero.full_state_dict(model)
+        results.append({name: value.to(torch.bfloat16) if name in given else value for name, value in state.items()})
+        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert same_bits(*results)
+
+
+# ---- checkpoints, exports, resuming
+
+
+@pytest.mark.parametrize(("first", "then"), [(BF16, BF16), (BF16, ROUNDED), (ROUNDED, BF16), (ROUNDED, ROUNDED)])
+def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: ZeroConfig, then: ZeroConfig) -> None:
+    model = frozen_base()
+    given = frozen_of(model)
+    rounded = {name: value.to(torch.bfloat16) for name, value in given.items()}
+    kept = first.frozen_masters
+    with running_in(RankContext()):
+        model, optimizer = prepared(model, first)
+        train(model, optimizer, range(2))
+        rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
+        train(model, optimizer, range(2, 4))
+        expected = rayzero.full_state_dict(model)
+    with CheckpointReader(tmp_path / "ck") as reader:
+        reader.verify()
+        assert {kind for name in given for kind in reader.kinds(name)} == {MASTER if kept else COMPUTE}
+    exported = load_file(export_full(tmp_path / "ck", tmp_path / "out"))
+    assert same_bits(part(exported, given), given if kept else rounded)
+    cast = load_file(export_full(tmp_path / "ck", tmp_path / "cast", dtype=torch.bfloat16))
+    assert same_bits(part(cast, given), rounded)
+
+    with running_in(RankContext(resume=tmp_path / "ck")):
+        model, optimizer = prepared(frozen_base(), then)
+        state = part(rayzero.full_state_dict(model), given)
+        if then.frozen_masters:
+            assert same_bits(state, given if kept else {name: value.float() for name, value in rounded.items()})
+        else:
+            assert same_bits(state, rounded)
+        train(model, optimizer, range(2, 4))
+        after = rayzero.full_state_dict(model)
+    trained = {name: value for name, value in expected.items() if name not in given}
+    assert same_bits(part(after, trained), trained)
+
+
+def test_a_content_digest_is_that_of_any_number_of_owners(tmp_path: Path) -> None:
+    def save(context: RankContext) -> str:
+        model, optimizer = prepared(frozen_base(), None)
+        train(model, optimizer, range(1))
+        return rayzero.save_checkpoint(optimizer, tmp_path / f"ck-{len(digests)}", {}).digest
+
+    digests: list[str] = []
+    for num_optimizers in (1, 2):
+        config = BF16.replace(shard_bytes=4096)
+        digests += run_ranks(save, 1, num_optimizers, config=config)
+    assert digests[0] == digests[1]
+
+
+# ---- weights, writes and loads
+
+
+@pytest.mark.parametrize("form", ["file", "mapping", "stream"])
+def test_weights_to_start_from_are_kept_exactly(form: str, alone: RankContext, tmp_path: Path) -> None:
+    base = seeded(Net)
+    state = {name: value.detach().clone() for name, value in base.state_dict().items()}
+    save_file({name: value.contiguous().clone() for name, value in state.items()}, tmp_path / "w.safetensors")
+    source = {"file": tmp_path / "w.safetensors", "mapping": state, "stream": iter(state.items())}[form]
+    with rayzero.empty_parameters():
+        model = Net()
+    model.layers.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    model, _ = rayzero.prepare(model, torch.optim.AdamW(trained), BF16, weights=source)
+    assert same_bits(rayzero.full_state_dict(model), state)
+
+
+def write_one(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.layers[1].up.weight[0, :3] = 0.3
+
+
+def write_under_full_parameters(model: nn.Module) -> None:
+    with rayzero.full_parameters(model, modify=True):
+        model.layers[1].up.weight.data[0, :3] = 0.3
+
+
+@pytest.mark.parametrize("write", [write_one, write_under_full_parameters])
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_write_changes_what_was_written_and_rounds_nothing_else(
+    write: Callable[[nn.Module], None], num_optimizers: int
+) -> None:
+    base = frozen_base()
+
+    def loop(context: RankContext) -> None:
+        model = copy.deepcopy(base)
+        given = frozen_of(model)
+        model, optimizer = prepared(model, None)
+        write(model)
+        given["layers.1.up.weight"][0, :3] = torch.tensor(0.3).to(torch.bfloat16).float()
+        assert same_bits(part(rayzero.full_state_dict(model), given), given)  # before the owners have it
+        train(model, optimizer, range(2), context.rank)
+        assert same_bits(part(rayzero.full_state_dict(model), given), given)
+
+    run_ranks(loop, 2, num_optimizers, config=BF16.replace(shard_bytes=4096))
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "grpc"])
+def test_a_state_dict_is_loaded_without_rounding(transport: Transport) -> None:
+    base, other = frozen_base(), seeded(Net, seed=7).state_dict()
+
+    def loop(context: RankContext) -> None:
+        model, optimizer = prepared(copy.deepcopy(base), None)
+        train(model, optimizer, range(1), context.rank)
+        model.load_state_dict(other)
+        assert same_bits(rayzero.full_state_dict(model), other)
+        frozen = {name: value for name, value in other.items() if not name.endswith("bias")}
+        train(model, optimizer, range(1, 2), context.rank)
+        assert same_bits(part(rayzero.full_state_dict(model), frozen), frozen)
+
+    run_ranks(loop, 2, 2, transport, config=BF16.replace(shard_bytes=4096))
+
+
+def test_weights_swapped_and_swapped_back_are_the_same(alone: RankContext) -> None:
+    model = frozen_base()
+    given = frozen_of(model)
+    model, optimizer = prepared(model)
+    saved = copy.deepcopy({name: param.detach().clone() for name, param in model.named_parameters()})
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        for name, param in model.named_parameters():
+            param.copy_(saved[name])
+    train(model, optimizer, range(1))
+    assert same_bits(part(rayzero.full_state_dict(model), given), given)
+
+
+# ---- without masters
+
+
+def test_without_masters_prepare_says_once_what_is_rounded(
+    alone: RankContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = frozen_of(frozen_base())
+    given.pop("head.weight")  # the embedding's
+    with caplog.at_level(logging.WARNING, "rayzero.engine.prepare"):
+        model, _ = prepared(frozen_base(), ROUNDED)
+    count, numel = len(given), sum(value.numel() for value in given.values())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{count} frozen parameters ({numel} elements, {4 * numel} bytes in fp32) are rounded to bfloat16" in said
+    state = part(rayzero.full_state_dict(model), given)
+    assert same_bits(state, {name: value.to(torch.bfloat16) for name, value in given.items()})
+
+
+@pytest.mark.parametrize("config", [BF16, ROUNDED.replace(precision="fp32")])
+def test_what_loses_nothing_is_said_nothing_of_and_has_no_master(
+    config: ZeroConfig, alone: RankContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = frozen_base(torch.bfloat16)
+    assert not any(unit.frozen_master for unit in plan_units(model, config).layout.units)
+    with caplog.at_level(logging.WARNING, "rayzero.engine.prepare"):
+        prepared(model, config)
+    assert not caplog.records
+
+
+def test_masters_are_planned_for_and_kept_by_owners_alone(alone: RankContext) -> None:
+    sizes = {}
+    for config in (BF16, ROUNDED):
+        _, optimizer = prepared(frozen_base(), config)
+        sizes[config.frozen_masters] = optimizer.engine.store._owners.services[0].planned_bytes
+    units = plan_units(frozen_base(), BF16).layout.units
+    assert sizes[True] - sizes[False] == 4 * sum(unit.numel for unit in units if unit.frozen_master)
