@@ -51,7 +51,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "resumed_from": record.get("resumed_from"),
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
-        "members": record.get("members", []),
+        "members": record.get("members") or [],  # nobody may have been started yet
         "routing": record.get("routing"),
         "metrics": record.get("metrics", {}),
         "plan": read_plan(path),
