@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +31,13 @@ class Catalog:
     damaged: Mapping[Path, str]  # and why each cannot be used
 
     @classmethod
-    def of(cls, folder: Path) -> Catalog:
-        """Read the manifest of every checkpoint in ``folder``; empty where the folder is not there."""
+    def of(cls, folder: Path, further: Iterable[Path] = ()) -> Catalog:
+        """Read the manifest of every checkpoint in ``folder``; empty where the folder is not there.
+
+        ``further``: checkpoints that lie elsewhere; those that are gone are left out."""
         sound: list[tuple[int, int, Saved]] = []
         damaged: dict[Path, str] = {}
-        for path in checkpoint_folders(folder):
+        for path in [*checkpoint_folders(folder), *(path for path in further if (path / MANIFEST).exists())]:
             try:
                 with CheckpointReader(path) as checkpoint:
                     written_ns = (path / MANIFEST).stat().st_mtime_ns
@@ -44,13 +46,16 @@ class Catalog:
                 damaged[path] = str(error)
         return cls(sound=tuple(one for _, _, one in sorted(sound, key=lambda found: found[:2])), damaged=damaged)
 
+    def newest(self) -> Path | None:
+        """The checkpoint of the highest step, or None. Each damaged one is skipped with a warning that names it."""
+        for why in self.damaged.values():
+            log.warning("a checkpoint is skipped: %s", why)
+        return self.sound[-1].path if self.sound else None
+
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
     """The checkpoint of the highest step in ``folder``, or None where it holds none.
 
     Its step is the one that its manifest says; its name may be any. A checkpoint whose manifest or files are missing
     or damaged is skipped with a warning that names it: sizes are checked here, hashes when the content is read."""
-    catalog = Catalog.of(Path(folder))
-    for why in catalog.damaged.values():
-        log.warning("a checkpoint is skipped: %s", why)
-    return catalog.sound[-1].path if catalog.sound else None
+    return Catalog.of(Path(folder)).newest()

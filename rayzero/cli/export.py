@@ -9,16 +9,17 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A step-… directory, or a run's directory: its newest.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's directory, or a run's directory: its newest.")],
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder to put model.safetensors in.")],
     dtype: Annotated[str, typer.Option(help="Of all with fp32 masters: float32, bfloat16 or float16.")] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a checkpoint's parameters and buffers under their plain names, streamed."""
-    from rayzero.checkpoint import export_full, newest_checkpoint
-    from rayzero.cluster.run_dir import CHECKPOINTS
+    from rayzero.checkpoint import export_full
+    from rayzero.cluster.run_dir import checkpoints_of
     from rayzero.layout.model_layout import dtype_from_name
 
-    directory = newest_checkpoint(checkpoint / CHECKPOINTS) or checkpoint
+    catalog = checkpoints_of(checkpoint).catalog()
+    directory = catalog.newest() or next(iter(catalog.damaged), checkpoint)  # a damaged one is refused with its damage
     path = export_full(directory, out, dtype=dtype_from_name(dtype), overwrite=overwrite)
     typer.echo(f"{path}  {path.stat().st_size:,} bytes, from {directory}")

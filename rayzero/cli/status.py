@@ -78,10 +78,9 @@ def _planned_steps(config: Path) -> int | None:
 def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints that can be resumed from, oldest first, and why others cannot. Sizes are checked, not every
     byte."""
-    from rayzero.checkpoint import Catalog
-    from rayzero.cluster.run_dir import CHECKPOINTS
+    from rayzero.cluster.run_dir import checkpoints_of
 
-    catalog = Catalog.of(run_dir / CHECKPOINTS)
+    catalog = checkpoints_of(run_dir).catalog()
     return [one.path for one in catalog.sound], list(catalog.damaged.values())
 
 

@@ -144,10 +144,9 @@ def _train(recipe: RecipeConfig) -> None:
 
 def stopped(run_dir: Path) -> str:
     """What to say of a run that was interrupted: how to go on, where there is something to go on from."""
-    from rayzero.checkpoint import newest_checkpoint
-    from rayzero.cluster.run_dir import CHECKPOINTS
+    from rayzero.cluster.run_dir import checkpoints_of
 
-    if newest_checkpoint(run_dir / CHECKPOINTS) is None:
+    if checkpoints_of(run_dir).catalog().newest() is None:
         return f"stopped before its first checkpoint; {run_dir} holds nothing to resume from"
     return f"stopped; continue with: rayzero train --resume --run-dir {run_dir}"
 

@@ -62,13 +62,11 @@ class Journal:
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
-    checkpoint: str | None = None  # the last one reported
     measured: dict[str, Measured] = field(default_factory=dict)  # by process
 
     def note(self, report: Report) -> None:
         """Take one report."""
         self.latest[report.rank] = report
-        self.checkpoint = report.checkpoint or self.checkpoint
 
 
 def drive(request: RunRequest, journal: Journal) -> None:
@@ -175,6 +173,7 @@ class _Follower:
         self._on_report = request.on_report
         self._on_change = request.on_change
         self._on_stop = request.on_stop
+        self._checkpoints = request.directory.checkpoints
         self._watch = Watch(len(loops))
 
     def follow(self) -> Watch:
@@ -261,6 +260,7 @@ class _Follower:
     def _pass_on(self, reports: Iterable[Report]) -> None:
         for report in reports:
             self._journal.note(report)
+            self._checkpoints.note(report.checkpoint)
             on_report, self._on_report = self._on_report, None  # one that raises is not called again
             if on_report is not None:
                 on_report(report)

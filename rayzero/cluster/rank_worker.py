@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,7 @@ class RankWorker:
 
 def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRecorder) -> RankContext:
     def sink(metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
-        path = None if checkpoint is None else checkpoint.path
+        path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
         channel.put(Report(rank=settings.rank, metrics=plain_metrics(metrics), checkpoint=path))
 
     def connect(model: int) -> ParameterStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -11,27 +12,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayzero.checkpoint import (
-    Catalog,
-    CheckpointReader,
-    checkpoint_folders,
-    newest_checkpoint,
-    stale_folders,
-    sweep_stale,
-)
+from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.safe_read import parse_json, read_text
+from rayzero.cluster.run_checkpoints import RunCheckpoints
 from rayzero.cluster.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
 
-__all__ = ["RECORD", "RunDirectory", "Start", "find_start", "read_record"]
+__all__ = ["RECORD", "RunDirectory", "Start", "checkpoints_of", "find_start", "read_record"]
 
 RECORD = "run.json"
-CHECKPOINTS = "checkpoints"  # the folder in a run's directory where its checkpoints are looked for
 
 _MAX_RECORD = 1 << 28  # bytes
 
 _SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +45,7 @@ class RunDirectory:
 
     path: Path
     start: Start
+    checkpoints: RunCheckpoints
     fresh: bool  # it was not there before
     lock: RunLock  # freed by: close()
 
@@ -63,17 +60,20 @@ class RunDirectory:
         """
         path = config.path.absolute()
         fresh = not path.exists()
-        lock = _lock_run(path)
+        checkpoints = checkpoints_of(path)
+        lock = _lock_run(path, checkpoints)
         try:
-            start = _choose(config, path, setting)
-            _make(path / CHECKPOINTS, setting)
+            start = _choose(config, path, checkpoints, setting)
+            _make(checkpoints.folder, setting)
             lock = lock or RunLock.take(path)
             lock.sign()
+            if start.checkpoint is not None and start.checkpoint in checkpoints:
+                checkpoints.note(start.checkpoint)
         except BaseException:
             if lock is not None:
                 lock.close()
             raise
-        return cls(path=path, start=start, fresh=fresh, lock=lock)
+        return cls(path=path, start=start, checkpoints=checkpoints, fresh=fresh, lock=lock)
 
     @property
     def resume(self) -> Path | None:
@@ -95,13 +95,9 @@ class RunDirectory:
         if not self.fresh:
             return
         with suppress(OSError):  # somebody put a file there: then it stays
-            (self.path / CHECKPOINTS).rmdir()
+            self.checkpoints.folder.rmdir()
             (self.path / LOCK).unlink()
             self.path.rmdir()
-
-    def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint in this directory."""
-        return newest_checkpoint(self.path / CHECKPOINTS)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
@@ -180,6 +176,11 @@ def _all(right: Callable[[object], bool], told: object) -> bool:
     return isinstance(told, list) and all(map(right, told))
 
 
+def _is_paths(told: object) -> bool:
+    """None: an early record, or one of a run that knows of none."""
+    return told is None or _all(_is_text, told)
+
+
 _ENTRIES: dict[str, Callable[[object], bool]] = {
     "run": _is_text,
     "state": _is_text,
@@ -188,68 +189,85 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "telemetry": _is_telemetry,
     "members": lambda told: told is None or _all(_is_member, told),  # None: nobody had been started yet
     "ended_at": lambda told: told is None or _is_number(told),
+    "checkpoints_elsewhere": _is_paths,
     "error": lambda told: told is None or _is_text(told),
 }
+
+
+def checkpoints_of(run_dir: Path) -> RunCheckpoints:
+    """The checkpoints of the run in ``run_dir``; where its record is damaged, those in its folder, with a warning."""
+    try:
+        record = read_record(run_dir)
+    except ConfigError as error:
+        log.warning("only the checkpoints in %s are looked for: %s", run_dir, error)
+        record = None
+    return RunCheckpoints(run_dir, map(Path, (record or {}).get("checkpoints_elsewhere") or ()))
 
 
 def find_start(config: RunConfig, *, setting: str = _SETTING) -> Start:
     """What :meth:`RunDirectory.open` would start from now; it raises the same, makes nothing and locks nothing for
     longer."""
     path = config.path.absolute()
-    with _lock_run(path) or nullcontext():
-        return _choose(config, path, setting)
+    checkpoints = checkpoints_of(path)
+    with _lock_run(path, checkpoints) or nullcontext():
+        return _choose(config, path, checkpoints, setting)
 
 
-def _lock_run(path: Path) -> RunLock | None:
+def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
     """Lock what a run has left, and put right what a save of its that was cut short has; None: nothing to lock.
 
     Before anything is chosen: a checkpoint that was being replaced has its name back only then."""
-    checkpoints = path / CHECKPOINTS
-    if not (path / LOCK).exists() and not stale_folders(checkpoints):
+    if not (path / LOCK).exists() and not checkpoints.anything_stale():
         return None
     lock = RunLock.take(path)
     try:
-        sweep_stale(checkpoints)
+        checkpoints.sweep()
     except BaseException:
         lock.close()
         raise
     return lock
 
 
-def _choose(config: RunConfig, path: Path, setting: str) -> Start:
+def _choose(config: RunConfig, path: Path, checkpoints: RunCheckpoints, setting: str) -> Start:
     """The one place that decides what a run in ``path`` starts from."""
     if config.resume is False:
-        _refuse_other_run(path, setting)
+        _refuse_other_run(path, checkpoints, setting)
         return Start(checkpoint=None, step=0)
-    found = newest_checkpoint(path / CHECKPOINTS) if config.resume is True else Path(config.resume).absolute()
-    if found is None:
-        damaged = "".join(f"; {why}" for why in Catalog.of(path / CHECKPOINTS).damaged.values())
-        raise CheckpointError(f"nothing to resume: {path / CHECKPOINTS} holds no complete checkpoint{damaged}")
+    found = _newest(checkpoints) if config.resume is True else Path(config.resume).absolute()
     with CheckpointReader(found) as checkpoint:  # it is whole
         start = Start(checkpoint=found, step=checkpoint.step)
-    if found.is_relative_to(path):
-        _refuse_older(path, start, setting)
+    if found in checkpoints:
+        _refuse_older(start, checkpoints, setting)
     else:
-        _refuse_other_run(path, setting)
+        _refuse_other_run(path, checkpoints, setting)
     return start
 
 
-def _refuse_other_run(path: Path, setting: str) -> None:
+def _newest(checkpoints: RunCheckpoints) -> Path:
+    catalog = checkpoints.catalog()
+    if (found := catalog.newest()) is None:
+        damaged = "".join(f"; {why}" for why in catalog.damaged.values())
+        raise CheckpointError(f"nothing to resume: {checkpoints.folder} holds no complete checkpoint{damaged}")
+    return found
+
+
+def _refuse_other_run(path: Path, checkpoints: RunCheckpoints, setting: str) -> None:
     """Two runs' checkpoints in one place could not be told apart; a run that left none may be run again."""
-    if found := checkpoint_folders(path / CHECKPOINTS):
-        newest = newest_checkpoint(path / CHECKPOINTS) or found[-1]
+    if found := checkpoints.folders():
+        sound = checkpoints.catalog().sound
+        newest = checkpoints.name_of(sound[-1].path if sound else found[-1])
         raise ConfigError(
-            f"{path} already holds checkpoints of a run (newest: {newest.name}); resume it, or choose another place "
+            f"{path} already holds checkpoints of a run (newest: {newest}); resume it, or choose another place "
             f"with {setting}"
         )
 
 
-def _refuse_older(path: Path, start: Start, setting: str) -> None:
+def _refuse_older(start: Start, checkpoints: RunCheckpoints, setting: str) -> None:
     """What the run did after an older checkpoint would be taken for what it does from there on."""
-    if newer := [one.path.name for one in Catalog.of(path / CHECKPOINTS).sound if one.step > start.step]:
+    if newer := [checkpoints.name_of(one.path) for one in checkpoints.catalog().sound if one.step > start.step]:
         names = newer[0] if len(newer) == 1 else f"{newer[0]} to {newer[-1]}"
         raise ConfigError(
-            f"run.resume is {start.checkpoint}, but {path / CHECKPOINTS} holds newer checkpoints of this run "
+            f"run.resume is {start.checkpoint}, but {checkpoints.folder} holds newer checkpoints of this run "
             f"({names}), from which it would go on the next time; move them away or delete them, or "
             f"choose another place with {setting}"
         )

@@ -35,7 +35,7 @@ class Result:
 
     metrics: dict[str, Any]  # rank 0's last report
     path: Path  # the run's directory
-    checkpoint: Path | None  # its newest complete checkpoint
+    checkpoint: Path | None  # its newest complete checkpoint, in its directory or reported from elsewhere
     error: RunFailedError | None  # why it failed; None when it did not
     metrics_per_rank: tuple[dict[str, Any], ...]  # each rank's last report
     measured: dict[str, Measured]  # counters and timings by process: "rank 0", "optimizer 1"
@@ -115,7 +115,7 @@ class ZeroTrainer:
         refused = False  # nothing was started: an earlier run's record stays
 
         def record() -> None:
-            self._record(directory, journal, started)
+            self._record(directory, journal, started, directory.checkpoints.latest)
 
         now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
         request = self._request(directory, lambda: self._started(directory, journal, started), now_and_then, record)
@@ -138,11 +138,12 @@ class ZeroTrainer:
             if refused:
                 directory.restore_record_file(earlier)
             else:
-                self._record(directory, journal, started, error)
+                newest = directory.checkpoints.catalog().newest()
+                self._record(directory, journal, started, newest, error)
             self._write_trace(directory, journal)
         if error is not None and raise_on_error:
             raise error
-        return _result(directory, journal, error, time.time() - started)
+        return _result(directory, journal, newest, error, time.time() - started)
 
     def _write_trace(self, directory: RunDirectory, journal: Journal) -> None:
         """Where the run was to keep one: of those processes that could still tell."""
@@ -152,7 +153,7 @@ class ZeroTrainer:
             write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
 
     def _started(self, directory: RunDirectory, journal: Journal, started: float) -> None:
-        record = self._record(directory, journal, started)
+        record = self._record(directory, journal, started, directory.checkpoints.latest)
         if self._on_start is not None:
             self._on_start(record)
 
@@ -177,9 +178,16 @@ class ZeroTrainer:
         )
 
     def _record(
-        self, directory: RunDirectory, journal: Journal, started: float, error: RayZeroError | None = None
+        self,
+        directory: RunDirectory,
+        journal: Journal,
+        started: float,
+        checkpoint: Path | None,
+        error: RayZeroError | None = None,
     ) -> dict[str, Any]:
-        """Write ``run.json``, and return what is in it."""
+        """Write ``run.json``, and return what is in it.
+
+        ``checkpoint``: the run's newest, as far as it is known without looking into the folder."""
         record = {
             "run": self._run.name,
             "state": journal.state,
@@ -193,7 +201,8 @@ class ZeroTrainer:
             "routing": asdict(journal.routing),
             "telemetry": _telemetry(journal),
             "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
-            "checkpoint": _text(directory.newest_checkpoint()),
+            "checkpoint": _text(checkpoint),
+            "checkpoints_elsewhere": [str(path) for path in directory.checkpoints.elsewhere],
             "resumed_from": _text(directory.resume),
             "measured": {who: measured.to_json() for who, measured in journal.measured.items()},
             "config": {
@@ -235,13 +244,15 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _result(directory: RunDirectory, journal: Journal, error: RunFailedError | None, seconds: float) -> Result:
+def _result(
+    directory: RunDirectory, journal: Journal, checkpoint: Path | None, error: RunFailedError | None, seconds: float
+) -> Result:
     latest = journal.latest
     num_ranks = sum(member.who.startswith("rank") for member in journal.members)
     return Result(
         metrics=dict(latest[0].metrics) if 0 in latest else {},
         path=directory.path,
-        checkpoint=directory.newest_checkpoint(),
+        checkpoint=checkpoint,
         error=error,
         metrics_per_rank=tuple(dict(latest[rank].metrics) if rank in latest else {} for rank in range(num_ranks)),
         measured=dict(journal.measured),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rayzero.config import ZeroConfig
+from rayzero.errors import ConfigError
 from rayzero.messages import CheckpointInfo
 from rayzero.store.protocol import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
@@ -47,7 +48,14 @@ class RankContext:
     _on_close: list[Callable[[str], None]] = field(default_factory=list, repr=False)
 
     def report(self, metrics: Mapping[str, Any], *, checkpoint: CheckpointInfo | None = None) -> None:
-        """Hand ``metrics`` (plain numbers, text) and perhaps a checkpoint to the run, in this rank's name."""
+        """Hand ``metrics`` (plain numbers, text) and perhaps a checkpoint to the run, in this rank's name.
+
+        ``checkpoint``: what ``save_checkpoint`` returned; ConfigError for anything else."""
+        if not isinstance(checkpoint, CheckpointInfo | None):
+            raise ConfigError(
+                f"checkpoint of report() is {checkpoint!r} ({type(checkpoint).__name__}); pass what save_checkpoint "
+                "returned"
+            )
         plain = dict(metrics)
         self.reports.append(plain)
         if self.sink is not None:

@@ -204,6 +204,17 @@ def test_export_writes_a_file_and_refuses_to_write_over_it(trained):
     assert (trained / "v1.2" / "model.safetensors").is_file()
 
 
+def test_export_and_status_find_a_checkpoint_under_a_name_of_the_users(trained):
+    checkpoints = trained / "runs" / "r" / "checkpoints"
+    (checkpoints / "step-000002").rename(checkpoints / "final")
+    record = {"run": "r", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
+    (trained / "runs" / "r" / "run.json").write_text(json.dumps(record))
+    assert rayzero("export", "runs/r", "out", cwd=trained).out.endswith("from runs/r/checkpoints/final\n")
+    assert json.loads(rayzero("status", "r", "--json", cwd=trained).out)["checkpoint"].endswith("checkpoints/final")
+    os.truncate(checkpoints / "final" / "rank-0000.safetensors", 5)
+    assert "rank-0000.safetensors has 5 bytes" in refused("export", "runs/r", "out2", cwd=trained)
+
+
 def test_status_names_a_run_that_is_not_there(tmp_path):
     assert "no runs in" in refused("status", cwd=tmp_path)
     assert "no such run: 'x'" in refused("status", "x", cwd=tmp_path)

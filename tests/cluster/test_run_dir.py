@@ -16,7 +16,7 @@ import ray
 from saved import save_checkpoint
 
 from rayzero.cli.run_choice import newest_run
-from rayzero.cluster.run_dir import RunDirectory, find_start, read_record
+from rayzero.cluster.run_dir import RunDirectory, checkpoints_of, find_start, read_record
 from rayzero.cluster.session import ray_session
 from rayzero.cluster.status import run_status
 from rayzero.config import RunConfig
@@ -31,7 +31,7 @@ def test_a_new_run_gets_a_directory_and_no_checkpoint(tmp_path):
     directory = RunDirectory.open(config(tmp_path))
     assert directory.path == tmp_path / "demo"
     assert directory.resume is None
-    assert directory.newest_checkpoint() is None
+    assert directory.checkpoints.catalog().newest() is None
 
 
 def test_resume_without_a_checkpoint_is_one_line_and_writes_nothing(tmp_path):
@@ -87,6 +87,90 @@ def test_a_run_does_not_go_on_from_an_older_checkpoint_beside_newer_ones(tmp_pat
         find(config(tmp_path, resume=str(older)))
     shutil.rmtree(newer[1])
     assert find_start(config(tmp_path, resume=str(older))).step == 10
+
+
+def renamed(checkpoint: Path, name: str) -> Path:
+    """The same under a name of the user's."""
+    return checkpoint.rename(checkpoint.with_name(name))
+
+
+def recorded(tmp_path, *elsewhere: Path) -> None:
+    """What the run "demo" left when it had reported checkpoints that lie elsewhere."""
+    with RunDirectory.open(config(tmp_path)) as directory:
+        for path in elsewhere:
+            directory.checkpoints.note(path)
+        record = {"run": "demo", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
+        directory.write_record(record | {"checkpoints_elsewhere": list(map(str, directory.checkpoints.elsewhere))})
+
+
+def test_a_run_resumes_from_the_highest_step_whatever_the_names(tmp_path):
+    for checkpoint, name in zip(saved(tmp_path, 10, 30, 20), ("final", "best", "step-999999"), strict=True):
+        renamed(checkpoint, name)
+    start = find_start(config(tmp_path, resume=True))
+    assert (start.checkpoint.name, start.step) == ("best", 30)
+    with pytest.raises(ConfigError, match=r"already holds checkpoints of a run \(newest: best\)"):
+        RunDirectory.open(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"final, but .* newer checkpoints of this run \(step-999999 to best\)"):
+        find_start(config(tmp_path, resume=str(tmp_path / "demo" / "checkpoints" / "final")))
+
+
+def test_a_checkpoint_of_any_name_whose_replacement_was_killed_is_what_the_run_resumes_from(tmp_path):
+    final = renamed(saved(tmp_path, 20)[0], "final")
+    killed_while_replacing(final)
+    assert find_start(config(tmp_path, resume=True)).checkpoint == final
+
+
+def test_a_run_resumes_from_the_newest_that_is_not_damaged(tmp_path, caplog):
+    whole, hurt = saved(tmp_path, 10, 20)
+    os.truncate(hurt / "owner-000.safetensors", 10)
+    assert find_start(config(tmp_path, resume=True)).checkpoint == whole
+    assert f"skipped: {hurt}/owner-000.safetensors has 10 bytes" in caplog.text
+    os.truncate(whole / "manifest.json", 10)
+    with pytest.raises(CheckpointError, match=rf"nothing to resume: .*; {whole}/manifest.json is .*; {hurt}/owner-000"):
+        find_start(config(tmp_path, resume=True))
+    with pytest.raises(ConfigError, match=r"already holds checkpoints of a run \(newest: step-000020\)"):
+        RunDirectory.open(config(tmp_path))
+
+
+def test_a_checkpoint_that_was_reported_from_elsewhere_is_the_runs(tmp_path):
+    elsewhere = save_checkpoint(tmp_path / "big disk", 40, {"w": (3, 5)})
+    recorded(tmp_path, elsewhere)
+    saved(tmp_path, 30)
+    start = find_start(config(tmp_path, resume=True))
+    assert (start.checkpoint, start.step) == (elsewhere, 40)
+    assert checkpoints_of(tmp_path / "demo").catalog().newest() == elsewhere
+    older = tmp_path / "demo" / "checkpoints" / "step-000030"
+    with pytest.raises(ConfigError, match=rf"newer checkpoints of this run \({elsewhere}\)"):
+        find_start(config(tmp_path, resume=str(older)))
+    shutil.rmtree(older)
+    with pytest.raises(ConfigError, match=rf"already holds checkpoints of a run \(newest: {elsewhere}\)"):
+        RunDirectory.open(config(tmp_path))
+    killed_while_replacing(elsewhere)
+    with RunDirectory.open(config(tmp_path, resume=str(elsewhere))) as directory:
+        assert directory.start.checkpoint == elsewhere
+        assert directory.checkpoints.latest == elsewhere
+        assert directory.checkpoints.elsewhere == (elsewhere,), "it is recorded again"
+
+
+def test_a_checkpoint_from_elsewhere_that_is_gone_does_not_stand_in_the_way(tmp_path):
+    recorded(tmp_path, tmp_path / "gone")
+    with RunDirectory.open(config(tmp_path)) as directory:
+        assert directory.start.checkpoint is None
+
+
+def test_the_report_of_a_further_models_checkpoint_means_the_whole(tmp_path):
+    [whole] = saved(tmp_path, 10)
+    with RunDirectory.open(config(tmp_path, resume=True)) as directory:
+        directory.checkpoints.note(whole / "model-1")
+        assert directory.checkpoints.latest == whole
+        assert directory.checkpoints.elsewhere == ()
+
+
+def test_a_damaged_record_leaves_the_checkpoints_in_the_folder(tmp_path, caplog):
+    [checkpoint] = saved(tmp_path, 10)
+    (tmp_path / "demo" / "run.json").write_text('{"run": "ha')
+    assert find_start(config(tmp_path, resume=True)).checkpoint == checkpoint
+    assert "only the checkpoints in" in caplog.text
 
 
 def test_another_place_goes_on_from_an_older_checkpoint(tmp_path):

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rayzero.cli.status import describe_run
 from rayzero.cluster.run_dir import read_record
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report, save_checkpoint
-from rayzero.errors import RunFailedError
+from rayzero.errors import ConfigError, RunFailedError
 
 from .tiny import make, tiny_steps, unsharded
 
@@ -33,7 +34,7 @@ def train(config):
     for done, (loss, model, optimizer) in steps:  # noqa: B007
         info = None
         if done == config.get("save_at"):
-            info = save_checkpoint(optimizer, Path(ctx.run_dir) / "checkpoints" / f"step-{done:06d}", {"step": done})
+            info = save_checkpoint(optimizer, Path(ctx.run_dir) / "checkpoints" / "final", {"step": done})
         report({"step": done, "loss": loss}, checkpoint=info)
         if done == config["steps"]:
             break
@@ -64,7 +65,11 @@ def test_two_ranks_and_two_optimizers_learn_what_plain_pytorch_learns(trainer, n
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, tmp_path):
     first = trainer(train, {"first": 0, "steps": 3, "save_at": 3}).fit()
-    assert first.checkpoint == tmp_path / "demo" / "checkpoints" / "step-000003"
+    assert first.checkpoint == tmp_path / "demo" / "checkpoints" / "final"
+    assert describe_run(tmp_path / "demo")["checkpoint"] == str(first.checkpoint)
+    with pytest.raises(ConfigError, match=r"already holds checkpoints of a run \(newest: final\)"):
+        trainer(train, {"first": 0, "steps": 3}).fit()
+    assert read_record(tmp_path / "demo")["checkpoint"] == str(first.checkpoint), "the record is the first run's"
     again = trainer(train, {"first": 3, "steps": STEPS}, run={"resume": True}, scaling={"num_optimizers": 1}).fit()
     learnt = load_file(again.path / "weights.safetensors")
     for name, expected in unsharded(STEPS).items():
