@@ -94,6 +94,12 @@ PAGE = Page(
             panels=(
                 panel("Loss", "Mean over the ranks.", "none", ("avg by (run) (rayzero_train_loss{<run>})", "{{run}}")),
                 panel(
+                    "Reported by the loop",
+                    "What the training loop hands to rayzero.report, by name; mean over the ranks that report it.",
+                    "none",
+                    ("avg by (run, name) (rayzero_reported{<run>})", "{{name}} {{run}}"),
+                ),
+                panel(
                     "Gradient norm",
                     "Of the averaged gradients, before clipping. Bursts: lower the learning rate or clip.",
                     "none",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,21 +28,21 @@ def describe_run(path: Path) -> dict[str, Any]:
     """What is known of the run in ``path``, as JSON-able values.
 
     Raises ConfigError where there is no run, and DataError where its metrics are damaged."""
+    from rayzero.cluster.metrics_log import latest_metrics, read_log
     from rayzero.cluster.status import run_status
     from rayzero.recipes.plan_check import read_plan
-    from rayzero.recipes.run_log import read_rows
 
     record = run_status(path)
-    rows = read_rows(path)
+    rows = read_log(path)
     checkpoints, damaged = sound_checkpoints(path)
-    validated = [row.validation_loss for row in rows if row.validation_loss is not None]
+    validated = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
     return {
         "run": record["run"],
         "path": str(path.absolute()),
         "state": record["state"],
         "error": record.get("error"),
         "steps": _planned_steps(path / "config.yaml"),
-        "last": asdict(rows[-1]) if rows else None,
+        "last": latest_metrics(rows),
         "validation_loss": validated[-1] if validated else None,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
         "checkpoints": [str(checkpoint) for checkpoint in checkpoints],
@@ -107,9 +106,26 @@ def _progress(described: dict[str, Any]) -> list[str]:
     last, validation = described["last"], described["validation_loss"]
     if last is None:
         return []
-    validated = "" if validation is None else f", {validation:.4f} validation"
-    return [
-        f"step        {last['step']} of {described['steps']}",
-        f"loss        {last['loss']:.4f} train{validated}",
-        f"speed       {last['tokens_per_second']:,.0f} tokens/s, {last['step_seconds']:.3f} s a step",
-    ]
+    of = "" if described["steps"] is None else f" of {described['steps']}"
+    lines = [f"step        {last['step']}{of}"]
+    if "loss" in last:
+        validated = "" if validation is None else f", {validation:.4f} validation"
+        lines.append(f"loss        {_value(last['loss'], '.4f')} train{validated}")
+    if last.keys() >= _SPEED:
+        speed = f"{_value(last['tokens_per_second'], ',.0f')} tokens/s, {_value(last['step_seconds'], '.3f')} s a step"
+        lines.append(f"speed       {speed}")
+    others = {name: value for name, value in last.items() if name not in _SHOWN}
+    if others:
+        lines.append("reported    " + ", ".join(f"{name} {_value(value, '.6g')}" for name, value in others.items()))
+    return lines
+
+
+_SPEED = {"tokens_per_second", "step_seconds"}
+_SHOWN = {"step", "loss", "validation_loss", *_SPEED}  # on lines of their own
+
+
+def _value(value: Any, form: str) -> str:
+    """A number in its form; what the log has no number for was inf or nan."""
+    if value is None:
+        return "nan"
+    return f"{value:{form}}" if isinstance(value, int | float) else str(value)

@@ -31,6 +31,7 @@ from rayzero.telemetry.names import (
     PREFETCH_WINDOW_BYTES,
     PREFETCH_WINDOW_LIMIT_BYTES,
     PROCESS_MEMORY_BYTES,
+    REPORTED,
     SHARDS,
     SHM_LIMIT_BYTES,
     SHM_USED_BYTES,
@@ -47,6 +48,8 @@ __all__ = ["CAUSES", "PHASES", "Bar", "OwnerRow", "Picture", "RankRow", "draw_fr
 PHASES = ("data", "forward", "fetch_wait", "backward", "grad_push", "norm", "optimizer", "checkpoint")
 CAUSES = ("fetch", "push", "norm", "optimizer")
 RESULTS = ("hit", "late", "miss")
+
+_IN_HEADLINE = ("step", "loss")  # told by metrics of their own
 
 _MOST_KEPT = 60  # scrapes
 _LATE_S = 10.0  # processes tell the coordinator every two seconds
@@ -94,6 +97,7 @@ class Picture:
     run: str
     step: int | None  # of the rank that is furthest behind
     loss: float | None  # mean over ranks
+    reported: dict[str, float]  # what else the loop reports, by name: mean over the ranks that do
     tokens_per_second: float | None  # all ranks
     step_seconds: float | None  # mean over ranks
     eta_seconds: float | None
@@ -153,6 +157,7 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
         run=run,
         step=min((int(step) for step in _told(rank.now.get(STEP) for rank in ranks)), default=None),
         loss=_mean(rank.now.get(TRAIN_LOSS) for rank in ranks),
+        reported=_reported(ranks),
         tokens_per_second=_sum(_ratio(rank.grown(TOKENS), rank.grown(STEP_SECONDS, "_sum")) for rank in ranks),
         step_seconds=_mean(rank.mean(STEP_SECONDS) for rank in ranks),
         eta_seconds=max(_told(rank.now.get(ETA_SECONDS) for rank in ranks), default=None),
@@ -196,6 +201,15 @@ def _rank_row(rank: _Process) -> RankRow:
         waits={cause: seconds for cause, seconds in waits.items() if seconds is not None},
         prefetch={result: int(rank.grown(PREFETCH_REQUESTS, result=result) or 0) for result in RESULTS},
     )
+
+
+def _reported(ranks: Iterable[_Process]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, value in rank.now.by_label(REPORTED, "name").items():
+            if name not in _IN_HEADLINE:
+                by_name.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in sorted(by_name.items())}
 
 
 def _is_owner(process: _Process) -> bool:

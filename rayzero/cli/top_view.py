@@ -37,6 +37,8 @@ Row = TypeVar("Row")
 def render(picture: Picture, *, state: str, steps: int | None) -> RenderableType:
     """All of it. state: of the run; steps: that it is to do, None where nobody knows."""
     parts: list[RenderableType] = [_headline(picture, state, steps), _since(picture)]
+    if picture.reported:
+        parts.append(_reported(picture.reported))
     if any(picture.phases.values()):
         parts += [Text(), _phases(picture.phases)]
     if picture.ranks:
@@ -64,6 +66,12 @@ def _since(picture: Picture) -> Text:
     if picture.span is None:
         return Text(f"means since the start: no step ended between two looks{stepped}", "yellow")
     return Text(f"{count(picture.steps, 'step')} in the last {_seconds(picture.span)}{stepped}", "dim")
+
+
+def _reported(reported: dict[str, float]) -> Text:
+    shown = [f"{name} {value:.6g}" for name, value in list(reported.items())[:_MOST_ROWS]]
+    rest = len(reported) - len(shown)
+    return Text("reported  " + "  ".join([*shown, *([f"… and {rest} more"] if rest > 0 else [])]))
 
 
 def _phases(phases: dict[str, float]) -> RenderableType:

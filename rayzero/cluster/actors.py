@@ -22,6 +22,7 @@ from rayzero.cluster.exposure import LOOPBACK, ExposeSettings, plan_exposure
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.metrics_log import MetricsLog
 from rayzero.cluster.optimizer_actor import OptimizerActor
 from rayzero.cluster.owner_process import OwnerSettings
 from rayzero.cluster.placement import Placement
@@ -50,8 +51,10 @@ class RunActors:
 
     Knows actors and how to call them; not what a failure means for the run (supervision.py)."""
 
-    def __init__(self, run: str, placement: Placement) -> None:
+    def __init__(self, run: str, placement: Placement, log: MetricsLog | None = None) -> None:
+        """``log``: where the coordinator writes what ranks report; None where they report to somebody else."""
         self._run = run
+        self._log = log
         self._placement = placement
         self._token = secrets.token_hex(32)  # only ever travels as an argument of actors
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
@@ -110,7 +113,7 @@ class RunActors:
             "max_concurrency": 100,
         }
         try:
-            self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run)
+            self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run, self._log)
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise _name_in_use(self._run) from error
 

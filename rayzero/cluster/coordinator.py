@@ -1,7 +1,7 @@
 """The coordinator: one named actor a run, which knows where everything is and how far the run has come.
 
-It is told, it never acts: the driver writes the routing table and the run's state, ranks send their reports, and
-``rayzero status`` reads. No training step waits for it.
+It is told, it never acts: the driver writes the routing table and the run's state, ranks send their reports, which it
+writes to metrics.jsonl, and ``rayzero status`` reads. No training step waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ray
 
 from rayzero.cluster.exposure import ExposeSettings, Exposure
 from rayzero.cluster.heartbeats import Heartbeats
+from rayzero.cluster.metrics_log import MetricsLog
 from rayzero.cluster.reports import Report
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.pages import Page
@@ -162,8 +163,10 @@ class RunLedger:
 class Coordinator:
     """The actor: an event loop around a :class:`RunLedger`. Its calls are short, but for ``next_reports``."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, log: MetricsLog | None) -> None:
+        """``log``: where reports are written, by this process alone; None where ranks report to somebody else."""
         self._ledger = RunLedger(run, started_at=time.time())
+        self._log = log
         self._heartbeats = Heartbeats()
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
         self._exposure: Exposure | None = None
@@ -201,7 +204,9 @@ class Coordinator:
         return self._ledger.route(addresses)
 
     async def report(self, reports: Sequence[Report]) -> None:
-        """Take a batch of one rank's reports."""
+        """Take a batch of one rank's reports; they are in metrics.jsonl when this returns."""
+        if self._log is not None:
+            self._log.add(reports)
         self._ledger.add(reports)
         self._news.set()
 
@@ -219,4 +224,4 @@ class Coordinator:
 
     async def describe(self) -> dict[str, Any]:
         """See :meth:`RunLedger.describe`."""
-        return self._ledger.describe()
+        return self._ledger.describe() | {"rows_lost": self._log.lost if self._log is not None else 0}

@@ -17,6 +17,7 @@ from rayzero.cluster.file_discovery import announced
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.metrics_log import MakeRow, MetricsLog
 from rayzero.cluster.phases import OnPhase
 from rayzero.cluster.placement import placed
 from rayzero.cluster.rank_worker import RankSettings
@@ -45,6 +46,7 @@ class RunRequest:
     scaling: ScalingConfig
     run: RunConfig
     directory: RunDirectory
+    make_row: MakeRow  # rows of metrics.jsonl from reports
     on_report: OnReport | None
     on_phase: OnPhase  # called with what begins, while the run starts
     on_start: Callable[[], None]  # called when every rank is about to enter its loop
@@ -84,8 +86,9 @@ def drive(request: RunRequest, journal: Journal) -> None:
         request.on_phase(
             f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
         )
+        log = MetricsLog(request.directory.path, request.make_row)
         places = placed(plan, timeout_s=scaling.placement_timeout)
-        with places as placement, RunActors(run, placement) as actors:
+        with places as placement, RunActors(run, placement, log) as actors:
             _run(request, actors, journal)
 
 

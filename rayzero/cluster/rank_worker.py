@@ -17,7 +17,7 @@ from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.measured import Measured
 from rayzero.cluster.numa import bind, cpus_near_gpu
 from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
+from rayzero.cluster.reports import Report, ReportChannel, ReportGauges, plain_metrics
 from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
@@ -113,9 +113,13 @@ class RankWorker:
 
 
 def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRecorder) -> RankContext:
+    gauges = ReportGauges(recorder)
+
     def sink(metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
+        plain = plain_metrics(metrics)
+        gauges.show(plain)
         path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
-        channel.put(Report(rank=settings.rank, metrics=plain_metrics(metrics), checkpoint=path))
+        channel.put(Report(rank=settings.rank, step=context.steps_done(), metrics=plain, checkpoint=path))
 
     def connect(model: int) -> ParameterStore:
         return connect_store(
@@ -127,7 +131,7 @@ def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRec
             model=model,
         )
 
-    return RankContext(
+    context = RankContext(
         rank=settings.rank,
         world_size=settings.world_size,
         device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
@@ -139,3 +143,4 @@ def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRec
         sink=sink,
         recorder=recorder,
     )
+    return context

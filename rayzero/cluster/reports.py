@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from rayzero.errors import ConfigError, StoreClosedError
+from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
+from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["Report", "ReportChannel", "plain_metrics"]
+__all__ = ["Report", "ReportChannel", "ReportGauges", "plain_metrics"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +27,8 @@ class Report:
     """One call of ``rayzero.report``."""
 
     rank: int
+    step: int = 0  # that the rank had committed; 0 where it has not prepared a model
+    time: float = field(default_factory=time.time)  # when it was made, seconds since 1970
     metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON-able values
     checkpoint: str | None = None  # directory of a checkpoint that is complete
 
@@ -42,6 +50,36 @@ def _plain(name: str, value: Any) -> Any:
 
 def _is_one(value: Tensor | np.generic | np.ndarray[Any, Any]) -> bool:
     return (value.numel() if isinstance(value, Tensor) else value.size) == 1
+
+
+class ReportGauges:
+    """Shows the numbers that a loop reports to Prometheus; a metric called loss is the rank's training loss.
+
+    Knows one rank's recorder; not steps or files."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._names: set[str] = set()
+        self._refused = False
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Set the gauge of each number. A name beyond the first MAX_REPORTED has none, which is said once."""
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and self._has_room(name):
+                self._recorder.set(REPORTED, float(value), name=name)
+                if name == "loss":
+                    self._recorder.set(TRAIN_LOSS, float(value))
+
+    def _has_room(self, name: str) -> bool:
+        if name not in self._names and len(self._names) < MAX_REPORTED:
+            self._names.add(name)
+        known = name in self._names
+        if not known and not self._refused:
+            log.warning(
+                "report: %r and further names are not shown to Prometheus, which has %d already", name, MAX_REPORTED
+            )
+            self._refused = True
+        return known
 
 
 class ReportChannel:

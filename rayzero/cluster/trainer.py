@@ -16,6 +16,7 @@ from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.measured import Measured
+from rayzero.cluster.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.phases import OnPhase, PhaseLines
 from rayzero.cluster.run_dir import RunDirectory
 from rayzero.cluster.tracing import TRACE_FILE, write_trace
@@ -65,6 +66,8 @@ class ZeroTrainer:
         on_start: called in this process once every process is up, with the run's record (``run.json``) so far.
         on_phase: called in this process with a few words on what begins, while the run starts; None: they are written
             to stderr, with the seconds since ``fit()`` was called.
+        make_row: the row of ``metrics.jsonl`` that is complete with a report, or None; called with every report of
+            every rank, in the coordinator's process. By default each report is a row.
 
     Making one checks the settings; nothing is started or written before ``fit()``.
     """
@@ -80,6 +83,7 @@ class ZeroTrainer:
         on_report: OnReport | None = None,
         on_start: Callable[[dict[str, Any]], None] | None = None,
         on_phase: OnPhase | None = None,
+        make_row: MakeRow = row_of_report,
     ) -> None:
         self._zero = zero_config or ZeroConfig()
         self._scaling = scaling_config or ScalingConfig()
@@ -87,6 +91,7 @@ class ZeroTrainer:
         self._on_report = on_report
         self._on_start = on_start
         self._on_phase = on_phase
+        self._make_row = make_row
         self._zero.require_supported()
         if self._zero.transport == "inproc":
             raise UnsupportedError(
@@ -111,6 +116,7 @@ class ZeroTrainer:
     def _fit(self, directory: RunDirectory, raise_on_error: bool) -> Result:
         started = time.time()
         journal = Journal()
+        trim_log(directory.path, directory.start.step)
         error: RunFailedError | None = None
         refused = False  # nothing was started: an earlier run's record stays
 
@@ -170,6 +176,7 @@ class ZeroTrainer:
             scaling=self._scaling,
             run=self._run,
             directory=directory,
+            make_row=self._make_row,
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),
             on_start=on_start,

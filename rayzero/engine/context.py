@@ -40,6 +40,7 @@ class RankContext:
     config: ZeroConfig | None = None  # what prepare() uses where it is given no config
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
     prepared: int = 0  # models of this rank that the run's owners hold
+    steps_done: Callable[[], int] = lambda: 0  # that the engine of the first prepared model has committed
     handing_over: Callable[[int], None] | None = None  # told when the first model comes: its bytes in this process
     torn: str | None = None  # why a prepare() ended after the owners had begun to take its model; None: none did
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``
@@ -57,8 +58,9 @@ class RankContext:
                 "returned"
             )
         plain = dict(metrics)
-        self.reports.append(plain)
-        if self.sink is not None:
+        if self.sink is None:
+            self.reports.append(plain)
+        else:
             self.sink(plain, checkpoint)
 
     def on_close(self, close: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
 from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
-from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, TOKENS, TRAIN_LOSS
+from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, TOKENS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 STEP_FLOPS = "step_flops"  # beside the recipe's settings, in what ranks are started with
@@ -216,7 +216,6 @@ class LanguageModelRun:
     def _tell(self, done: Unreported, seconds: float) -> None:
         """Have the recorder say how far this rank is; ``seconds``: since its first step of this run began."""
         recorder, recipe = self.context.recorder, self.recipe
-        recorder.set(TRAIN_LOSS, done.loss)
         self.flop_rate.tell(done.measured["step_seconds"])
         recorder.add(TOKENS, done.tokens)
         recorder.add(SAMPLES, done.tokens // recipe.seq_len)

@@ -29,7 +29,7 @@ from rayzero.recipes.planning import RecipeWork, bytes_on_one_host, imported_mem
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.recipes.run_log import METRICS, RunLog, StepRow
+from rayzero.recipes.run_log import StepRow, StepRows, read_rows
 from rayzero.recipes.text import Text
 
 CONFIG = "config.yaml"
@@ -144,33 +144,35 @@ def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Tr
     recipe, path = prepared.recipe, directory.path
     _write_config(path / CONFIG, recipe)
     unigram = unigram_baseline(recipe, prepared.text)
-    with RunLog(path, recipe.scaling.num_workers, resume_step=prepared.resume_step) as log:
-        try:
-            result = _fit(prepared, directory, log, console)
-        finally:
-            if log.rows:
-                draw_losses(log.rows, unigram, path / LOSS_PICTURE)
-    return Training(result=result, last=log.rows[-1], unigram=unigram, picture=path / LOSS_PICTURE)
+    rows = [row for row in read_rows(path) if row.step <= prepared.resume_step]
+    try:
+        result = _fit(prepared, directory, rows, console)
+    finally:
+        if rows:
+            draw_losses(rows, unigram, path / LOSS_PICTURE)
+    return Training(result=result, last=rows[-1], unigram=unigram, picture=path / LOSS_PICTURE)
 
 
 def _withdraw(directory: RunDirectory) -> None:
     """A run that never began to start leaves nothing, where its directory is its own; one that did has a record."""
     if directory.fresh and not (directory.path / RECORD).exists():
-        for name in (CONFIG, METRICS):
-            (directory.path / name).unlink(missing_ok=True)
+        (directory.path / CONFIG).unlink(missing_ok=True)
         directory.withdraw()
 
 
-def _fit(prepared: Prepared, directory: RunDirectory, log: RunLog, console: Console) -> Result:
-    recipe = prepared.recipe
+def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], console: Console) -> Result:
+    """Train; each step's row is added to ``rows``."""
+    recipe, joined = prepared.recipe, StepRows(prepared.recipe.scaling.num_workers)
     check = _plan_check(prepared, directory.path, console)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
-            row = log.add(report.rank, report.metrics)
-            if row is not None:
-                line.show(row)
-            if row is not None and check is not None:
+            row = joined.add(report.rank, report.metrics)
+            if row is None:
+                return
+            rows.append(row)
+            line.show(row)
+            if check is not None:
                 check.take(row)
 
         def started(record: dict[str, Any]) -> None:
@@ -213,6 +215,7 @@ def make_trainer(
         run_config=recipe.run,
         on_report=on_report,
         on_start=on_start,
+        make_row=StepRows(recipe.scaling.num_workers),
     )
 
 

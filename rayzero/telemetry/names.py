@@ -17,6 +17,9 @@ TARGET_LABELS = ("run", "role", "rank", "actor", "node")
 MAX_GROUPS = 64
 """Values of the label ``group``: units in forward order, neighbours together where there are more."""
 
+MAX_REPORTED = 64
+"""Values of the label ``name``: names that a training loop reports numbers under, in the order of their first use."""
+
 _STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
 _TRANSFER_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -59,6 +62,14 @@ TRAIN_LOSS = _gauge(
     unit="nats",
     roles=(RANK,),
     help="This rank's loss in its last step; average over ranks for the run's.",
+)
+REPORTED = _gauge(
+    name="rayzero_reported",
+    unit="",
+    labels=("name",),
+    roles=(RANK,),
+    only="rayzero.report",
+    help="The number that this rank's training loop last reported under this name.",
 )
 LEARNING_RATE = _gauge(
     name="rayzero_learning_rate",

@@ -237,7 +237,9 @@ def test_an_export_to_an_impossible_place_is_one_line(written, directory, tmp_pa
     (tmp_path / "file").write_text("data")
     (tmp_path / "folder.safetensors").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"is a file, so .* cannot be made|is a folder|cannot export to") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"is a file, so .* cannot be made|is a folder|cannot export to"
+    ) as caught:
         export_full(directory, tmp_path / out, overwrite=overwrite)
     one_line(caught)
     assert sorted(tmp_path.rglob("*")) == before

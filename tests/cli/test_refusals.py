@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from rayzero.checkpoint import newest_checkpoint
 from rayzero.cli import main
 from rayzero.cli.train import stopped
+from rayzero.cluster.metrics_log import MetricsLog
+from rayzero.cluster.reports import Report
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.testing import run_ranks
@@ -246,6 +248,22 @@ def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
     assert described["checkpoint"] == whole["checkpoint"]
     assert len(described["damaged"]) == 1
     assert "damaged     " in rayzero("status", "r", cwd=trained).out
+
+
+def test_status_shows_what_a_loop_of_the_users_reports(tmp_path):
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    record = {"run": "r", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
+    (run / "run.json").write_text(json.dumps(record))
+    log = MetricsLog(run)
+    log.add([Report(rank=rank, step=12, metrics={"loss": 2.0 + rank, "accuracy": 0.5}) for rank in (0, 1)])
+    log.add([Report(rank=0, step=12, metrics={"phase": "evaluated", "norm": float("nan")})])
+    log.close()
+    described = json.loads(rayzero("status", "r", "--json", cwd=tmp_path).out)
+    assert described["last"] == {"step": 12, "loss": 2.5, "accuracy": 0.5, "phase": "evaluated", "norm": None}
+    shown = rayzero("status", "r", cwd=tmp_path).out
+    assert "step        12\nloss        2.5000 train\n" in shown
+    assert "reported    accuracy 0.5, phase evaluated, norm nan" in shown
 
 
 @pytest.mark.parametrize("damaged", [{"members": [{"who": "rank 0"}]}, {"members": {"rank 0": 1}}, {"error": ["x"]}])

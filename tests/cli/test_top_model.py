@@ -121,6 +121,17 @@ def test_speeds_are_differences_divided_by_the_steps_that_ended_in_between() -> 
     assert picture.late == {"rank 1": 12.0}
 
 
+def test_what_a_loop_reports_is_shown_by_name_as_the_mean_of_its_ranks() -> None:
+    told = [{f'rayzero_reported{{name="{name}"}}': value for name, value in one.items()} for one in (
+        {"accuracy": 0.5, "loss": 1.0, "step": 7.0}, {"accuracy": 1.0, "val loss": 2.25},
+    )]  # fmt: skip
+    ranks = (process(RANK, 0, rank(10, 5.0, 1000, **told[0])), process(RANK, 1, rank(10, 5.0, 1000, **told[1])))
+    picture = draw_from("demo", None, Scrape(at=1000.0, processes=ranks))
+    assert picture.reported == {"accuracy": 0.75, "val loss": 2.25}
+    assert "\nreported  accuracy 0.75  val loss 2.25\n" in seen(picture)
+    assert "reported" not in seen(draw_from("demo", BEFORE, NOW))
+
+
 def test_memory_is_told_of_its_limits() -> None:
     """A node's limit is the lowest; what is in use is what leaves the headroom."""
     assert draw_from("demo", BEFORE, NOW).bars == (

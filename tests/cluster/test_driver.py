@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from rayzero.cluster.driver import Journal, _Follower
 from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.ray_alive import ray_answers
 from rayzero.cluster.reports import Report
+from rayzero.cluster.run_checkpoints import RunCheckpoints
 
 
 class EndedRun:
@@ -53,6 +55,13 @@ class EndedRun:
         return {}
 
 
+def asked(**told: Any) -> Any:
+    """What a follower takes of a run's request; ``told``: what it is to do."""
+    directory = SimpleNamespace(checkpoints=RunCheckpoints(Path("nowhere")))
+    nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None}
+    return SimpleNamespace(directory=directory, **nothing | told)
+
+
 @pytest.mark.parametrize("at", ["a report", "the change"])
 def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at: str) -> None:
     steps: list[int] = []
@@ -69,7 +78,7 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
 
     stopped: list[bool] = []
     actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
-    request: Any = SimpleNamespace(on_report=take, on_change=lambda: stop("the change"), on_stop=lambda: None)
+    request = asked(on_report=take, on_change=lambda: stop("the change"))
     follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
@@ -103,9 +112,7 @@ def hand_on_and_be_stopped_twice(ended: list[str]) -> None:
 def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     steps: list[int] = []
     actors = EndedRun([Report(rank=0, metrics={"step": 0})])
-    request: Any = SimpleNamespace(
-        on_report=lambda one: steps.append(one.metrics["step"]), on_change=lambda: None, on_stop=lambda: None
-    )
+    request = asked(on_report=lambda one: steps.append(one.metrics["step"]))
     follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
     actors.unread += [Report(rank=0, metrics={"step": step}) for step in (1, 2)]
     follower.finish()
@@ -120,8 +127,7 @@ def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> Non
         told.append((journal.state, list(actors.moves)))
         raise OSError("the disk is full")
 
-    request: Any = SimpleNamespace(on_report=None, on_change=lambda: None, on_stop=on_stop)
-    _Follower(actors, {}, journal, request).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
+    _Follower(actors, {}, journal, asked(on_stop=on_stop)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
     assert told == [(RunState.STOPPED, [])]
     assert actors.moves == [RunState.STOPPED]
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rayzero.cluster.reports import Report, ReportChannel, plain_metrics
+from rayzero.cluster.reports import Report, ReportChannel, ReportGauges, plain_metrics
 from rayzero.errors import ConfigError, StoreClosedError
+from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
+from rayzero.telemetry.recorder import MemoryRecorder
 
 
 def report(step: int) -> Report:
@@ -95,3 +97,25 @@ def test_one_element_tensors_and_arrays_become_numbers():
 def test_a_metric_that_is_no_number_is_refused_by_name():
     with pytest.raises(ConfigError, match="'logits' is a Tensor"):
         plain_metrics({"logits": torch.zeros(3)})
+
+
+def test_numbers_that_are_reported_are_gauges_and_the_loss_is_the_training_loss():
+    recorder = MemoryRecorder()
+    gauges = ReportGauges(recorder)
+    gauges.show({"loss": 3.0, "accuracy": 0.5, "phase": "warm-up", "none": None})
+    gauges.show({"loss": 2.0, "done": True})
+    assert recorder.gauges()[TRAIN_LOSS] == {(): 2.0}
+    found = {dict(labels)["name"]: value for labels, value in recorder.gauges()[REPORTED].items()}
+    assert found == {"loss": 2.0, "accuracy": 0.5, "done": 1.0}
+
+
+def test_a_loop_that_makes_up_names_does_not_fill_prometheus(caplog):
+    recorder = MemoryRecorder()
+    gauges = ReportGauges(recorder)
+    for step in range(MAX_REPORTED + 10):
+        gauges.show({f"loss of step {step}": 1.0, "loss of step 0": float(step)})
+    series = recorder.gauges()[REPORTED]
+    assert len(series) == MAX_REPORTED
+    assert series[("name", "loss of step 0"),] == MAX_REPORTED + 9
+    [warning] = caplog.messages
+    assert f"'loss of step {MAX_REPORTED}' and further names are not shown" in warning

@@ -8,11 +8,13 @@ import socket
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
+from rayzero.cluster.metrics_log import Row, read_log
 from rayzero.cluster.reports import Report
 from rayzero.cluster.run_dir import read_record
 from rayzero.cluster.status import run_status
@@ -38,7 +40,16 @@ class Watched:
     reports: list[Report]
     status: dict[str, Any]  # at the first report
     second: ConfigError  # what a second run of the same name met then
+    rows: list[Row]  # of metrics.jsonl, while the driver had taken no more than the first report
     left: list[str]  # actors after it
+
+
+def rows_of(run_dir: Path, enough: int) -> list[Row]:
+    """The rows of metrics.jsonl once there are so many; this process, the driver, does nothing meanwhile."""
+    deadline = time.monotonic() + 100
+    while len(rows := read_log(run_dir)) < enough and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +57,14 @@ def watched(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Watche
     """A run of two ranks and two optimizers, of which several tests ask something."""
     storage = tmp_path_factory.mktemp("runs")
     reports: list[Report] = []
-    looks: list[tuple[dict[str, Any], ConfigError]] = []
+    looks: list[tuple[dict[str, Any], ConfigError, list[Row]]] = []
 
     def look(one: Report) -> None:
         reports.append(one)
         if not looks:
             with pytest.raises(ConfigError) as refused:
                 ZeroTrainer(count_to, run_config=elsewhere, scaling_config=scaling).fit()
-            looks.append((run_status(storage / "demo"), refused.value))
+            looks.append((run_status(storage / "demo"), refused.value, rows_of(storage / "demo", 100)))
 
     run = RunConfig(name="demo", storage_path=str(storage))
     elsewhere = RunConfig(name="demo", storage_path=str(tmp_path_factory.mktemp("elsewhere")))
@@ -70,6 +81,16 @@ def test_every_report_of_every_rank_reaches_the_driver_in_order(watched):
     for rank in (0, 1):
         assert [r.metrics["step"] for r in watched.reports if r.rank == rank] == list(range(50))
     assert len({r.metrics["pid"] for r in watched.reports} | {os.getpid()}) == 3
+
+
+def test_reports_are_rows_of_the_file_while_the_driver_is_busy(watched):
+    """In each rank's order; what the loop calls step is kept, and the engine, which has no model here, did none."""
+    for rank in (0, 1):
+        rows = [row for row in watched.rows if row["rank"] == rank]
+        assert [row["reported_step"] for row in rows] == list(range(50))
+        assert [row["step"] for row in rows] == [0] * 50
+        assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
+    assert read_log(watched.result.path) == watched.rows
 
 
 def test_the_result_has_each_ranks_last_report(watched):

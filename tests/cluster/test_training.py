@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayzero.cli.status import describe_run
+from rayzero.cluster.metrics_log import read_log
 from rayzero.cluster.run_dir import read_record
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report, save_checkpoint
@@ -35,7 +36,7 @@ def train(config):
         info = None
         if done == config.get("save_at"):
             info = save_checkpoint(optimizer, Path(ctx.run_dir) / "checkpoints" / "final", {"step": done})
-        report({"step": done, "loss": loss}, checkpoint=info)
+        report({"step": 100 * done, "loss": loss}, checkpoint=info)
         if done == config["steps"]:
             break
     if ctx.rank == 0:
@@ -60,7 +61,7 @@ def test_two_ranks_and_two_optimizers_learn_what_plain_pytorch_learns(trainer, n
         torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
     assert result.transfers["push"] == 2 * STEPS * padded_bytes()
     assert result.transfers["load"] == padded_bytes()
-    assert result.metrics["step"] == STEPS
+    assert result.metrics["step"] == 100 * STEPS
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, tmp_path):
@@ -75,6 +76,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, t
     for name, expected in unsharded(STEPS).items():
         torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
     assert read_record(tmp_path / "demo")["resumed_from"] == str(first.checkpoint)
+    rows = sorted((row["rank"], row["step"], row["reported_step"]) for row in read_log(tmp_path / "demo"))
+    assert rows == [(rank, step, 100 * step) for rank in (0, 1) for step in range(1, STEPS + 1)], "of both parts"
+    assert describe_run(tmp_path / "demo")["last"]["step"] == STEPS
 
 
 def test_owners_beside_the_ranks_learn_the_same(trainer, nothing_left, tmp_path):
@@ -95,15 +99,17 @@ def test_a_killed_optimizer_is_named_though_the_ranks_only_see_a_broken_link(tra
         trainer(train_for_ever, on_report=once(kill)).fit()
 
 
-def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, nothing_left):
+def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, nothing_left, tmp_path):
     def kill(one):
         os.kill(one.metrics["pid"], signal.SIGKILL)
-        killed.append(one.rank)
+        killed.append((one.rank, len(read_log(tmp_path / "demo"))))
 
-    killed: list[int] = []
+    killed: list[tuple[int, int]] = []
     with pytest.raises(RunFailedError) as failed:
         trainer(train_for_ever, on_report=once(kill), scaling={"num_optimizers": 1}).fit()
-    assert str(failed.value).startswith(f"run 'demo' failed: rank {killed[0]} died: its process (pid ")
+    rank, rows = killed[0]
+    assert str(failed.value).startswith(f"run 'demo' failed: rank {rank} died: its process (pid ")
+    assert len(read_log(tmp_path / "demo")) >= rows > 0, "what it had reported stays"
 
 
 @pytest.mark.parametrize(("who", "transport"), [("optimizer 1", "auto"), ("rank 1", "grpc")])

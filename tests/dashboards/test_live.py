@@ -28,7 +28,14 @@ from .queries import RULES, in_rules, metrics_in, on_boards, with_values
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 METRICS = {metric.name: metric for metric in vars(names).values() if isinstance(metric, Metric)}
-HAD = {"", "20 steps", "checkpoints", "rayzero train", "telemetry.measure_bandwidth and the native library"}
+HAD = {
+    "",
+    "20 steps",
+    "checkpoints",
+    "rayzero.report",
+    "rayzero train",
+    "telemetry.measure_bandwidth and the native library",
+}
 """Conditions of metrics (``Metric.only``) that this run meets."""
 
 SETTINGS = {

@@ -31,12 +31,20 @@ def test_alone_is_rank_0_of_1() -> None:
     assert (context[0].rank, context[0].world_size) == (0, 1)
 
 
-def test_reports_go_to_the_sink_and_are_kept() -> None:
+def test_reports_go_to_the_sink_and_are_kept_only_without_one() -> None:
     sent: list[tuple[dict[str, object], object]] = []
     with running_in(RankContext(sink=lambda metrics, checkpoint: sent.append((metrics, checkpoint)))) as context:
         rayzero.report({"loss": 1.5})
     assert sent == [({"loss": 1.5}, None)]
+    assert context.reports == [], "a long run would keep them all"
+    with running_in(RankContext()) as context:
+        rayzero.report({"loss": 1.5})
     assert context.reports == [{"loss": 1.5}]
+
+
+def test_a_checkpoint_that_is_not_what_save_checkpoint_returned_is_refused() -> None:
+    with running_in(RankContext()), pytest.raises(ConfigError, match=r"'runs/a' \(str\); pass what save_checkpoint"):
+        rayzero.report({}, checkpoint="runs/a")  # type: ignore[arg-type]
 
 
 def test_a_context_closes_what_prepare_opened_and_says_why() -> None:

@@ -1,0 +1,139 @@
+"""metrics.jsonl: what a report becomes, that it is on disk at once and whole, and what is read of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayzero.cluster.metrics_log import METRICS, MetricsLog, latest_metrics, read_log, row_of_report, trim_log
+from rayzero.cluster.reports import Report
+from rayzero.errors import DataError
+
+
+def report(step: int, rank: int = 0, /, **metrics: object) -> Report:
+    return Report(rank=rank, step=step, time=100.0 + step, metrics=metrics)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[MetricsLog]:
+    made = MetricsLog(tmp_path)
+    yield made
+    made.close()
+
+
+def test_every_report_of_every_rank_is_a_row_that_is_in_the_file_at_once(log, tmp_path):
+    log.add([report(1, 0, loss=2.5, phase="warm-up"), report(1, 1, loss=3.5)])
+    lines = (tmp_path / METRICS).read_text().splitlines()
+    assert list(map(json.loads, lines)) == [
+        {"step": 1, "rank": 0, "time": 101.0, "loss": 2.5, "phase": "warm-up"},
+        {"step": 1, "rank": 1, "time": 101.0, "loss": 3.5},
+    ]
+    log.add([report(1, 0, validation=2.0)])
+    assert read_log(tmp_path)[2] == {"step": 1, "rank": 0, "time": 101.0, "validation": 2.0}
+
+
+def test_a_run_that_reports_nothing_leaves_no_file(log, tmp_path):
+    log.add([])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_loop_calls_step_is_kept_beside_the_engines():
+    row = row_of_report(report(3, step=700, rank="a", time=0.5, loss=1.0))
+    assert row == {
+        "step": 3, "rank": 0, "time": 103.0, "reported_step": 700, "reported_rank": "a", "reported_time": 0.5,
+        "loss": 1.0,
+    }  # fmt: skip
+
+
+def test_numbers_that_are_not_finite_are_null(log, tmp_path):
+    log.add([report(1, loss=math.nan, norm=math.inf, low=-math.inf, none=None, flag=True)])
+    [row] = read_log(tmp_path)
+    assert (row["loss"], row["norm"], row["low"], row["none"], row["flag"]) == (None, None, None, None, True)
+
+
+class Disk:
+    """Takes so many bytes more, then it is full; as the kernel does, it takes what fits first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room, self._write = room, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, file: int, data: memoryview) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self._write(file, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_rows_for_which_there_is_no_room_are_left_out_whole_and_said_once(log, tmp_path, monkeypatch, caplog):
+    log.add([report(1, loss=1.0)])
+    disk = Disk(monkeypatch, room=10)
+    log.add([report(2, loss=2.0), report(2, 1, loss=2.0)])
+    log.add([report(3, loss=3.0)])
+    disk.room = 1000
+    log.add([report(4, loss=4.0)])
+    assert [row["step"] for row in read_log(tmp_path)] == [1, 4]
+    assert log.lost == 3
+    [warning] = caplog.messages
+    assert (
+        warning
+        == f"{tmp_path / METRICS} cannot be written (No space left on device); training goes on without its rows"
+    )
+
+
+def test_a_file_that_cannot_be_made_ends_nothing(tmp_path, caplog):
+    log = MetricsLog(tmp_path / "gone")
+    log.add([report(1)])
+    assert log.lost == 1
+    assert "No such file" in caplog.text
+
+
+def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(log, tmp_path):
+    log.add([report(step, rank, loss=float(step)) for step in range(1, 6) for rank in (0, 1)])
+    trim_log(tmp_path, 3)
+    log = MetricsLog(tmp_path)
+    log.add([report(4, loss=40.0)])
+    log.close()
+    assert [(row["step"], row["loss"]) for row in read_log(tmp_path)] == [
+        (1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (3, 3), (4, 40),
+    ]  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+
+
+def test_a_file_with_nothing_to_drop_is_not_touched(log, tmp_path):
+    trim_log(tmp_path, 5)
+    assert not (tmp_path / METRICS).exists()
+    log.add([report(1), report(2)])
+    before = (tmp_path / METRICS).stat()
+    trim_log(tmp_path, 2)
+    assert (tmp_path / METRICS).stat() == before
+
+
+def test_a_last_line_cut_short_is_left_out_and_any_other_damage_is_named(log, tmp_path):
+    log.add([report(1), report(2)])
+    path = tmp_path / METRICS
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert [row["step"] for row in read_log(tmp_path)] == [1]
+    trim_log(tmp_path, 9)
+    assert path.read_text() == whole.splitlines(keepends=True)[0], "the next row begins a line"
+    for damage in ("nonsense\n", "[]\n", '{"loss": 1.0}\n', '{"step": "one"}\n', "9\n"):
+        path.write_text(damage + whole)
+        with pytest.raises(DataError, match=r"metrics\.jsonl line 1 is not a row"):
+            read_log(tmp_path)
+
+
+def test_the_latest_metrics_are_the_last_of_each_name_and_the_mean_loss():
+    rows = list(map(row_of_report, [
+        report(1, 0, loss=9.0, accuracy=0.5), report(2, 1, loss=3.0, accuracy=0.1, one="x"), report(2, 0, loss=2.0),
+    ]))  # fmt: skip
+    assert latest_metrics(rows) == {"step": 2, "loss": 2.5, "accuracy": 0.5, "one": "x"}
+    assert latest_metrics([]) is None
+    assert latest_metrics([{"step": 7, "loss": None, "lr": 1.0}]) == {"step": 7, "loss": None, "lr": 1.0}
