@@ -248,6 +248,8 @@ def test_scaling_and_run_settings_are_checked() -> None:
     assert "num_workers is 0" in error_line(lambda: ScalingConfig(num_workers=0))
     assert "cpus_per_worker is 0" in error_line(lambda: ScalingConfig(cpus_per_worker=0))
     assert "name is 'a/b' but must be a plain folder name" in error_line(lambda: RunConfig(name="a/b"))
+    assert "takes 130 bytes and may take 128; shorten it" in error_line(lambda: RunConfig(name="π" * 65))
+    assert RunConfig(name="π" * 64).path.name == "π" * 64
     assert "name is '..'" in error_line(lambda: RunConfig(name=".."))
     assert "checkpoint_every is 0" in error_line(lambda: RunConfig(checkpoint_every=0))
     assert "resume is 3" in error_line(lambda: RunConfig(resume=3))  # type: ignore[arg-type]

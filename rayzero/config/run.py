@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,9 @@ from pydantic import Field, field_validator
 
 from rayzero.config.base import ConfigModel, Count, Flag, Positive, Processes, Seconds, Size
 from rayzero.config.telemetry import TelemetryConfig
+
+MAX_NAME_BYTES = 128
+"""Of a run's name in UTF-8: shared memory is marked with it, and a slab's header has room for as many."""
 
 
 class ScalingConfig(ConfigModel):
@@ -76,7 +80,7 @@ class RunConfig(ConfigModel):
     """Where a run's files go and when it writes checkpoints."""
 
     name: str = "rayzero"
-    """Name of the run's directory."""
+    """Name of the run's directory; at most 128 bytes."""
 
     storage_path: str = "runs"
     """Directory that holds run directories."""
@@ -107,6 +111,8 @@ class RunConfig(ConfigModel):
     def _one_folder(cls, value: str) -> str:
         if not value or value in (".", "..") or "/" in value or "\\" in value or "\0" in value:
             raise ValueError("must be a plain folder name")
+        if (size := len(os.fsencode(value))) > MAX_NAME_BYTES:
+            raise ValueError(f"takes {size} bytes and may take {MAX_NAME_BYTES}; shorten it")
         return value
 
     @field_validator("storage_path", "resume", mode="before")

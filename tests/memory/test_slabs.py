@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayzero.config.run import MAX_NAME_BYTES
 from rayzero.errors import ConfigError, HandshakeError, MemoryPlanError, StoreClosedError, UnsupportedError
 from rayzero.memory.mapping import PAGE
 from rayzero.memory.slab_header import (
@@ -51,6 +52,12 @@ def slab(tmp_path: Path) -> Iterator[Slab]:
 
 
 # ---- header -----------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_name_of_a_run_fits_into_a_header():
+    facts = replace(FACTS, run="π" * (MAX_NAME_BYTES // 2))
+    whole = lay_out_slab(facts, [("data", MIB, 0)])
+    assert decode_header("slab", encode_header(whole), whole.bytes).facts.run == facts.run
 
 
 def test_a_header_comes_back_whole() -> None:
