@@ -8,6 +8,7 @@
     ├── UnsupportedError         refused by name: RayZero cannot do this (yet)
     ├── DataError                training text is missing or unusable
     ├── CheckpointError          no such checkpoint, or its bytes are not what its manifest says
+    │   └── CheckpointWriteError the storage did not take a checkpoint: full, read-only, gone
     ├── GradientAccessError      ``.grad`` of a pushed gradient was read, or backward ran at the wrong moment
     ├── NonFiniteGradientError   ``nonfinite="raise"`` and a gradient was inf or nan
     ├── StoreError               the two sides of the store disagree or one is gone
@@ -48,6 +49,10 @@ class DataError(RayZeroError):
 
 class CheckpointError(RayZeroError):
     """A checkpoint is missing, incomplete, or its bytes differ from its manifest."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """The storage did not take a checkpoint; training can go on and try again later."""
 
 
 class GradientAccessError(RayZeroError):

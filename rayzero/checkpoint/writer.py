@@ -7,6 +7,7 @@ commits needs only their ``FileEntry``. A crash before the rename leaves the old
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,15 +20,20 @@ from torch import Tensor
 
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.checkpoint.tensor_file import TensorFileWriter, declare, fsync_directory
-from rayzero.errors import CheckpointError
+from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.layout.model_layout import dtype_name
 from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 
 STATE = "state/"  # prefixes of tensor names in a rank's file
 BUFFER = "buffer/"
 
+_UNWRITTEN = "unwritten"  # in place of what a rank's file holds
+
 _STALE = re.compile(r"\.(.+)\.(tmp|taken|replaced)", re.DOTALL)
 _OF_A_SAVE = re.compile(r"owner-\d+\.safetensors|rank-\d+\.safetensors|model-\d+|" + re.escape(MANIFEST))
+
+log = logging.getLogger(__name__)
+
 _TRIES = 100  # to put a file into a folder that others remove whenever it is empty
 
 
@@ -57,7 +63,7 @@ def check_target(directory: Path) -> None:
     try:
         _refuse_target(directory)
     except OSError as exc:  # not ours to look at
-        raise CheckpointError(f"cannot save to {directory}: {exc.strerror}") from exc
+        raise CheckpointWriteError(f"cannot save to {directory}: {exc.strerror}") from exc
 
 
 def _refuse_target(directory: Path) -> None:
@@ -77,7 +83,7 @@ def _refuse_target(directory: Path) -> None:
     if not parent.is_dir():
         raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"cannot save to {directory}: {parent} is not writable")
+        raise CheckpointWriteError(f"cannot save to {directory}: {parent} is not writable")
 
 
 def discard_staging(directory: Path) -> None:
@@ -181,6 +187,11 @@ def write_rank_state(
     return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata)
 
 
+def unwritten(rank: int, why: str) -> FileEntry:
+    """Stands for a rank's file that could not be written: the save fails, for every rank, with this reason."""
+    return FileEntry(name=rank_file_name(rank), size_bytes=0, sha256="", content={_UNWRITTEN: {"why": why}})
+
+
 def _write_file(
     staging: Path,
     name: str,
@@ -193,7 +204,7 @@ def _write_file(
     except BaseException as exc:
         withdraw(staging / name)
         if isinstance(exc, OSError):
-            raise CheckpointError(f"cannot write {staging / name}: {exc.strerror}") from exc
+            raise CheckpointWriteError(f"cannot write {staging / name}: {exc.strerror}") from exc
         raise
     described = {
         key: {"shape": list(t.shape), **content.get(key, {}), "dtype": dtype_name(t.dtype), "sha256": file.sha256[key]}
@@ -253,7 +264,7 @@ def commit_checkpoint(
     except BaseException as exc:
         discard_staging(directory)
         if isinstance(exc, OSError):
-            raise CheckpointError(f"cannot save to {directory}: {exc}") from exc
+            raise CheckpointWriteError(f"cannot save to {directory}: {exc}") from exc
         raise
     return CheckpointInfo(path=str(directory), step=step, digest=manifest.digest)
 
@@ -299,6 +310,8 @@ def _merged_steps(slot_steps: Mapping[str, int], owner_files: Sequence[FileEntry
 
 def _check_staged(taken: Path, entries: Sequence[FileEntry]) -> None:
     for entry in entries:
+        if _UNWRITTEN in entry.content:
+            raise CheckpointWriteError(entry.content[_UNWRITTEN]["why"])
         path = taken / entry.name
         got = path.stat().st_size if path.exists() else None
         if got != entry.size_bytes:
@@ -325,9 +338,13 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _rename_into_place(taken: Path, directory: Path) -> None:
-    """The commit point. An older checkpoint of the same step steps aside first and is then removed."""
+    """The commit point. An older checkpoint of the same name steps aside first and is then removed.
+
+    After the rename the checkpoint is there and whole. What fails from then on is a warning, no failed save."""
     replaced = _replaced_path(directory)
     if directory.exists():
+        if replaced.exists():  # of a save whose end could not be made durable; what replaced it is in place
+            shutil.rmtree(replaced)
         directory.rename(replaced)
     try:
         taken.rename(directory)
@@ -335,6 +352,14 @@ def _rename_into_place(taken: Path, directory: Path) -> None:
         if replaced.exists():
             replaced.rename(directory)
         raise
-    fsync_directory(directory.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    try:
+        fsync_directory(directory.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    except OSError as exc:
+        log.warning(
+            "the checkpoint %s is complete, but the folder it is in could not be made durable or tidied (%s): a power "
+            "failure may undo the save, and what it replaced may stay until the next start",
+            directory,
+            exc,
+        )

@@ -152,6 +152,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             run=request.run.name,
             run_dir=request.directory.path,
             resume=request.directory.resume,
+            on_checkpoint_error=request.run.on_checkpoint_error,
             use_gpu=request.scaling.use_gpu,
             bind_numa=request.scaling.bind_numa,
             config=request.zero,

@@ -19,7 +19,7 @@ from rayzero.cluster.numa import bind, cpus_near_gpu
 from rayzero.cluster.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.reports import Report, ReportChannel, ReportGauges, plain_metrics
 from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
-from rayzero.config import ZeroConfig
+from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.messages import CheckpointInfo
 from rayzero.store.protocol import ParameterStore
@@ -41,6 +41,7 @@ class RankSettings:
     run: str
     run_dir: Path
     resume: Path | None
+    on_checkpoint_error: CheckpointErrors
     use_gpu: bool
     bind_numa: bool
     config: ZeroConfig
@@ -138,6 +139,7 @@ def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRec
         run=settings.run,
         run_dir=settings.run_dir,
         resume=settings.resume,
+        on_checkpoint_error=settings.on_checkpoint_error,
         config=settings.config,
         connect=connect,
         sink=sink,

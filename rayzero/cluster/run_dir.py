@@ -118,8 +118,13 @@ class RunDirectory:
 
     def _replace_record_file(self, content: bytes) -> None:
         temporary = self.path / f".{RECORD}.tmp"
-        temporary.write_bytes(content)
-        os.replace(temporary, self.path / RECORD)
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, self.path / RECORD)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

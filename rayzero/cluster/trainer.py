@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -21,11 +22,13 @@ from rayzero.cluster.phases import OnPhase, PhaseLines
 from rayzero.cluster.run_dir import RunDirectory
 from rayzero.cluster.tracing import TRACE_FILE, write_trace
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-from rayzero.errors import RayZeroError, RunFailedError, UnsupportedError
+from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.trace_file import last_steps
 
 __all__ = ["Result", "ZeroTrainer"]
+
+log = logging.getLogger(__name__)
 
 _RECORD_EVERY_S = 1.0  # how old run.json may be while reports come in
 
@@ -156,7 +159,10 @@ class ZeroTrainer:
         steps = self._run.telemetry.trace_steps
         traces = {who: measured.trace for who, measured in journal.measured.items() if measured.trace is not None}
         if steps is not None and traces:
-            write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
+            try:
+                write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
+            except ConfigError as error:  # the training is done all the same
+                log.warning("%s", error)
 
     def _started(self, directory: RunDirectory, journal: Journal, started: float) -> None:
         record = self._record(directory, journal, started, directory.checkpoints.latest)
@@ -218,7 +224,10 @@ class ZeroTrainer:
                 "run": self._run.model_dump(mode="json"),
             },
         }
-        directory.write_record(record)
+        try:
+            directory.write_record(record)
+        except OSError as failed:  # a full disk is no reason to end a training
+            log.warning("%s/run.json is not up to date: %s", directory.path, failed.strerror)
         return record
 
 

@@ -22,7 +22,7 @@ from rayzero.config.base import (
     Size,
     parse_bytes,
 )
-from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
+from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
 from rayzero.config.described import describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.telemetry import TelemetryConfig
@@ -34,6 +34,7 @@ __all__ = [
     "KIB",
     "MIB",
     "AutoMemoryStrategy",
+    "CheckpointErrors",
     "ConfigModel",
     "Count",
     "CpuCompressionMethod",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
+
+CheckpointErrors = Literal["warn", "raise"]
+"""What becomes of a training whose checkpoint the storage does not take."""
 
 
 class _NamedChoice(StrEnum):

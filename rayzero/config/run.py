@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from rayzero.config.base import ConfigModel, Count, Flag, Positive, Processes, Seconds, Size
+from rayzero.config.choices import CheckpointErrors
 from rayzero.config.telemetry import TelemetryConfig
 
 MAX_NAME_BYTES = 128
@@ -87,6 +88,10 @@ class RunConfig(ConfigModel):
 
     checkpoint_every: Count | None = None
     """Steps between checkpoints; None: only at the end."""
+
+    on_checkpoint_error: CheckpointErrors = "warn"
+    """Where the storage does not take a checkpoint (full, read-only): "warn": save_checkpoint returns None with a
+    warning and training goes on; "raise": it raises CheckpointWriteError, on every rank."""
 
     resume: Flag | str = False
     """True: continue from the run's newest checkpoint; a path: from that checkpoint."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rayzero.config import ZeroConfig
+from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.messages import CheckpointInfo
 from rayzero.store.protocol import ParameterStore
@@ -36,6 +36,8 @@ class RankContext:
     run: str = "alone"  # the run's name, the same on every rank
     run_dir: Path | None = None  # where the run's files go; None: the run has none
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
+    on_checkpoint_error: CheckpointErrors = "raise"  # what save_checkpoint does where the storage does not take one
+    unsaved: Path | None = None  # the checkpoint that it gave up last
     loop_state: dict[str, Any] | None = None  # after prepare(): what this rank gave to save_checkpoint then
     config: ZeroConfig | None = None  # what prepare() uses where it is given no config
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1

@@ -6,6 +6,7 @@ buffers. Parameters and moments are written by the owners.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -22,20 +23,22 @@ from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
-from rayzero.checkpoint.writer import check_target, staging_path, withdraw, write_rank_state
+from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.param_groups import ResumedGroups, saved_groups
-from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.messages import CheckpointInfo
+
+log = logging.getLogger(__name__)
 
 _FURTHER = "model-"  # and its number: the folder of a further prepared model's checkpoint
 
 
 def save_checkpoint(
     optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any], *, keep_last: int | None = None
-) -> CheckpointInfo:
+) -> CheckpointInfo | None:
     """Write the present version, optimizer state and every rank's loop state as the checkpoint ``directory``.
 
     Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own: numbers,
@@ -51,12 +54,16 @@ def save_checkpoint(
     Raises UnsupportedError for another optimizer than prepare()'s, ConfigError for a ``loop_state`` that is no
     mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
     written, or where ``loop_state`` holds other values. A save that failed leaves no files, and may be tried again once
-    every rank has its error."""
+    every rank has its error. Where the storage does not take it (CheckpointWriteError) and the run has
+    ``on_checkpoint_error="warn"``, every rank gets None instead, with a warning, and goes on."""
     _check_arguments(optimizer, loop_state, keep_last)
     engine = optimizer.engine
+    context = get_context()
     directory = of_model(Path(directory), engine.number)
+    if engine.number and directory.parent == context.unsaved:
+        log.warning("the prepared model %d is not saved, for the first one was not", engine.number)
+        return None
     _require_first(directory, engine.number)
-    check_target(directory)
     state, tensors = pack(
         {
             "loop_state": dict(loop_state),
@@ -64,22 +71,33 @@ def save_checkpoint(
             "groups": saved_groups(optimizer.param_groups, names_of(engine.model)),
         }
     )
-    entry = write_rank_state(
-        staging_path(directory),
-        engine.rank,
-        state,
-        tensors,
-        buffers=_buffers(engine.model),
-        tied=_tied(engine.model),
-    )
     try:
-        info = engine.save(directory, (entry,))
-    except BaseException:
+        check_target(directory)
+        entry = write_rank_state(
+            staging_path(directory),
+            engine.rank,
+            state,
+            tensors,
+            buffers=_buffers(engine.model),
+            tied=_tied(engine.model),
+        )
+    except CheckpointWriteError as error:  # the others wait for this rank: it takes part, and all of them hear why
+        entry = unwritten(engine.rank, f"rank {engine.rank}: {error}")
+    try:
+        saved = engine.save(directory, (entry,))
+    except BaseException as error:
         withdraw(staging_path(directory) / entry.name)  # the others' files may be of their next try
-        raise
-    if keep_last is not None and engine.rank == 0 and engine.number == get_context().prepared - 1:
+        if not isinstance(error, CheckpointWriteError) or context.on_checkpoint_error == "raise":
+            raise
+        context.unsaved = directory
+        if engine.rank == 0:
+            log.warning("CHECKPOINT NOT SAVED: %s. Training goes on without it; make room, or end the run", error)
+        return None
+    if not engine.number:
+        context.unsaved = None
+    if keep_last is not None and engine.rank == 0 and engine.number == context.prepared - 1 and context.unsaved is None:
         delete_older(directory.parent if engine.number else directory, keep_last)  # all models' are complete
-    return info
+    return saved
 
 
 def _check_arguments(optimizer: object, loop_state: object, keep_last: object) -> None:

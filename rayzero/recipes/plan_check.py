@@ -110,8 +110,11 @@ class PlanCheck:
         self._say("\n".join([f"plan against measured, after {count(steps, 'step')}", *format_compared(rows)]))
         temporary = self._run_dir / f".{PLAN}.tmp"
         compared = [row.to_json() for row in rows]
-        temporary.write_text(json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, self._run_dir / PLAN)
+        try:
+            temporary.write_text(json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self._run_dir / PLAN)
+        except OSError as error:  # training goes on without it
+            log.warning("%s is not written: %s", self._run_dir / PLAN, error.strerror)
 
 
 def read_plan(run_dir: Path) -> dict[str, Any] | None:

@@ -149,8 +149,15 @@ def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Tr
         result = _fit(prepared, directory, rows, console)
     finally:
         if rows:
-            draw_losses(rows, unigram, path / LOSS_PICTURE)
+            _draw(rows, unigram, path / LOSS_PICTURE)
     return Training(result=result, last=rows[-1], unigram=unigram, picture=path / LOSS_PICTURE)
+
+
+def _draw(rows: list[StepRow], unigram: float, picture: Path) -> None:
+    try:
+        draw_losses(rows, unigram, picture)
+    except OSError as error:  # the training is done all the same
+        log.warning("%s is not drawn: %s", picture, error.strerror)
 
 
 def _withdraw(directory: RunDirectory) -> None:

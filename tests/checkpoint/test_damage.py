@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -207,3 +208,32 @@ def test_a_replacement_killed_between_its_two_renames_gives_the_name_back(writte
     directory.rename(writer_module._replaced_path(directory))  # the first rename; then the power goes
     sweep_stale(directory.parent)
     assert CheckpointReader(directory).digest == digest
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_whose_folder_cannot_be_made_durable_is_saved_with_a_warning(
+    written, directory, replaces, monkeypatch, caplog
+):
+    """After the rename it is there and whole: it would be found, so it is not reported as failed."""
+    if replaces:
+        written.save(directory)
+        written.values["w", MASTER].add_(1)
+    fsync = writer_module.fsync_directory
+
+    def fail(folder: Path) -> None:
+        if folder == directory.parent:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(folder)
+
+    monkeypatch.setattr(writer_module, "fsync_directory", fail)
+    info = written.save(directory)
+    with CheckpointReader(directory) as reader:
+        reader.verify()
+        assert reader.digest == info.digest
+    [warning] = caplog.messages
+    assert f"the checkpoint {directory} is complete, but" in warning
+    assert "Input/output error" in warning
+    monkeypatch.undo()
+    again = written.save(directory)  # nothing that was left stands in its way
+    assert CheckpointReader(directory).digest == again.digest
+    assert [path.name for path in directory.parent.iterdir()] == ["step-000030"]
