@@ -36,7 +36,7 @@ from rayzero.engine.context import get_context
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared
 from rayzero.engine.snapshot import save_checkpoint
-from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.layout.units import UnitRule
 
@@ -154,7 +154,11 @@ class ZeroTraining:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.zero_optimizer
         os.makedirs(output_dir, exist_ok=True)
-        save_checkpoint(optimizer, _owners_files(output_dir), {})
+        if save_checkpoint(optimizer, _owners_files(output_dir), {}) is None:
+            # a Trainer would count the folder as a checkpoint, and delete older ones for it
+            raise CheckpointWriteError(
+                f"{output_dir} lacks the masters and moments, which the storage did not take; make room and resume"
+            )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
