@@ -1,6 +1,7 @@
 """The actors of one run: made, asked, told to stop, ended. The only place that makes Ray actors.
 
-Every actor is owned by the driver, so that none outlives it. A call that should answer soon has a deadline; a call
+Every actor is owned by the driver, so that none outlives it: Ray kills them when it is gone, and its janitor removes
+what they leave (cluster/janitor.py). A call that should answer soon has a deadline; a call
 that lasts as long as its process (``run``, ``watch``) is how a death is noticed at once.
 """
 
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.cluster.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
 from rayzero.cluster.exposure import LOOPBACK, ExposeSettings, plan_exposure
 from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.janitor import Janitor
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.measured import Measured
 from rayzero.cluster.metrics_log import MetricsLog
@@ -59,6 +61,7 @@ class RunActors:
         self._token = secrets.token_hex(32)  # only ever travels as an argument of actors
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: dict[str, psutil.Process] = {}  # on this node, to see them gone
+        self._janitor: Janitor | None = None  # freed by: end()
         self.members: dict[str, Member] = {}
         self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
         self.coordinator: Any = None
@@ -83,11 +86,13 @@ class RunActors:
         slab_dir: Path,
         telemetry: TelemetryConfig,
         beside_ranks: str | None = None,
+        discovery_dir: Path | None = None,
     ) -> Routing:
         """Make every actor, open the owners' ports and all exporters, tell the coordinator; the routing table.
 
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
         would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
+        discovery_dir: where the run will be announced to Prometheus; None: nowhere.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
@@ -99,6 +104,8 @@ class RunActors:
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         self._find_processes({**lead, **self.members})
+        self._janitor = Janitor(share, discovery_dir)
+        self._janitor.watch(self._processes)
         if telemetry.enabled:
             self.targets = self._expose(plan_exposure(self._run, {**lead, **self.members}, telemetry, slab_dir))
         return self._open_ports()
@@ -286,6 +293,8 @@ class RunActors:
         self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # of the killed, on this node; on others the next start sweeps
+        if self._janitor is not None:
+            self._janitor.close()
 
     def _see_gone(self) -> None:
         """Wait for the processes on this node, which Ray was asked to kill; where it is gone, they are killed here."""

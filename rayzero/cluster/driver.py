@@ -99,6 +99,7 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         slab_dir=Path(request.zero.slab_dir),
         telemetry=request.run.telemetry,
         beside_ranks=_beside_ranks(request),
+        discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
     )
     journal.members = list(actors.members.values())
     journal.targets = actors.targets

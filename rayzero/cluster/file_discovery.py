@@ -17,8 +17,8 @@ __all__ = ["announced", "sweep_announcements"]
 
 @contextmanager
 def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:
-    """Have a file with ``targets`` there; taken away at the end, and by the next run's start where this process is
-    killed. Raises ConfigError where it cannot be written."""
+    """Have a file with ``targets`` there; taken away at the end; where this process is killed, by its
+    janitor or the next run's start. Raises ConfigError where it cannot be written."""
     path = directory / f"{run}.{socket.gethostname()}.{os.getpid()}.json"
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -46,4 +46,9 @@ def sweep_announcements(directory: Path) -> list[Path]:
 
 def _driver_lives(path: Path) -> bool:
     pid = path.stem.rpartition(".")[2]
-    return not pid.isdigit() or psutil.pid_exists(int(pid))
+    if not pid.isdigit():
+        return True
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

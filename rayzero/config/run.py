@@ -107,6 +107,7 @@ class RunConfig(ConfigModel):
             name: str = ...,
             storage_path: str | Path = ...,
             checkpoint_every: int | None = ...,
+            on_checkpoint_error: Literal["warn", "raise"] | CheckpointErrors = ...,
             resume: bool | str | Path = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
         ) -> None: ...

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
 
 import pytest
 
+from rayzero.cluster.metrics_log import read_log
 from rayzero.cluster.run_dir import read_record
+from rayzero.cluster.status import run_status
+from rayzero.memory.slabs import list_slabs
 
 from .processes import (
     everyone_of,
@@ -47,3 +51,24 @@ def test_a_signal_to_everyone_tells_the_ranks_and_leaves_nothing_not_even_ray(tm
     assert sorted(path.name for path in run.glob("ended-*")) == ["ended-0", "ended-1"], "the loops' finally ran"
     assert not any(listens(address) for address in record["routing"]["addresses"])
     assert left_in_shared_memory(shm) == set()
+
+
+def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_target(tmp_path):
+    """Its last rows are there, too: the coordinator wrote them."""
+    with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files:
+        script = start_script(tmp_path, 0, RAY_TMPDIR=ray_files)
+        said = until_it_trains(script)
+        processes = everyone_of(script.pid)
+        pids = {process.pid for process in processes}
+        assert len(list((tmp_path / ".targets").glob("*.json"))) == 1
+        slabs = [slab.path for slab in list_slabs() if slab.header is not None and slab.header.pid in pids]
+        assert slabs
+        os.kill(script.pid, signal.SIGKILL)
+        script.communicate(timeout=100)
+        assert still_there(processes, timeout_s=90) == [], "the janitor was the last of them"
+    assert [path for path in slabs if path.exists()] == []
+    assert list((tmp_path / ".targets").iterdir()) == []
+    assert run_status(tmp_path / "script")["state"] == "lost"
+    reported = [json.loads(line)["step"] for line in said.splitlines() if line.startswith('{"rank": 0')]
+    rows = [row["reported_step"] for row in read_log(tmp_path / "script") if row["rank"] == 0]
+    assert rows[: len(reported)] == reported

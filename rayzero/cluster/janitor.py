@@ -1,0 +1,142 @@
+"""Clearing up after a driver that was killed: a small process beside it, which outlives it.
+
+[Note: a killed driver] Ray ends the actors of a driver that is gone, by SIGKILL: none of them can remove its shared
+memory, and nobody is left to take the run out of the folder that Prometheus watches. So each driver has a janitor: an
+interpreter in a session of its own, which reads a pipe from the driver. A last line says that all is cleared up; the
+pipe's end without one, that the driver is dead. Then the janitor waits for the run's processes on this host, kills
+those that stay, and sweeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+__all__ = ["Janitor", "clear_up"]
+
+_ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
+_KILL_S = 20.0  # how long the kernel may take to free a killed process
+_DONE = "done"
+_END_S = 5.0  # how long a janitor that was told that all is done may take to end
+
+
+class Janitor:
+    """The driver's end: starts the process, tells it who takes part, and lets it go.
+
+    Knows processes and two folders; not Ray or runs."""
+
+    def __init__(self, slab_dir: Path | None, discovery_dir: Path | None) -> None:
+        """``slab_dir``: where the run's shared memory is; ``discovery_dir``: where it is announced; None: nowhere."""
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        folders = ["" if folder is None else str(folder.absolute()) for folder in (slab_dir, discovery_dir)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # who reads the driver's output to its end does not wait for this process
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what ends the driver's group does not end it
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+            cwd="/",
+        )  # freed by: close()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def watch(self, processes: Iterable[psutil.Process]) -> None:
+        """Have these ended before anything is swept, should the driver die."""
+        self._tell([[process.pid, process.create_time()] for process in processes])
+
+    def close(self) -> None:
+        """The driver has cleared up itself. Idempotent."""
+        if self._process.stdin is None or self._process.stdin.closed:
+            return
+        self._tell(_DONE)
+        with suppress(OSError):  # it was killed
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tell(self, what: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it was killed: the next start sweeps, as after any other death
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> Janitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def clear_up(
+    processes: Iterable[psutil.Process], slab_dir: Path | None, discovery_dir: Path | None, ends_s: float = _ENDS_S
+) -> None:
+    """Take the dead driver's run from Prometheus, see its processes gone within ``ends_s`` or kill them, and remove
+    their shared memory."""
+    if discovery_dir is not None:
+        with suppress(OSError):  # what cannot be removed is left to the next start, as below
+            _sweep_announcements(discovery_dir)
+    _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
+    for process in stay:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stay, timeout=_KILL_S)
+    if slab_dir is not None and slab_dir.is_dir():
+        with suppress(OSError):
+            _sweep_slabs(slab_dir)
+
+
+def _sweep_announcements(folder: Path) -> None:
+    from rayzero.cluster.file_discovery import sweep_announcements
+
+    sweep_announcements(folder)
+
+
+def _sweep_slabs(folder: Path) -> None:
+    from rayzero.memory.slabs import sweep  # torch, which a janitor of a run that ends well never loads
+
+    sweep(folder)
+
+
+def _watched(told: Iterable[list[Any]]) -> list[psutil.Process]:
+    """The processes that are still there, and are no others with their pids."""
+    found = []
+    for pid, born in told:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == born:
+                found.append(process)
+    return found
+
+
+def main() -> None:
+    """Read the driver's pipe to its end."""
+    slab_dir, discovery_dir = (Path(folder) if folder else None for folder in sys.argv[1:3])
+    processes: list[psutil.Process] = []
+    for line in sys.stdin:
+        told = json.loads(line)
+        if told == _DONE:
+            return
+        processes = _watched(told)
+    clear_up(processes, slab_dir, discovery_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A driver that is killed: its janitor ends what is left of its run and removes its shared memory and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayzero.cluster.janitor import Janitor, clear_up
+
+from .processes import still_there
+
+pytestmark = pytest.mark.timeout(120)
+
+OWNER = """
+import signal, sys
+from pathlib import Path
+from rayzero.memory.slab_header import SlabFacts, lay_out_slab
+from rayzero.memory.slabs import Slab
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+facts = SlabFacts(run="demo", role="params", index=0, incarnation=7, layout_digest="ab" * 16, kernel="native")
+slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), Path(sys.argv[1]))
+print("made", flush=True)
+signal.pause()
+"""
+DRIVER = """
+import json, signal, sys
+from pathlib import Path
+import psutil
+from rayzero.cluster.file_discovery import announced
+from rayzero.cluster.janitor import Janitor
+slabs, targets = map(Path, sys.argv[1:3])
+janitor = Janitor(slabs, targets)
+janitor.watch([psutil.Process(int(pid)) for pid in sys.argv[3:]])
+with announced(targets, "demo", b"[]"):
+    print(json.dumps(janitor.pid), flush=True)
+    sys.stdin.readline()
+janitor.close()
+"""
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A process of its own, once it has said that it is up."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process with a slab in ``slabs``, which ends by SIGKILL alone."""
+    (tmp_path / "slabs").mkdir()
+    process = start(OWNER, tmp_path / "slabs")
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def left(*folders: Path) -> list[str]:
+    return [path.name for folder in folders for path in folder.iterdir()]
+
+
+def until_empty(*folders: Path) -> list[str]:
+    """What is still there after a while."""
+    deadline = time.monotonic() + 60
+    while (found := left(*folders)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(owner, tmp_path):
+    """The driver is not waited for: like one whose parent is busy, it is a zombie all the while."""
+    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
+    driver = start(DRIVER, slabs, targets, owner.pid)
+    assert driver.stdout is not None
+    janitor = psutil.Process(json.loads(driver.stdout.readline()))
+    assert len(left(slabs, targets)) == 2
+    os.kill(driver.pid, signal.SIGKILL)
+    assert until_empty(targets) == []
+    assert len(left(slabs)) == 1, "its maker lives"
+    owner.kill()
+    owner.wait()
+    assert until_empty(slabs) == []
+    assert still_there([janitor], timeout_s=30) == []
+    driver.communicate()
+
+
+def test_processes_that_stay_are_killed(owner, tmp_path):
+    clear_up([psutil.Process(owner.pid)], tmp_path / "slabs", None, ends_s=0.1)
+    assert not psutil.pid_exists(owner.pid)
+    assert left(tmp_path / "slabs") == []
+
+
+def test_a_driver_that_ends_well_takes_its_janitor_with_it(owner, tmp_path):
+    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
+    driver = start(DRIVER, slabs, targets, owner.pid)
+    assert driver.stdout is not None
+    janitor = psutil.Process(json.loads(driver.stdout.readline()))
+    driver.communicate("end\n", timeout=60)
+    assert driver.returncode == 0
+    assert not janitor.is_running()
+    assert (len(left(slabs)), left(targets)) == (1, [])
+    assert owner.poll() is None
+
+
+def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path):
+    with Janitor(tmp_path, None) as janitor:
+        os.kill(janitor.pid, signal.SIGKILL)
+        psutil.Process(janitor.pid).wait(10)
+        janitor.watch([psutil.Process()])
+    janitor.close()
