@@ -105,7 +105,7 @@ class RunActors:
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         self._find_processes({**lead, **self.members})
         self._janitor = Janitor(share, discovery_dir)
-        self._janitor.watch(self._processes)
+        self._janitor.watch(self._processes.values())
         if telemetry.enabled:
             self.targets = self._expose(plan_exposure(self._run, {**lead, **self.members}, telemetry, slab_dir))
         return self._open_ports()

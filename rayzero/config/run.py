@@ -89,6 +89,9 @@ class RunConfig(ConfigModel):
     checkpoint_every: Count | None = None
     """Steps between checkpoints; None: only at the end."""
 
+    keep_last: Count | None = None
+    """Checkpoints that `rayzero train` keeps: older ones are deleted when a new one is complete; None: all."""
+
     on_checkpoint_error: CheckpointErrors = "warn"
     """Where the storage does not take a checkpoint (full, read-only): "warn": save_checkpoint returns None with a
     warning and training goes on; "raise": it raises CheckpointWriteError, on every rank."""
@@ -107,7 +110,8 @@ class RunConfig(ConfigModel):
             name: str = ...,
             storage_path: str | Path = ...,
             checkpoint_every: int | None = ...,
-            on_checkpoint_error: Literal["warn", "raise"] | CheckpointErrors = ...,
+            keep_last: int | None = ...,
+            on_checkpoint_error: CheckpointErrors = ...,
             resume: bool | str | Path = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
         ) -> None: ...

@@ -29,7 +29,7 @@ from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.param_groups import ResumedGroups, saved_groups
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
-from rayzero.messages import CheckpointInfo
+from rayzero.messages import CheckpointInfo, FileEntry
 
 log = logging.getLogger(__name__)
 
@@ -64,25 +64,7 @@ def save_checkpoint(
         log.warning("the prepared model %d is not saved, for the first one was not", engine.number)
         return None
     _require_first(directory, engine.number)
-    state, tensors = pack(
-        {
-            "loop_state": dict(loop_state),
-            "rng": _rng_state(engine.device),
-            "groups": saved_groups(optimizer.param_groups, names_of(engine.model)),
-        }
-    )
-    try:
-        check_target(directory)
-        entry = write_rank_state(
-            staging_path(directory),
-            engine.rank,
-            state,
-            tensors,
-            buffers=_buffers(engine.model),
-            tied=_tied(engine.model),
-        )
-    except CheckpointWriteError as error:  # the others wait for this rank: it takes part, and all of them hear why
-        entry = unwritten(engine.rank, f"rank {engine.rank}: {error}")
+    entry = _write_rank_file(optimizer, directory, loop_state)
     try:
         saved = engine.save(directory, (entry,))
     except BaseException as error:
@@ -98,6 +80,31 @@ def save_checkpoint(
     if keep_last is not None and engine.rank == 0 and engine.number == context.prepared - 1 and context.unsaved is None:
         delete_older(directory.parent if engine.number else directory, keep_last)  # all models' are complete
     return saved
+
+
+def _write_rank_file(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any]) -> FileEntry:
+    """Stage this rank's file. Where the storage does not take it, the entry says why: the others wait for this rank, so
+    it takes part in the save, and all of them hear of it."""
+    engine = optimizer.engine
+    state, tensors = pack(
+        {
+            "loop_state": dict(loop_state),
+            "rng": _rng_state(engine.device),
+            "groups": saved_groups(optimizer.param_groups, names_of(engine.model)),
+        }
+    )
+    try:
+        check_target(directory)
+        return write_rank_state(
+            staging_path(directory),
+            engine.rank,
+            state,
+            tensors,
+            buffers=_buffers(engine.model),
+            tied=_tied(engine.model),
+        )
+    except CheckpointWriteError as error:
+        return unwritten(engine.rank, f"rank {engine.rank}: {error}")
 
 
 def _check_arguments(optimizer: object, loop_state: object, keep_last: object) -> None:

@@ -282,7 +282,7 @@ class LanguageModelRun:
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
         tokens = self._total_tokens(done)
         state = {"step": done, "tokens": tokens, "seed": self.recipe.seed, "scaler": self.scaler.state_dict()}
-        return save_checkpoint(self.optimizer, directory, state)
+        return save_checkpoint(self.optimizer, directory, state, keep_last=self.recipe.run.keep_last)
 
 
 def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:
