@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.engine.context import RankContext, get_context, report
+    from rayzero.engine.mean import mean_over_ranks
     from rayzero.engine.meta import empty_parameters
     from rayzero.engine.optimizer import ZeroOptimizer
     from rayzero.engine.prepare import full_parameters, full_state_dict, prepare
@@ -39,6 +40,7 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "get_context",
+    "mean_over_ranks",
     "newest_checkpoint",
     "prepare",
     "report",
@@ -60,6 +62,7 @@ _HOMES = {
     "full_parameters": "rayzero.engine.prepare",
     "full_state_dict": "rayzero.engine.prepare",
     "get_context": "rayzero.engine.context",
+    "mean_over_ranks": "rayzero.engine.mean",
     "newest_checkpoint": "rayzero.checkpoint.catalog",
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",

@@ -10,18 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 COMPUTE = "compute"  # fetch kinds: the published parameters in the unit's dtype ...
 MASTER = "master"  # ... the fp32 master, or the name of an optimizer state such as "exp_avg" ...
 STEP = "step"  # ... or how many updates each parameter has had, fp32, the same number all over its range
 GROUP = "group"  # a kind of write alone: each parameter's parameter group, fp32, the same number all over its range
+
+_NAMES_SHOWN = 8  # of a mapping, in messages
+MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
 
@@ -168,6 +172,32 @@ class Write:
     unit: int
     kind: str  # COMPUTE, MASTER, STEP, GROUP or the name of an optimizer state
     digest: str  # of the values
+
+
+def quoted(names: Sequence[str]) -> str:
+    """The first names, for messages."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanInput:
+    """What one rank adds to a mean over ranks."""
+
+    names: tuple[str, ...] = ()  # of the numbers of a mapping, sorted; empty: a number or a tensor
+    shape: tuple[int, ...] = ()  # of a tensor
+    values: tuple[float, ...]  # fp64: one for each name, or the tensor's elements
+    weight: float  # >= 0; a rank of weight 0 has no part in the mean
+
+    @property
+    def size_bytes(self) -> int:
+        """At most what it takes in a message, but for a few bytes that all have."""
+        return 8 * len(self.values) + sum(len(name.encode()) + 4 for name in self.names)
+
+    def __str__(self) -> str:
+        if self.names:
+            return quoted(self.names)
+        return f"a tensor of shape {self.shape}" if self.shape else "a number"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

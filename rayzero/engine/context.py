@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from rayzero.errors import ConfigError
 from rayzero.messages import CheckpointInfo
 from rayzero.store.protocol import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+
+if TYPE_CHECKING:
+    from rayzero.engine.engine import Engine
 
 ReportSink = Callable[[dict[str, Any], CheckpointInfo | None], None]
 
@@ -42,7 +45,7 @@ class RankContext:
     config: ZeroConfig | None = None  # what prepare() uses where it is given no config
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
     prepared: int = 0  # models of this rank that the run's owners hold
-    steps_done: Callable[[], int] = lambda: 0  # that the engine of the first prepared model has committed
+    engine: Engine | None = None  # of the first prepared model: what the run's ranks have in common goes through it
     handing_over: Callable[[int], None] | None = None  # told when the first model comes: its bytes in this process
     torn: str | None = None  # why a prepare() ended after the owners had begun to take its model; None: none did
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``
@@ -64,6 +67,11 @@ class RankContext:
             self.reports.append(plain)
         else:
             self.sink(plain, checkpoint)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the first prepared model has committed, in earlier parts of the run too."""
+        return 0 if self.engine is None else self.engine.version
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Have ``close(reason)`` called when the loop has ended, well or not; last added, first called."""

@@ -6,6 +6,7 @@ weight) and ``touched`` (any other operation). They run on the thread that compu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import PressureGauge, scaled_depth
-from rayzero.messages import GROUP, CheckpointInfo, FileEntry, Hyper
+from rayzero.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
 from rayzero.store.protocol import ParameterStore
 from rayzero.telemetry.names import HEAP_BYTES, LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
 from rayzero.telemetry.recorder import End, Reading, Recorder
@@ -428,6 +429,13 @@ class Engine:
             return self.store.save(self.version, directory, files).result()
         finally:
             self._clock.enter("data")
+
+    def mean(self, given: MeanInput) -> tuple[float, ...]:
+        """The mean over all ranks; see ``ParameterStore.mean``. Waits for them; changes nothing of the step."""
+        start = time.perf_counter()
+        mean = self.store.mean(given).result()
+        self._clock.waited("mean", time.perf_counter() - start)
+        return mean
 
     def _memory(self) -> Iterator[Reading]:
         """What gathered parameters and gradients on their way take here, and the device's own accounts."""

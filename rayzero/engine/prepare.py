@@ -135,8 +135,7 @@ def prepare(
         restore_rank(context, checkpoint, model, device)
         _move_buffers(model, device)
     context.on_close(engine.close)
-    if not number:
-        context.steps_done = lambda: engine.version
+    context.engine = context.engine or engine
     context.prepared += 1
     give_back_freed()  # the model's own memory, which nobody needs any more
     return model, ZeroOptimizer(optimizer, engine, groups)

@@ -21,7 +21,13 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import Recorder
 
 PHASES = ("data", "forward", "backward", "grad_push", "norm", "optimizer", "fetch_wait", "checkpoint")
-_WAITS = {"fetch": "fetch_wait", "optimizer": "optimizer", "push": "grad_push", "norm": "norm"}  # cause -> phase
+_WAITS = {  # cause -> phase
+    "fetch": "fetch_wait",
+    "optimizer": "optimizer",
+    "push": "grad_push",
+    "norm": "norm",
+    "mean": "data",  # the loop's own business, wherever it asks
+}
 
 
 class StepClock:
@@ -51,7 +57,7 @@ class StepClock:
         self._phase, self._since = phase, now
 
     def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
-        """For ``seconds``, until ``ago`` seconds before now, there was a wait: cause = fetch, optimizer, push, norm."""
+        """For ``seconds``, until ``ago`` seconds before now, there was a wait. ``cause``: a key of ``_WAITS``."""
         self._recorder.add(EXPOSED_WAIT_SECONDS, seconds, cause=cause)
         if self._recorder.spans.wanted:
             end = self._clock() - ago

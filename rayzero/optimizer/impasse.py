@@ -4,7 +4,7 @@ They do not know what becomes of the error: the lead fails the step with it, for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rayzero.errors import RankLeftError, StepMismatchError
 from rayzero.messages import FinishReport, ModelSpec
@@ -15,11 +15,15 @@ from rayzero.optimizer.writes import WriteRequests
 Asked = tuple[int, frozenset[int]] | None  # the version that is to be saved, and the ranks that have asked for it
 
 
-def impasse(current: Round, asked: Asked, writes: WriteRequests, spec: ModelSpec) -> StepMismatchError | None:
-    """Some ranks wait for what others will not do any more. ``asked``: for a checkpoint."""
+def impasse(
+    current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
+) -> StepMismatchError | None:
+    """Some ranks wait for what others will not do any more. ``asked``: for a checkpoint; ``in_means``: the ranks that
+    wait in each mean over ranks that is open."""
     return (
         _gone_on_without_saving(current, asked, spec)
         or _gone_on_without_writing(current, asked, writes, spec)
+        or _waits_in_a_mean(current, asked, writes, in_means, spec)
         or _torn(current)
         or _left_behind(current)
     )
@@ -56,6 +60,29 @@ def _gone_on_without_writing(
         f"{writes.describe(spec.layout)}, but {done} without; every rank must write the same values to the same "
         "parameters"
     )
+
+
+def _waits_in_a_mean(
+    current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
+) -> StepMismatchError | None:
+    """A rank waits for the others in a mean, and one that has not called it waits for that rank in something else."""
+    last = current.passes[-1]
+    reported = frozenset(last.reports) if last.norm is None else frozenset()
+    saving = asked[1] if asked is not None else frozenset()
+    waits = (  # who has asked, who of them stands still until all have, and for what
+        (reported, reported - current.inputs.keys(), f"asked for the norm of step {current.step}"),
+        (saving, saving, f"asked to save v{asked[0]}" if asked is not None else ""),
+        (writes.ranks, writes.ranks, writes.action(spec.layout) if writes.ranks else ""),
+    )
+    for there in in_means:
+        for have_asked, stand_still, what in waits:
+            stuck, elsewhere = stand_still - there, there - have_asked
+            if stuck and elsewhere:
+                return StepMismatchError(
+                    f"{have(sorted(stuck))} {what}, but {have(sorted(elsewhere))} called mean_over_ranks() before "
+                    "that; every rank must call them in the same order"
+                )
+    return None
 
 
 def _torn(current: Round) -> StepMismatchError | None:

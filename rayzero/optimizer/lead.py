@@ -22,6 +22,7 @@ from rayzero.messages import (
     FileEntry,
     FinishReport,
     Hyper,
+    MeanInput,
     ModelSpec,
     Norm,
     NormParts,
@@ -33,6 +34,7 @@ from rayzero.optimizer.decide import agreed, decide, nonfinite_error, total_norm
 from rayzero.optimizer.early import EarlyCalls
 from rayzero.optimizer.futures import fail, failed, settle, settled, when_all
 from rayzero.optimizer.impasse import clipped_unlike, impasse, rank_left
+from rayzero.optimizer.means import Means
 from rayzero.optimizer.measures import tell_decision
 from rayzero.optimizer.peers import OwnerPeer
 from rayzero.optimizer.records import Records
@@ -72,6 +74,7 @@ class StepLead:
         self._recorder = recorder or NullRecorder()
         self._saves = SaveRequests(self._peers, self._recorder)
         self._writes = WriteRequests()
+        self._means = Means()
         self._failure: StoreError | None = None
 
     # ---- membership
@@ -88,6 +91,7 @@ class StepLead:
         with self._lock:
             self._left.setdefault(rank, reason)
             self._check_left()
+            self._end_means()
 
     def _check_left(self) -> None:
         """Fail the open step if it waits for a rank that is gone."""
@@ -254,7 +258,7 @@ class StepLead:
         if self._spec is None or self._failure is not None:
             return
         current, everyone = self._round, self._spec.world_size
-        never = impasse(current, self._saves.asked(), self._writes, self._spec)
+        never = impasse(current, self._saves.asked(), self._writes, self._means.waiting(), self._spec)
         self._begin_write()
         if never is not None:
             self._fail(never)
@@ -396,6 +400,29 @@ class StepLead:
         with self._lock:
             self._advance()
 
+    # ---- means over ranks
+
+    def mean(self, rank: int, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
+        """A rank's ``number``th mean, from 1. Done when all ranks have asked for it; waits for no step. What is wrong
+        with a mean fails those who ask for it, not the run."""
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if self._spec is None or rank not in range(self._spec.world_size):
+                    raise StoreError(f"rank {rank} has not attached")
+                future = self._means.ask(rank, number, given)
+                self._end_means()
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _end_means(self) -> None:
+        if self._spec is not None:
+            for future, outcome in self._means.end(self._spec.world_size, self._left):
+                self._lock.after(fail if isinstance(outcome, RayZeroError) else settle, future, outcome)
+
     # ---- failures and the end
 
     def _peer_failed(self, error: BaseException) -> None:
@@ -408,7 +435,7 @@ class StepLead:
             return
         self._failure = error
         waiting = [*self._round.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
-        for future in (*waiting, *self._writes.end(), *self._records.take_all_askers()):
+        for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._records.take_all_askers()):
             self._lock.after(fail, future, error)
         for call in self._early.take_all():  # they find the failure
             self._lock.after(call)
@@ -426,6 +453,8 @@ class StepLead:
             return "no rank has attached"
         if self._telling is not None:
             return f"{owing(self._told)} not taken in the decision of step {self._round.step - 1}"
+        if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # those who wait there do nothing else
+            return ranks
         if self._saves.holds(self._round.step):  # before it is written, who asked for it does nothing else
             return f"v{self._round.step} is being saved: {self._saves.waits_for(self._spec.world_size)}"
         if self._writes.ranks:

@@ -90,10 +90,14 @@ class WriteRequests:
         return list(asked.futures.values()) if asked is not None else []
 
     def describe(self, layout: ModelLayout) -> str:
-        """What is asked for, in words."""
+        """Who asks for what, in words."""
+        return f"{have(sorted(self.ranks))} {self.action(layout)}"
+
+    def action(self, layout: ModelLayout) -> str:
+        """What those who ask have done."""
         assert self._asked is not None
         write = self._asked.write
-        return f"{have(sorted(self._asked.futures))} written to {_what(write, layout)} at step {write.version}"
+        return f"written to {_what(write, layout)} at step {write.version}"
 
     def waits_for(self, layout: ModelLayout, world_size: int) -> str:
         """Who is waited for, for messages about waits."""

@@ -274,6 +274,11 @@ class RankCalls:
         answer = await self._answer("Write", request.rank, request, context)
         return answer or pb.WriteResponse(waiting=self._waiting())
 
+    async def mean(self, request: pb.MeanRequest, context: Context) -> pb.MeanResponse:
+        """One rank's part of a mean; answers when all have given theirs."""
+        answer = await self._answer("Mean", request.rank, request, context)
+        return answer or pb.MeanResponse(waiting=self._waiting())
+
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may make again; None: not yet."""
         answer = self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request))

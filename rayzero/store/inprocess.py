@@ -26,6 +26,7 @@ from rayzero.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    MeanInput,
     ModelSpec,
     Norm,
     Pushed,
@@ -121,6 +122,7 @@ class InProcessStore(DirectMemory):
         self._spec: ModelSpec | None = None
         self._map: ShardMap | None = None
         self._newest = settled(0)  # the content version that ``published`` gave last
+        self._means = 0  # asked for so far
         self._closed = False
 
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
@@ -263,6 +265,12 @@ class InProcessStore(DirectMemory):
         """See ``ParameterStore.save``."""
         what = f"the checkpoint of v{step}"
         return self._ask_lead(what, lambda lead: lead.save(self.rank, step, directory, files))
+
+    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+        """See ``ParameterStore.mean``."""
+        self._means += 1
+        number = self._means
+        return self._ask_lead(f"the mean of {given}", lambda lead: lead.mean(self.rank, number, given))
 
     def close(self, reason: str = "closed") -> None:
         """See ``ParameterStore.close``."""

@@ -28,6 +28,7 @@ from rayzero.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    MeanInput,
     ModelSpec,
     Norm,
     StepInputs,
@@ -135,6 +136,14 @@ class ParameterStore(Protocol):
         Owners write their shards beside this rank's own ``files`` (already in ``staging_path(directory)``,
         checkpoint/writer.py); when all are there the lead owner writes the manifest and renames.
         """
+        ...
+
+    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+        """The weighted mean over all ranks, number by number: fp64 sums in rank order, the same bits for all.
+
+        Every rank calls it equally often; the nth calls belong together, at any moment of a step, and wait for no
+        step. Ranks whose names or shapes differ, and weights that add up to 0, fail that call on every rank; so does
+        a rank that has left without calling."""
         ...
 
     def close(self, reason: str = "closed") -> None:

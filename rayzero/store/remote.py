@@ -2,8 +2,8 @@
 over gRPC.
 
 Bytes move per owner: ``store/shared_transfers.py``, ``store/transfers.py``. ``finish``, ``commit``, ``decision``,
-``discard`` and ``save`` wait for other ranks: ``store/lead_line.py`` asks the lead. They hold no thread and end on
-leave, abort or ``stall_timeout``.
+``discard``, ``save`` and ``mean`` wait for other ranks: ``store/lead_line.py`` asks the lead. They hold no thread and
+end on leave, abort or ``stall_timeout``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from rayzero.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    MeanInput,
     ModelSpec,
     Norm,
     StepInputs,
@@ -146,7 +147,7 @@ class RemoteStore(DirectMemory):
         self._threads: list[threading.Thread] = []
         self._notices: list[Any] = []  # streams under way. freed by: close()
         self._attached: tuple[ModelSpec, ShardMap] | None = None
-        self._writes = self._saves = 0  # asked for so far
+        self._writes = self._saves = self._means = 0  # asked for so far
         self._greeted = False  # some owner may know this rank
         atexit.register(self.close)
 
@@ -414,6 +415,12 @@ class RemoteStore(DirectMemory):
         )
         awaited = f"the checkpoint of step {step}"
         return self._ask_lead("Save", request, lambda a: translate.checkpoint_from_pb(a.checkpoint), awaited)
+
+    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+        """The mean over all ranks; see ``ParameterStore.mean``."""
+        self._means += 1
+        request = translate.mean_to_pb(self._rank, self._means, given)
+        return self._ask_lead("Mean", request, lambda answer: tuple(answer.mean.values), f"the mean of {given}")
 
     def _ask_lead(self, method: str, request: Any, read: Callable[[Any], T], awaited: str) -> Future[T]:
         try:

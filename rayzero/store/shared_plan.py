@@ -26,13 +26,14 @@ from rayzero.memory.arena import ArenaPlan, Group, Piece, plan_arena
 from rayzero.memory.mapping import PAGE
 from rayzero.memory.slab_header import SlabFacts
 from rayzero.memory.slabs import Slab
-from rayzero.messages import ModelSpec, canonical_json
+from rayzero.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.optimizer.landing import landing_dtype
 from rayzero.optimizer.state import runs
 from rayzero.store.mailbox import Cells
 
 LINE_BYTES = 64  # of a shard's version line: a cache line of its own
 _ERROR_BYTES = 9000  # the longest error text, and its name
+_REQUEST_BYTES = 256  # of a mean beside its names and numbers: rank, number, weight, a shape of 64 dimensions
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
 _STAMP_BYTES = 24  # before the presence bits: shared_words.py
 
@@ -168,8 +169,8 @@ class SharedPlan:
 
     @cached_property
     def question_bytes(self) -> int:
-        """The longest finish or commit."""
-        return self._report_bytes + self._hyper_bytes
+        """The longest finish, commit or mean."""
+        return max(self._report_bytes + self._hyper_bytes, _REQUEST_BYTES + MEAN_BYTES)
 
     @cached_property
     def answer_bytes(self) -> int:

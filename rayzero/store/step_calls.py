@@ -31,6 +31,7 @@ class StepCalls:
             "Discard": self._discard,
             "Save": self._save,
             "Write": self._write,
+            "Mean": self._mean,
             "Overwrite": self._overwrite,
             "Collect": self._collect,
             "Apply": self._apply,
@@ -71,6 +72,10 @@ class StepCalls:
     def _write(self, request: pb.WriteRequest) -> Future[pb.WriteResponse]:
         written = self._lead().write(request.rank, translate.write_from_pb(request.write))
         return then(written, lambda _: pb.WriteResponse())
+
+    def _mean(self, request: pb.MeanRequest) -> Future[pb.MeanResponse]:
+        mean = self._lead().mean(request.rank, request.number, translate.mean_from_pb(request))
+        return then(mean, lambda values: pb.MeanResponse(mean=pb.MeanResponse.Mean(values=values)))
 
     # ---- of the lead
 

@@ -16,6 +16,7 @@ from rayzero.messages import (
     FileEntry,
     FinishReport,
     Hyper,
+    MeanInput,
     ModelSpec,
     Norm,
     NormParts,
@@ -147,6 +148,23 @@ def write_to_pb(write: Write) -> pb.Write:
 def write_from_pb(write: pb.Write) -> Write:
     """The inverse of :func:`write_to_pb`."""
     return Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
+
+
+def mean_to_pb(rank: int, number: int, given: MeanInput) -> pb.MeanRequest:
+    """What a rank gives to its ``number``th mean."""
+    return pb.MeanRequest(
+        rank=rank, number=number, names=given.names, shape=given.shape, values=given.values, weight=given.weight
+    )
+
+
+def mean_from_pb(request: pb.MeanRequest) -> MeanInput:
+    """What a rank gives."""
+    return MeanInput(
+        names=tuple(request.names),
+        shape=tuple(request.shape),
+        values=tuple(request.values),
+        weight=request.weight,
+    )
 
 
 def file_to_pb(entry: FileEntry) -> pb.FileEntry:

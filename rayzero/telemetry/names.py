@@ -142,7 +142,7 @@ EXPOSED_WAIT_SECONDS = _counter(
     labels=("cause",),
     roles=(RANK,),
     help="Seconds this rank's loop stood still. cause: fetch (bytes on their way), optimizer (update not published), "
-    "push (gradients not landed), norm (other ranks).",
+    "push (gradients not landed), norm (other ranks), mean (other ranks, in mean_over_ranks).",
 )
 OVERLAP_RATIO = _gauge(
     name="rayzero_optimizer_overlap_ratio",

@@ -25,7 +25,7 @@ from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.memory.slabs import SHARED_MEMORY, list_slabs
-from rayzero.messages import ModelSpec
+from rayzero.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.optimizer.service import ShardService
 from rayzero.store.grpc_server import OwnerServer
 from rayzero.store.remote import RemoteStore
@@ -101,6 +101,9 @@ def test_no_rpc_is_made_within_a_step(stack: ExitStack) -> None:
         take_step(ranks, [random_grads(ranks[0].spec, 10 * step + rank) for rank in range(2)])
         for rank in ranks:
             rank.fetch(step + 1)
+        given = MeanInput(shape=(MEAN_BYTES // 8,), values=(1.0,) * (MEAN_BYTES // 8), weight=1.0)
+        for mean in [rank.store.mean(given) for rank in ranks]:
+            assert mean.result(WAIT) == given.values
     assert calls.names == []
 
 

@@ -470,6 +470,35 @@ class SaveResponse(_message.Message):
     waiting: Waiting
     def __init__(self, checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
+class MeanRequest(_message.Message):
+    __slots__ = ("rank", "number", "names", "shape", "values", "weight")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    number: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    weight: float
+    def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class MeanResponse(_message.Message):
+    __slots__ = ("mean", "waiting")
+    class Mean(_message.Message):
+        __slots__ = ("values",)
+        VALUES_FIELD_NUMBER: _ClassVar[int]
+        values: _containers.RepeatedScalarFieldContainer[float]
+        def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    mean: MeanResponse.Mean
+    waiting: Waiting
+    def __init__(self, mean: _Optional[_Union[MeanResponse.Mean, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
 class LeaveRequest(_message.Message):
     __slots__ = ("rank", "reason")
     RANK_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,179 @@
+"""``rayzero.mean_over_ranks``: what comes back, when it may be called, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.errors import ConfigError, RankLeftError, StepMismatchError, UnsupportedError
+from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
+from rayzero.testing import run_ranks
+
+from .models import Net, seeded, token_loss, tokens
+
+
+def on_ranks(loop: Callable[[RankContext], Any], world_size: int = 2, **options: Any) -> list[Any]:
+    """The loop on ranks that are threads, each with a small prepared model."""
+    models = [seeded(partial(nn.Linear, 4, 4)) for _ in range(world_size)]
+
+    def prepared(context: RankContext) -> Any:
+        model = models[context.rank]
+        rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return loop(context)
+
+    return run_ranks(prepared, world_size, 1, **options)
+
+
+def test_each_kind_comes_back_as_it_was_given() -> None:
+    def loop(context: RankContext) -> list[Any]:
+        rank = context.rank
+        grid = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16) * (1 + 2 * rank)
+        return [
+            rayzero.mean_over_ranks(rank),
+            rayzero.mean_over_ranks(grid),
+            rayzero.mean_over_ranks(torch.tensor(float(rank), requires_grad=True)),
+            rayzero.mean_over_ranks(torch.tensor(float(rank)) if rank else 0.0),  # one kind each: all are one number
+            rayzero.mean_over_ranks({"z": rank, "a": torch.tensor(2.0 * rank), "m": numpy.float32(rank)}),
+            rayzero.mean_over_ranks({"a": 1.0, "b": 3.0} if rank else {"b": 1.0, "a": 3.0}, weight=1 + rank),
+        ]
+
+    for rank, (number, grid, loss, mixed, named, unsorted) in enumerate(on_ranks(loop)):
+        assert (type(number), number) == (float, 0.5)
+        assert grid.dtype == torch.bfloat16
+        assert grid.tolist() == [[2.0, 4.0], [6.0, 8.0]]
+        assert (loss.shape, loss.dtype, loss.requires_grad, loss.item()) == ((), torch.float32, False, 0.5)
+        assert mixed == 0.5
+        assert isinstance(mixed, torch.Tensor) == bool(rank)
+        assert list(named) == ["z", "a", "m"]
+        assert (type(named["z"]), type(named["m"]), named["a"].item()) == (float, float, 1.0)
+        assert list(unsorted) == (["a", "b"] if rank else ["b", "a"])
+        assert dict(unsorted) == {"a": (3.0 + 2 * 1.0) / 3, "b": (1.0 + 2 * 3.0) / 3}
+
+
+def test_alone_it_is_the_value_before_prepare_and_after(alone: RankContext) -> None:
+    third = 1 / 3
+    for _ in range(2):
+        assert rayzero.mean_over_ranks(third, weight=0.3) == third  # 0.3 * third / 0.3 is not
+        tensor = torch.rand(3, dtype=torch.float16, requires_grad=True)
+        mean = rayzero.mean_over_ranks(tensor)
+        assert torch.equal(mean, tensor)
+        assert not mean.requires_grad
+        assert rayzero.mean_over_ranks({"loss": third}, weight=7) == {"loss": third}
+        with pytest.raises(ConfigError, match="of 'loss': the weights of all ranks add up to 0"):
+            rayzero.mean_over_ranks({"loss": third}, weight=0)
+        if not alone.prepared:
+            model = nn.Linear(2, 2)
+            rayzero.prepare(model, torch.optim.SGD(model.parameters()))
+
+
+def test_several_ranks_are_connected_by_prepare_and_not_before() -> None:
+    def loop(context: RankContext) -> None:
+        rayzero.mean_over_ranks(1.0)
+
+    with pytest.raises(UnsupportedError, match=r"called before rayzero.prepare\(\), which connects the run's 2 ranks"):
+        run_ranks(loop, 2, 1)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc", "shm"])
+def test_a_loop_may_call_it_wherever_it_likes_and_learns_what_it_learns_without(transport: Any) -> None:
+    base = [seeded(Net) for _ in range(4)]
+
+    def loop(asks: bool, context: RankContext) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = base[context.rank + 2 * asks]
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), ZeroConfig())
+        other = nn.Linear(3, 3)  # of the run's further models: one sequence of means for all
+        rayzero.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        means: list[float] = []
+
+        def ask() -> None:
+            if asks:
+                means.append(rayzero.mean_over_ranks(context.rank + 10.0 * len(means)))
+
+        ask()
+        for step in range(3):
+            for _ in range(2):
+                loss = token_loss(model, tokens(step, context.rank))
+                ask()
+                (loss / 2).backward()
+                ask()
+            optimizer.clip_grad_norm_(1.0)
+            ask()
+            optimizer.step()
+            ask()
+            optimizer.zero_grad()
+        return means, rayzero.full_state_dict(model)
+
+    without = run_ranks(partial(loop, False), 2, 2, transport)
+    both = run_ranks(partial(loop, True), 2, 2, transport)
+    for means, state in both:
+        assert means == [0.5 + 10.0 * call for call in range(19)]
+        assert all(torch.equal(value, without[0][1][name]) for name, value in state.items())
+
+
+def test_the_wait_is_counted_as_one_for_other_ranks() -> None:
+    def loop(context: RankContext) -> float:
+        rayzero.mean_over_ranks(1.0)
+        return context.recorder.total(EXPOSED_WAIT_SECONDS, cause="mean")  # type: ignore[attr-defined]
+
+    assert all(waited > 0 for waited in on_ranks(loop))
+
+
+def test_a_rank_that_ends_its_loop_and_one_that_saves_instead_fail_the_others(tmp_path: Any) -> None:
+    with pytest.raises(
+        RankLeftError, match=r"rank 1 left \(end of the training loop\) before call 1 of mean_over_ranks"
+    ):
+        on_ranks(lambda context: rayzero.mean_over_ranks({"loss": 1.0}) if context.rank == 0 else None)
+
+    base = [seeded(partial(nn.Linear, 4, 4)) for _ in range(2)]
+
+    def saves_first(context: RankContext) -> None:
+        model = base[context.rank]
+        model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters()))
+        if context.rank:
+            rayzero.save_checkpoint(optimizer, tmp_path / "a", {})
+        rayzero.mean_over_ranks(1.0)
+
+    with pytest.raises(StepMismatchError, match="rank 1 has asked to save v0, but rank 0 has called mean_over_ranks"):
+        run_ranks(saves_first, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("0.5", r"takes a number, a floating-point tensor, or a mapping .*, got str$"),
+        ({}, "an empty mapping; give it at least one number"),
+        ({1: 2.0}, "mappings whose names are text, got 1"),
+        ({"loss": "low"}, "got str of 'loss'$"),
+        ({"loss": torch.ones(2)}, r"got Tensor of shape \(2,\) of 'loss'$"),
+        ({"hits": torch.tensor(3)}, "takes floating-point tensors, got torch.int64 of 'hits'$"),
+        (torch.tensor([True]), "takes floating-point tensors, got torch.bool$"),
+        (10**400, "too large for a float"),
+        (torch.ones(501), r"at most 4,000 bytes: .*a tensor of shape \(501,\) needs 4,008\. Give it fewer numbers"),
+        ({f"class {i:03}": 0.0 for i in range(200)}, r"'class 000', .* and 192 more needs 4,200"),
+    ],
+)
+def test_what_has_no_mean_is_refused_in_one_line(alone: RankContext, value: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=line) as refused:
+        rayzero.mean_over_ranks(value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", None, torch.ones(2)])
+def test_weights_are_finite_and_not_negative(alone: RankContext, weight: Any) -> None:
+    with pytest.raises(ConfigError, match=r"weight of mean_over_ranks\(\) must be a finite number >= 0, got"):
+        rayzero.mean_over_ranks(1.0, weight=weight)
+
+
+def test_weights_may_be_any_real_number(alone: RankContext) -> None:
+    for weight in (torch.tensor(3), Fraction(1, 2), numpy.int64(4), True):
+        assert rayzero.mean_over_ranks(2.5, weight=weight) == 2.5  # type: ignore[call-overload]
