@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from rayzero.errors import ConfigError, RankLeftError, StallError, StepMismatchError, StoreError
 from rayzero.messages import COMPUTE, MEAN_BYTES, MeanInput
 from rayzero.optimizer.lead import StepLead
+from rayzero.store.protocol import ParameterStore
 from store.stores import StoreFactory
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
 
@@ -248,7 +250,7 @@ def test_a_repeated_message_changes_nothing() -> None:
     lead = StepLead([])
     for rank in range(2):
         lead.attach(rank, make_spec(2))
-    first = [lead.mean(0, 1, number(1.0)), lead.mean(0, 1, number(1.0))]
+    first = [lead.mean(0, 1, number(1.0)), lead.mean(0, 1, number(7.0))]
     lead.mean(1, 1, number(2.0))
     assert [asked.result(0) for asked in first] == [(1.5,)] * 2
     assert lead.mean(0, 1, number(5.0)).result(0) == (1.5,)  # its answer was lost on the way
@@ -271,6 +273,19 @@ def test_the_value_of_a_rank_that_has_left_since_counts() -> None:
     lead.mean(1, 1, number(3.0))
     lead.leave(1, "killed")
     assert lead.mean(0, 1, number(1.0)).result(0) == (2.0,)
+
+
+def test_a_rank_that_waits_for_its_norm_beside_a_mean_is_waited_for() -> None:
+    """A loop's second thread may ask for the mean: the rank in it has done what the others wait for."""
+    lead, spec = StepLead([]), make_spec(3)
+    ranks = [Rank(rank, cast(ParameterStore, None), spec) for rank in range(3)]
+    for rank in ranks:
+        lead.attach(rank.rank, spec)
+    norms = [lead.finish(rank.report(), None) for rank in ranks[:2]]
+    asked = lead.mean(0, 1, number(1.0))
+    assert not any(future.done() for future in (asked, *norms))
+    lead.finish(ranks[2].report(), None)
+    assert [norm.result(0).total for norm in norms] == [0.0, 0.0]
 
 
 def test_the_lead_keeps_no_call_that_all_ranks_have_left_behind() -> None:
