@@ -30,9 +30,11 @@ import torch
 import transformers
 from torch import nn
 from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
+from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared
 from rayzero.engine.snapshot import save_checkpoint
@@ -77,6 +79,8 @@ class ZeroTraining:
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    state: Any
+    _get_output_dir: Any
 
     def __init__(
         self, *args: Any, zero_config: ZeroConfig | None = None, units: UnitRule | None = None, **kwargs: Any
@@ -97,18 +101,16 @@ class ZeroTraining:
 
     def _refuse_settings(self) -> None:
         self.args._n_gpu = min(self.args.n_gpu, 1)  # a rank has one device; DataParallel would copy the model
-        if self.args.load_best_model_at_end:
-            raise UnsupportedError(
-                "load_best_model_at_end=True loads weights into a prepared model, which is not supported yet; load "
-                "them afterwards: from_pretrained(trainer.state.best_model_checkpoint)"
-            )
-        alone = get_context().world_size == 1 or self.accelerator.has_collectives
-        if self.args.average_tokens_across_devices and not alone:
+        if self.args.average_tokens_across_devices and self._lacks_collectives:
             raise UnsupportedError(
                 "average_tokens_across_devices=True needs every rank's number of tokens in every step, and RayZero's "
                 "ranks have no collectives; set it to False: a rank's loss is the mean over its own tokens, and ranks "
                 "are averaged (the same where their batches have equally many)"
             )
+
+    @property
+    def _lacks_collectives(self) -> bool:
+        return get_context().world_size > 1 and not self.accelerator.has_collectives
 
     # ---- data and steps
 
@@ -142,6 +144,18 @@ class ZeroTraining:
         if not isinstance(optimizer, ZeroOptimizer):
             raise UnsupportedError("the Trainer has no prepared optimizer before train()")
         return optimizer
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer's. It looks for the best checkpoint's folder while rank 0 may still be about to make it; here
+        every rank looks again once rank 0 has."""
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if not (self.state.best_global_step and self._lacks_collectives):
+            return
+        if self.args.save_only_model:  # otherwise the ranks have saved together, after rank 0 made the folder
+            mean_over_ranks(0.0)
+        best = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        if os.path.isdir(best):
+            self.state.best_model_checkpoint = best
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None or not is_prepared(self.model) or not self.args.should_save:

@@ -189,17 +189,37 @@ def test_a_checkpoint_holds_masters_that_from_pretrained_reads(alone: RankContex
         assert same_bits(again.state_dict(), expected)
 
 
+BEST: dict[str, Any] = {  # a rate that makes it worse in the end: the best model is an earlier one
+    "max_grad_norm": 0.0,
+    "load_best_model_at_end": True,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "constant",
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_best_model_is_loaded_at_the_end(precision: str, alone: RankContext, tmp_path: Path) -> None:
+    base = build(llama)
+    config = tight(base, prefetch_buffer_size=1, spare=0, precision=precision)
+    ours = trained(Trainer, base, tmp_path / "ours", zero_config=config, **BEST)
+    assert 0 < ours.state.best_global_step < ours.state.global_step
+    best = type(base).from_pretrained(ours.state.best_model_checkpoint)
+    assert same_bits(rayzero.full_state_dict(ours.model), dict(best.state_dict()))
+    if precision == "fp32":
+        assert_same_training(ours, trained(transformers.Trainer, base, tmp_path / "plain", **BEST))
+    assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, rel=1e-6)
+    ours.train()  # it goes on from there as any Trainer
+
+
 # ---- refused ----------------------------------------------------------------------------------------------------
 
 
 def make(directory: Path, **settings: Any) -> Trainer:
     return Trainer(model=build(gpt2), args=arguments(directory, **settings), train_dataset=dataset())
-
-
-def test_load_best_model_at_end_is_refused(alone: RankContext, tmp_path: Path) -> None:
-    both = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    with pytest.raises(UnsupportedError, match=r"load_best_model_at_end=True.*state\.best_model_checkpoint"):
-        make(tmp_path, load_best_model_at_end=True, **both)
 
 
 def test_a_run_that_resumes_needs_a_trainer_that_does(tmp_path: Path) -> None:

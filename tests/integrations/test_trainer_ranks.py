@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import transformers
@@ -38,12 +39,50 @@ def trainer_of(kind: type, directory: Path, batch_size: int, **settings: Any) ->
     return kind(model=build(llama), args=args, train_dataset=dataset(12), eval_dataset=dataset(6, seed=1), **extra)
 
 
-def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+class Best(NamedTuple):
+    """What a rank says of its best model."""
+
+    step: int
+    folder: str
+    state: dict[str, Tensor]
+
+
+def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]], Best]:
+    """Train; then with a rate that makes it worse, where the best model is an earlier one."""
     assert context.run_dir is not None
     transformers.utils.logging.set_verbosity_error()
     trainer = trainer_of(Trainer, context.run_dir, 2, save_strategy="steps", save_steps=STEPS)
     trainer.train()
-    return rayzero.full_state_dict(trainer.model), history(trainer)
+    other = trainer_of(
+        Trainer,
+        context.run_dir / "best",
+        2,
+        save_strategy="best",
+        save_only_model=True,
+        load_best_model_at_end=True,
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+    )
+    let_rank_1_look_first(other, context)
+    other.train()
+    best = Best(other.state.best_global_step, other.state.best_model_checkpoint, rayzero.full_state_dict(other.model))
+    return rayzero.full_state_dict(trainer.model), history(trainer), best
+
+
+def let_rank_1_look_first(trainer: Any, context: RankContext) -> None:
+    """Rank 0 makes each checkpoint's folder after rank 1, which writes none, has gone on to look for it."""
+    assert context.run_dir is not None
+    save, looked = trainer.save_model, context.run_dir
+
+    def save_in_turn(directory: str, **settings: Any) -> None:
+        passed = looked / f"rank 1 passed {Path(directory).name}"
+        while context.rank == 0 and not passed.exists():
+            time.sleep(0.01)
+        save(directory, **settings)
+        if context.rank == 1:
+            passed.touch()
+
+    trainer.save_model = save_in_turn
 
 
 def metrics(entries: list[dict[str, Any]], key: str) -> list[float]:
@@ -55,12 +94,18 @@ def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path
     plain.train()
     expected, logged = plain.model.state_dict(), history(plain)
     ranks = run_ranks(train, 2, 2, "grpc", processes=True, run_dir=tmp_path)
-    for state, entries in ranks:
+    for state, entries, _ in ranks:
         assert relative_difference(state, expected) <= 1e-5
         for key in ("learning_rate", "grad_norm", "eval_loss", "epoch"):
             assert metrics(entries, key) == pytest.approx(metrics(logged, key), rel=1e-5)
-    losses = [metrics(entries, "loss") for _, entries in ranks]
+    losses = [metrics(entries, "loss") for _, entries, _ in ranks]
     assert [sum(pair) / 2 for pair in zip(*losses, strict=True)] == pytest.approx(metrics(logged, "loss"), rel=1e-5)
+
+    one, other = (best for _, _, best in ranks)
+    assert (one.step, one.folder) == (other.step, other.folder)
+    assert 0 < one.step < STEPS
+    for best in (one, other):
+        assert same_bits(type(plain.model).from_pretrained(one.folder).state_dict(), best.state)
 
     saved = tmp_path / f"checkpoint-{STEPS}"
     assert same_bits(type(plain.model).from_pretrained(saved).state_dict(), ranks[0][0])
