@@ -10,12 +10,18 @@
 there are no collectives: loaders give each rank its part, only rank 0 is the main process, and whatever needs the
 other ranks' values (gather, reduce, barriers) is refused by name. Where the user made a torch.distributed group of
 the same ranks, Accelerate uses it for those; gradients and weights never go through it.
+
+[Note: Accelerate's checkpoints] ``save_state(directory)`` writes ``directory/rayzero``, a checkpoint as
+``rayzero.save_checkpoint`` makes it, in place of ``model.safetensors`` and ``optimizer.bin``: no process gathers the
+model. Schedulers, samplers, random states and registered objects are in Accelerate's own files beside it.
+``load_state`` reads both into what is prepared, and also what a plain ``Accelerator`` wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -27,14 +33,20 @@ from torch import Tensor, nn
 
 from rayzero.config import ZeroConfig
 from rayzero.counts import count
+from rayzero.engine.checkpoint_load import load_checkpoint
 from rayzero.engine.context import RankContext, get_context
+from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
+from rayzero.engine.snapshot import save_checkpoint
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.claim import claim_process
 from rayzero.layout.units import UnitRule
 
 __all__ = ["ZeroAccelerator"]
+
+_OURS = "rayzero"  # folder of a saved state that the owners write
+_WITH_THE_OWNERS: dict[str, Any] = {}  # in place of a model's weights
 
 _ONE_MACHINE = (DistributedType.NO,)
 _WITH_COLLECTIVES = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -63,6 +75,7 @@ class ZeroAccelerator(Accelerator):
         self._zero_config = zero_config
         self._units = units
         self._reads_all = False
+        self._with_the_owners = False  # Accelerate saves or loads: prepared models are the owners' to write
         self._whole_loaders: WeakSet[Any] = WeakSet()
         context = get_context()
         self._refuse_other_engines()
@@ -170,22 +183,54 @@ class ZeroAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A prepared model's fp32 masters (``rayzero.full_state_dict``); any other's as Accelerate gives them."""
         if is_prepared(model):
-            return dict(full_state_dict(model))
+            return _WITH_THE_OWNERS if self._with_the_owners else dict(full_state_dict(model))
         return dict(super().get_state_dict(model, unwrap=unwrap))
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused by name."""
-        raise UnsupportedError(
-            "accelerator.save_state() would gather every moment in one file; use rayzero.save_checkpoint("
-            "optimizer.optimizer, directory, loop_state), on every rank"
-        )
+    # ---- checkpoints. [Note: Accelerate's checkpoints]
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused by name."""
-        raise UnsupportedError(
-            "accelerator.load_state() is not supported; resume from a checkpoint of rayzero.save_checkpoint: "
-            "RunConfig(resume=...), or get_context().resume = directory before accelerator.prepare()"
-        )
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
+        """As Accelerate's; every rank calls it between two steps, with the same directory."""
+
+        def save(_: list[Any], weights: list[Any], directory: str) -> None:
+            weights[:] = [state for state in weights if state is not _WITH_THE_OWNERS]
+            self._optimizers.clear()
+            for optimizer, place in zip(optimizers, _places(optimizers, directory), strict=True):
+                save_checkpoint(optimizer, place, {})
+
+        optimizers = self._zero_optimizers()
+        with self._around(self.register_save_state_pre_hook(save)):
+            return super().save_state(output_dir, safe_serialization, **settings)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
+        """As Accelerate's, after ``prepare``; every rank calls it between two steps, with the same directory. Also
+        takes what a plain ``Accelerator`` saved."""
+
+        def load(models: list[Any], directory: str) -> None:
+            places = _places(optimizers, directory)
+            if not any(place.is_dir() for place in places):  # a plain Accelerator's: it reads that itself
+                return
+            models[:] = [model for model in models if not is_prepared(model)]
+            self._optimizers.clear()
+            for optimizer, place in zip(optimizers, places, strict=True):
+                load_checkpoint(optimizer, place)
+
+        optimizers = self._zero_optimizers()
+        with self._around(self.register_load_state_pre_hook(load)):
+            super().load_state(input_dir, load_kwargs, **settings)
+
+    @contextmanager
+    def _around(self, hook: Any) -> Iterator[None]:
+        """While Accelerate saves or loads: it must not gather prepared models, and ``hook`` may empty its list of
+        optimizers."""
+        optimizers, self._with_the_owners = list(self._optimizers), True
+        try:
+            yield
+        finally:
+            self._with_the_owners, self._optimizers[:] = False, optimizers
+            hook.remove()
+
+    def _zero_optimizers(self) -> list[ZeroOptimizer]:
+        return list(dict.fromkeys(zero for x in self._optimizers if (zero := _zero_of(x)) is not None))
 
     # ---- data
 
@@ -233,7 +278,11 @@ class ZeroAccelerator(Accelerator):
         return super().reduce(tensor, reduction=reduction, scale=scale)
 
     def wait_for_everyone(self) -> None:
-        """As Accelerate's, where there are collectives or no others; else refused."""
+        """As Accelerate's; on several ranks without collectives refused before ``prepare``."""
+        context = get_context()
+        if context.world_size > 1 and context.engine is not None and not self.has_collectives:
+            mean_over_ranks(0.0)
+            return
         self._refuse_exchange("wait_for_everyone")
         super().wait_for_everyone()
 
@@ -244,9 +293,19 @@ class ZeroAccelerator(Accelerator):
             return
         raise UnsupportedError(
             f"accelerator.{call}() needs the other ranks, and RayZero's ranks have no collectives. To evaluate, have "
-            "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); to log, "
-            "rayzero.report(); or make a torch.distributed group of the ranks before the accelerator"
+            "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); a mean is "
+            "rayzero.mean_over_ranks(value, weight=count); or make a torch.distributed group of the ranks before the "
+            "accelerator"
         )
+
+
+def _places(optimizers: Sequence[ZeroOptimizer], directory: str) -> list[Path]:
+    """Where each optimizer's owners write: a run's further models lie in the first one's checkpoint; alone, each model
+    has owners and a checkpoint of its own."""
+    folder = Path(directory).absolute()  # owners may work in other directories
+    own = [optimizer for optimizer in optimizers if not optimizer.engine.number]
+    names = {id(optimizer): f"{_OURS}_{i}" if i else _OURS for i, optimizer in enumerate(own)}
+    return [folder / names.get(id(optimizer), _OURS) for optimizer in optimizers]
 
 
 def _zero_of(optimizer: Any) -> ZeroOptimizer | None:

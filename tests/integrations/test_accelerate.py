@@ -260,14 +260,6 @@ def test_only_the_norm_of_all_gradients_is_clipped(alone: RankContext) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
 
 
-def test_accelerates_own_checkpoints_are_refused(alone: RankContext, tmp_path: Path) -> None:
-    accelerator = ZeroAccelerator(cpu=True)
-    with pytest.raises(UnsupportedError, match=r"save_state.*rayzero\.save_checkpoint"):
-        accelerator.save_state(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"load_state.*RunConfig\(resume"):
-        accelerator.load_state(tmp_path)
-
-
 def test_loss_scaling_is_refused(alone: RankContext) -> None:
     accelerator = ZeroAccelerator(cpu=True)
     accelerator.state._mixed_precision = "fp16"  # Accelerate itself takes it on CUDA only
