@@ -99,17 +99,12 @@ class ZeroStrategy(ParallelStrategy):
         planned = max(config.gradient_accumulation_steps, trainer.accumulate_grad_batches)
         config = config.replace(gradient_accumulation_steps=planned)
         optimizer: Any = prepare(module, plain, config, units=self._units)[1]
-        optimizer.register_step_post_hook(lambda *_: setattr(plain, "_opt_called", True))  # schedulers look there
-        self._plain, self.optimizers = plain, [optimizer]
+        self.optimizers = [optimizer]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:  # rank 0 may still be writing it
         racing = self.is_distributed and is_prepared(self.lightning_module)
         _refuse(racing, "ckpt_path after fit() on several ranks", "evaluate it in a run of its own")
         return super().load_checkpoint(*args, **kwargs)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._plain.param_groups = self.optimizers[0].param_groups  # schedulers look there; loading makes new ones
 
     def lightning_module_state_dict(self) -> dict[str, Any]:  # rank 0 writes the file
         if not is_prepared(self.lightning_module):

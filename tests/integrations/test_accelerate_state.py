@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from accelerate.utils import ProjectConfiguration
 from engine.models import VOCAB, relative_difference, same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import rayzero
@@ -25,15 +23,9 @@ from rayzero.errors import CheckpointError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.testing import run_ranks
 
-STEPS, WIDTH = 6, 16
+from .schedules import SCHEDULES, STEPS
 
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=12),
-    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=8),
-    "StepLR": partial(lr_scheduler.StepLR, step_size=2, gamma=0.1),
-    "MultiStepLR": partial(lr_scheduler.MultiStepLR, milestones=[1, 3, 4]),
-    "CosineAnnealingWarmRestarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
-}
+WIDTH = 16
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +89,7 @@ class Loop:
         }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_loop_interrupted_at_any_step_and_loaded_equals_one_that_was_not(name: str, tmp_path: Path) -> None:
     config = ZeroConfig(precision="bf16" if name == "StepLR" else "fp32", keep_fp32=("3",))
 
@@ -106,7 +98,7 @@ def test_a_loop_interrupted_at_any_step_and_loaded_equals_one_that_was_not(name:
         return ZeroAccelerator(cpu=True, zero_config=config)
 
     with running_in(RankContext()):
-        whole = Loop(accelerator(), SCHEDULERS[name])
+        whole = Loop(accelerator(), SCHEDULES[name])
         whole.accelerator.save_state(str(tmp_path / "0"))
         whole.train(after=lambda step: whole.accelerator.save_state(str(tmp_path / str(step))))
         expected = whole.state
@@ -118,7 +110,7 @@ def test_a_loop_interrupted_at_any_step_and_loaded_equals_one_that_was_not(name:
     for begin in range(STEPS):
         with running_in(RankContext()):
             torch.manual_seed(100)
-            again = Loop(accelerator(), SCHEDULERS[name])
+            again = Loop(accelerator(), SCHEDULES[name])
             again.accelerator.load_state(str(tmp_path / str(begin)))
             again.train(begin=begin)
             assert again.rates == whole.rates[begin:]
@@ -127,7 +119,7 @@ def test_a_loop_interrupted_at_any_step_and_loaded_equals_one_that_was_not(name:
 
 def test_a_state_may_be_loaded_again_and_again_into_what_has_trained_on(tmp_path: Path) -> None:
     with running_in(RankContext()):
-        loop = Loop(ZeroAccelerator(cpu=True), SCHEDULERS["OneCycleLR"])
+        loop = Loop(ZeroAccelerator(cpu=True), SCHEDULES["OneCycleLR"])
         loop.train(end=2)
         loop.accelerator.save_state(str(tmp_path))
         ends = []
@@ -141,13 +133,13 @@ def test_a_state_may_be_loaded_again_and_again_into_what_has_trained_on(tmp_path
 
 
 def test_what_a_plain_accelerator_saved_is_gone_on_with(tmp_path: Path) -> None:
-    plain = Loop(Accelerator(cpu=True), SCHEDULERS["OneCycleLR"])
+    plain = Loop(Accelerator(cpu=True), SCHEDULES["OneCycleLR"])
     plain.train(end=3)
     plain.accelerator.save_state(str(tmp_path))
     plain.train(begin=3)
     reset()
     with running_in(RankContext()):
-        ours = Loop(ZeroAccelerator(cpu=True), SCHEDULERS["OneCycleLR"])
+        ours = Loop(ZeroAccelerator(cpu=True), SCHEDULES["OneCycleLR"])
         ours.accelerator.load_state(str(tmp_path))
         ours.train(begin=3)
         assert ours.rates == plain.rates[3:]
@@ -157,7 +149,7 @@ def test_what_a_plain_accelerator_saved_is_gone_on_with(tmp_path: Path) -> None:
 def test_two_models_of_one_accelerator_have_a_checkpoint_each(tmp_path: Path) -> None:
     with running_in(RankContext()):
         accelerator = ZeroAccelerator(cpu=True)
-        loops = [Loop(accelerator, SCHEDULERS[name]) for name in ("StepLR", "OneCycleLR")]
+        loops = [Loop(accelerator, SCHEDULES[name]) for name in ("StepLR", "OneCycleLR")]
         for end, loop in enumerate(loops, 2):
             loop.train(end=end)
         accelerator.save_state(str(tmp_path))
@@ -170,7 +162,7 @@ def test_two_models_of_one_accelerator_have_a_checkpoint_each(tmp_path: Path) ->
 
 def test_a_state_of_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
     with running_in(RankContext()):
-        loop = Loop(ZeroAccelerator(cpu=True), SCHEDULERS["StepLR"])
+        loop = Loop(ZeroAccelerator(cpu=True), SCHEDULES["StepLR"])
         other = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Flatten(0, 1), nn.Linear(WIDTH, WIDTH + 1, bias=False))
         _, optimizer = rayzero.prepare(other, torch.optim.AdamW(other.parameters()))
         rayzero.save_checkpoint(optimizer, tmp_path / "rayzero", {})
@@ -198,7 +190,7 @@ def on_ranks(context: RankContext) -> tuple[list[dict[str, Tensor]], list[list[f
     assert context.run_dir is not None
     naming = ProjectConfiguration(str(context.run_dir), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = ZeroAccelerator(cpu=True, project_config=naming)
-    loop = Loop(accelerator, SCHEDULERS["OneCycleLR"], world_size=2)
+    loop = Loop(accelerator, SCHEDULES["OneCycleLR"], world_size=2)
     torch.manual_seed(context.rank)  # ranks drop different elements
     begin, ends = 2, []
     if (context.run_dir / "checkpoints").exists():
