@@ -109,7 +109,7 @@ def _progress(described: dict[str, Any]) -> list[str]:
     of = "" if described["steps"] is None else f" of {described['steps']}"
     lines = [f"step        {last['step']}{of}"]
     if "loss" in last:
-        validated = "" if validation is None else f", {validation:.4f} validation"
+        validated = "" if validation is None else f", {_value(validation, '.4f')} validation"
         lines.append(f"loss        {_value(last['loss'], '.4f')} train{validated}")
     if last.keys() >= _SPEED:
         speed = f"{_value(last['tokens_per_second'], ',.0f')} tokens/s, {_value(last['step_seconds'], '.3f')} s a step"
@@ -128,4 +128,4 @@ def _value(value: Any, form: str) -> str:
     """A number in its form; what the log has no number for was inf or nan."""
     if value is None:
         return "nan"
-    return f"{value:{form}}" if isinstance(value, int | float) else str(value)
+    return f"{value:{form}}" if isinstance(value, int | float) else " ".join(str(value).split())

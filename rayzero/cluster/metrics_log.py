@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,24 @@ def read_log(run_dir: Path) -> list[Row]:
 
 def _parsed(line: str) -> Row:
     row = parse_json(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError("it has no step")
+    if not isinstance(row, dict) or type(row.get("step")) is not int or type(row.get("rank", 0)) is not int:
+        raise ValueError("it has no step, or no number as its rank")
+    for name, value in row.items():
+        if not (_is_text(name) and _is_reported(value)):
+            raise ValueError(f"{reprlib.repr(name)} is {reprlib.repr(value)}")
     return row
+
+
+def _is_reported(value: Any) -> bool:
+    """Whether a rank can have reported it: a number of at most 64 bits, text or None."""
+    if isinstance(value, int):
+        return abs(value) < 1 << 63
+    return value is None or isinstance(value, float) or _is_text(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Surrogates alone are no characters, and nothing prints them."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def latest_metrics(rows: Sequence[Row]) -> Row | None:

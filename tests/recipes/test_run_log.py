@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pickle
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from rayzero.cluster.metrics_log import MetricsLog
 from rayzero.cluster.reports import Report
 from rayzero.errors import DataError
 from rayzero.recipes.plot import draw_losses
-from rayzero.recipes.progress import progress_line
 from rayzero.recipes.run_log import StepRows, read_rows
 
 KEYS = {
@@ -91,12 +88,3 @@ def test_the_picture_is_a_png(tmp_path):
     reports = (rank_report(step, validation_loss=2.5, validation_batches=int(step == 2)) for step in range(1, 4))
     draw_losses([joined.add(0, report) for report in reports], 3.1, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_off_a_terminal_progress_is_one_line_for_each_validated_step():
-    console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    joined = StepRows(world_size=1)
-    with progress_line(console, total=3, done=0) as line:
-        for step in range(1, 4):
-            line.show(joined.add(0, rank_report(step, validation_loss=2.5, validation_batches=int(step == 2))))
-    assert console.file.getvalue() == "step 2/3  loss 2.000  val 2.500  200 tok/s  0.00 GiB/rank\n"
