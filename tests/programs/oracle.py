@@ -208,7 +208,6 @@ class _Replica:
         for param in self.model.parameters():
             if param.requires_grad:
                 self._masters[param] = nn.Parameter(param.detach().clone().float())
-        self.model.zero_grad = self._discard  # type: ignore[method-assign]  # the sums are the gradients
         patterns = self._case.settings.get("keep_fp32", ())
         _convert(self.model, torch.bfloat16, patterns)
         for group in self.optimizer.param_groups:

@@ -110,13 +110,14 @@ def part_dropped(run: Run) -> None:
 
 STALE = r"still has the gradient that the last step\(\) applied: .* optimizer\.zero_grad\(\) between step\(\) and"
 
+# In fp32 alone where the oracle of lower precisions, which sums gradients beside the model, does not see the call.
 CASES = [
     Case("model.zero_grad()", partial(dropped_by, lambda run: run.model.zero_grad())),
     Case("zero_grad() of each part, between steps", partial(dropped_by, by_parts)),
     Case("zero_grad() of a module around the model", partial(dropped_by, by_outer_module)),
     Case("param.grad = None, between steps", partial(dropped_by, by_hand)),
     Case("del param.grad, between steps", partial(dropped_by, by_deleting)),
-    Case("model.zero_grad() takes back a backward", taken_back),
+    Case("model.zero_grad() takes back a backward", taken_back, precisions=("fp32",)),
     Case("model.zero_grad(set_to_none=False)", zeros, precisions=("fp32",)),
     Case("a GAN's loop, which drops the critic's gradients late", generator_after_critic, others=(Judge,), backwards=2),
     Case("no zero_grad()", never_dropped, refused=STALE),
