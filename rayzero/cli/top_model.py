@@ -46,7 +46,7 @@ from rayzero.telemetry.scrape import Scrape, Scraped, Series
 __all__ = ["CAUSES", "PHASES", "Bar", "OwnerRow", "Picture", "RankRow", "draw_from", "keep"]
 
 PHASES = ("data", "forward", "fetch_wait", "backward", "grad_push", "norm", "optimizer", "checkpoint")
-CAUSES = ("fetch", "push", "norm", "optimizer")
+CAUSES = ("fetch", "push", "norm", "optimizer")  # a mean over ranks is waited for in the loop's own time: data
 RESULTS = ("hit", "late", "miss")
 
 _IN_HEADLINE = ("step", "loss")  # told by metrics of their own

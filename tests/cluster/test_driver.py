@@ -51,7 +51,9 @@ class EndedRun:
     def stop_ranks(self, loops: dict[Any, str], reason: str) -> list[Any]:
         return []
 
-    def stop_owners(self) -> dict[str, Any]:
+    def kill_stopped(self) -> None: ...
+
+    def stop_owners(self, timeout_s: float = 0.0) -> dict[str, Any]:
         return {}
 
 
