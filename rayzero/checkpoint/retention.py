@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 from rayzero.checkpoint.catalog import Catalog
-from rayzero.checkpoint.writer import taken_path
+from rayzero.checkpoint.writer import holds_nothing_else, taken_path
+
+_LAST_NUMBER = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
 
 log = logging.getLogger(__name__)
 
@@ -16,11 +18,19 @@ log = logging.getLogger(__name__)
 def delete_older(directory: Path, keep: int) -> list[Path]:
     """Delete the oldest of the checkpoints beside ``directory``, a complete one, until ``keep`` are left with it.
 
-    Only those of its own series count: names that differ from its name in nothing but the number, and earlier steps.
-    ``best`` or another run's folders beside ``step-000100`` are never touched, nor is what is damaged. Returns what was
-    deleted. One that cannot be deleted is told with a warning: the new checkpoint is good all the same."""
-    series = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", directory.name))))
-    sound = [saved for saved in Catalog.of(directory.parent).sound if series.fullmatch(saved.path.name)]
+    Only those of its own series count: names that differ from its name in nothing but the last number, and earlier
+    steps. ``best`` or ``other-1`` beside ``step-000100`` are never touched, nor are links, folders with files of others
+    in them, and what is damaged. Returns what was deleted. One that cannot be deleted is told with a warning: the new
+    checkpoint is good all the same."""
+    found = _LAST_NUMBER.fullmatch(directory.name)
+    if found is None:
+        return []
+    series = re.compile(re.escape(found[1]) + r"\d+" + re.escape(found[2]))
+    sound = [
+        saved
+        for saved in Catalog.of(directory.parent).sound
+        if series.fullmatch(saved.path.name) and holds_nothing_else(saved.path)
+    ]
     step = next((saved.step for saved in sound if saved.path.name == directory.name), 0)
     older = [saved.path for saved in sound if saved.step < step]
     deleted = []
@@ -28,7 +38,7 @@ def delete_older(directory: Path, keep: int) -> list[Path]:
         try:
             _delete(path)
         except OSError as error:
-            log.warning("an old checkpoint could not be deleted: %s: %s", path, error.strerror)
+            log.warning("an old checkpoint could not be deleted: %s: %s", path, error.strerror or error)
         else:
             deleted.append(path)
     return deleted

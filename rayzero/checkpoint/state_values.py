@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import CheckpointError
@@ -19,9 +20,10 @@ _MOST_NESTED = 100
 
 
 def pack(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``state`` as a JSON object, and its tensors by where they are in it (detached; copied only from a device).
+    """``state`` as a JSON object, and its tensors by number and place in it (detached; copied only from a device).
 
-    Takes None, numbers, text, tensors, and lists, tuples, dicts (any such key) and Counters of these. Raises
+    Takes None, numbers, text, dense tensors, and lists, tuples, dicts (any such key) and Counters of these; of their
+    subclasses (OrderedDict, namedtuple) the plain kind comes back. Raises
     CheckpointError naming the place of anything else, and of what is nested more than 100 deep."""
     tensors: dict[str, Tensor] = {}
     packed = {str(key): _pack(value, str(key), tensors, 0) for key, value in state.items()}
@@ -46,8 +48,9 @@ def _pack(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any
     if depth > _MOST_NESTED:
         raise CheckpointError(f"{place[:100]}... is nested more than {_MOST_NESTED} deep, or in itself")
     if isinstance(value, Tensor):
-        tensors[place] = value.detach().cpu().contiguous()
-        return {_TENSOR: place}
+        name = f"{len(tensors)}.{place}"  # numbered: different places may read the same
+        tensors[name] = _plain_tensor(value, place)
+        return {_TENSOR: name}
     if isinstance(value, Mapping):
         return _pack_mapping(value, place, tensors, depth)
     if isinstance(value, list | tuple):
@@ -60,6 +63,13 @@ def _pack(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any
         f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint keeps; save numbers, text, tensors, "
         "and lists, tuples or dicts of these"
     )
+
+
+def _plain_tensor(value: Tensor, place: str) -> Tensor:
+    if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+        kind = "a meta" if value.is_meta else "a nested" if value.is_nested else "a sparse or quantized"
+        raise CheckpointError(f"{place} is {kind} tensor, which no checkpoint keeps; save a dense one (.to_dense())")
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _pack_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int) -> dict[str, Any]:

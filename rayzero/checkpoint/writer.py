@@ -127,10 +127,15 @@ def stale_folders(parent: Path) -> list[Path]:
 
 
 def _left_by_save(path: Path, state: str) -> bool:
+    if state == "replaced":
+        return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
+    return holds_nothing_else(path)
+
+
+def holds_nothing_else(path: Path) -> bool:
+    """Whether ``path`` is a folder with files of a save and no others, and not a link to one."""
     if path.is_symlink() or not path.is_dir():
         return False
-    if state == "replaced":
-        return (path / MANIFEST).is_file()
     return all(_OF_A_SAVE.fullmatch(inside.name) for inside in path.iterdir())
 
 

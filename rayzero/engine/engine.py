@@ -80,6 +80,8 @@ class Engine:
         self.config = config
         self.device = device
         self.observers: list[Observer] = []
+        self.made_at = time.monotonic()
+        self.stepped_at = 0.0  # on the same clock; 0.0: not yet
         self._lane = lane
         self._recorder = recorder
         self._clock = clock
@@ -378,6 +380,7 @@ class Engine:
         self.cache.fence()
         self._clock.committing()
         self.step_state.commit(hyper, self.config.max_grad_norm)
+        self.stepped_at = time.monotonic()
         self._note("finish")
         self._backwards = 0
         self.cache.advance()
@@ -393,10 +396,12 @@ class Engine:
     def discard(self, *, set_to_none: bool = True) -> None:
         """Take back the step's gradients, wherever they are; see RankStep.discard."""
         self.drain()
-        self._sums.clear()
+        unpushed = {}
         for index, slots in self.trained.of_unit.items():
-            self.units[index].take_grads(slots)
-        self.step_state.discard(set_to_none=set_to_none)
+            held = {slot for slot, grad in enumerate(self.units[index].take_grads(slots)) if grad is not None}
+            unpushed[index] = sum(1 << slot for slot in held | self._sums.slots(index))
+        self._sums.clear()
+        self.step_state.discard(unpushed, set_to_none=set_to_none)
         self._backwards = 0
 
     def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:

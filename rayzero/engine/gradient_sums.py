@@ -21,6 +21,10 @@ class GradientSums:
         """Whether anything has come for the unit."""
         return unit in self._sums
 
+    def slots(self, unit: int) -> set[int]:
+        """The slots of a unit that something has come for."""
+        return {slot for slot, held in enumerate(self._sums.get(unit, ())) if held is not None}
+
     def add(self, unit: ParamUnit, grads: Sequence[Tensor | None]) -> None:
         """Add one backward's gradients, per slot, of any dtype."""
         sums = self._sums.setdefault(unit.index, [None] * len(grads))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
 
 
+_SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer it was made from: the same parameter groups, live, for loops and LR schedulers.
 
@@ -38,8 +41,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._plain.step = _refusing(optimizer)  # type: ignore[method-assign]
         self._share_groups()
         self._resumed = resumed
-        self.restore_groups()
         if resumed is not None:
+            resumed.restore(self.param_groups)
             resumed.tell_kept(self.param_groups)
             route_scheduler_loads(self)
 
@@ -48,10 +51,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._plain.param_groups = self.param_groups
 
     def restore_groups(self) -> None:
-        """Put the saved options of a resumed run's parameter groups back, while it has not stepped yet: at
-        ``prepare()`` and whenever a scheduler has loaded its state ([Note: schedulers on resume])."""
+        """Put back what making a scheduler overwrites in a resumed run's parameter groups, while it has not stepped yet
+        ([Note: schedulers on resume]): rates, momenta and what is not an option of the optimizer. The others are as
+        ``prepare()`` or the loop has left them since."""
         if self._resumed is not None:
-            self._resumed.restore(self.param_groups)
+            options = {key for group in self.param_groups for key in group} - set(self.defaults)
+            self._resumed.restore(self.param_groups, only=options | _SCHEDULED)
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
@@ -131,7 +136,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._num_groups = len(self.param_groups)
-        self.restore_groups()
+        if self._resumed is not None:
+            self._resumed.restore(self.param_groups[-1:])
 
     def _refuse_new_groups(self) -> None:
         if len(self.param_groups) != self._num_groups:

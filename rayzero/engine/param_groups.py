@@ -12,7 +12,8 @@ once more when the scheduler's own ``load_state_dict()`` has run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,15 @@ def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> li
     ]
 
 
+def _put(held: Any, value: Any) -> Any:
+    """``value``, in the tensor that is held where that can have it: a compiled step or a scheduler may know it."""
+    if not isinstance(held, Tensor) or not held.is_floating_point():
+        return value.clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return held.fill_(value)
+    return held.copy_(value) if (held.shape, held.dtype) == (value.shape, value.dtype) else value.clone()
+
+
 class ResumedGroups:
     """The groups of the checkpoint that a run resumes from, until its first step.
 
@@ -49,27 +59,28 @@ class ResumedGroups:
 
     def __init__(self, saved: Sequence[Mapping[str, Any]], name_of: Mapping[int, str], checkpoint: str) -> None:
         """``saved``: of ``saved_groups``. ``checkpoint``: where they are from, for messages."""
-        self._options = {frozenset(group["params"]): group["options"] for group in saved}
+        self._options: dict[frozenset[str], list[Mapping[str, Any]]] = {}  # several for groups without parameters
+        for group in saved:
+            self._options.setdefault(frozenset(group["params"]), []).append(group["options"])
         self._name_of = name_of
         self._checkpoint = checkpoint
 
     def _params(self, group: ParamGroup) -> frozenset[str]:
         return frozenset(self._name_of[id(param)] for param in group["params"])
 
-    def restore(self, groups: Sequence[ParamGroup]) -> None:
+    def restore(self, groups: Sequence[ParamGroup], *, only: Collection[str] | None = None) -> None:
         """Put the saved options into ``groups``; options that were not saved stay, and so do groups that train other
         parameters.
 
-        A tensor is written in place: a compiled step or a scheduler may hold it."""
+        only: names of the options to put back; None: all."""
+        seen: Counter[frozenset[str]] = Counter()
         for group in groups:
-            for key, value in self._options.get(self._params(group), {}).items():
-                held = group.get(key)
-                if not isinstance(held, Tensor):
-                    group[key] = value.clone() if isinstance(value, Tensor) else value
-                elif isinstance(value, Tensor):
-                    held.copy_(value)
-                else:
-                    held.fill_(value)
+            params = self._params(group)
+            saved = self._options.get(params, [])[seen[params] :]
+            seen[params] += 1
+            for key, value in saved[0].items() if saved else ():
+                if only is None or key in only:
+                    group[key] = _put(group.get(key), value)
 
     def tell_kept(self, groups: Sequence[ParamGroup]) -> None:
         """Warn of groups that the checkpoint does not have: their options are those that the loop gave them."""

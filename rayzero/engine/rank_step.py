@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -209,6 +210,7 @@ class RankStep:
         self._spent[unit] = self._spent.get(unit, 0) & ~bit
         if set_to_none:
             self._present[unit] = self._present.get(unit, 0) & ~bit
+            self._zeroed[unit] = self._zeroed.get(unit, 0) & ~bit
         elif had:
             self._zeroed[unit] = self._zeroed.get(unit, 0) | bit
 
@@ -217,10 +219,11 @@ class RankStep:
         bits = self._zeroed.get(unit, 0)
         return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
 
-    def discard(self, *, set_to_none: bool = True) -> None:
+    def discard(self, unpushed: Mapping[int, int], *, set_to_none: bool = True) -> None:
         """Take back what was pushed. With nothing pushed or finished, nothing is sent.
 
-        set_to_none: False: what had a gradient has a zero one from here on, until it gets another."""
+        unpushed: unit -> bits: slots whose gradients were dropped before they were pushed. set_to_none: False: what had
+        a gradient has a zero one from here on, until it gets another."""
         if self._finished:
             self.landed()
             self._store.discard(self.step, self.attempt).result()
@@ -230,6 +233,8 @@ class RankStep:
         self._spent.clear()
         if set_to_none:
             self._present.clear()
+        else:
+            self._present = {u: self._present.get(u, 0) | unpushed.get(u, 0) for u in {*self._present, *unpushed}}
         self._zeroed = dict(self._present)
 
     def _restart(self, attempt: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy
 import torch
@@ -25,6 +26,7 @@ from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
 from rayzero.engine.context import RankContext, get_context
+from rayzero.engine.engine import Engine
 from rayzero.engine.meta import fill_buffers
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.param_groups import ResumedGroups, saved_groups
@@ -33,6 +35,7 @@ from rayzero.messages import CheckpointInfo, FileEntry
 
 log = logging.getLogger(__name__)
 
+_saved_by: dict[Path, ReferenceType[Engine]] = {}  # whose model a checkpoint of this process is
 _FURTHER = "model-"  # and its number: the folder of a further prepared model's checkpoint
 
 
@@ -64,6 +67,7 @@ def save_checkpoint(
         log.warning("the prepared model %d is not saved, for the first one was not", engine.number)
         return None
     _require_first(directory, engine.number)
+    _refuse_others(directory, engine, context)
     entry = _write_rank_file(optimizer, directory, loop_state)
     try:
         saved = engine.save(directory, (entry,))
@@ -77,7 +81,9 @@ def save_checkpoint(
         return None
     if not engine.number:
         context.unsaved = None
-    if keep_last is not None and engine.rank == 0 and engine.number == context.prepared - 1 and context.unsaved is None:
+    _saved_by[directory.absolute()] = ref(engine)
+    complete = context.unsaved is None and (context.connect is None or engine.number == context.prepared - 1)
+    if keep_last is not None and engine.rank == 0 and complete:
         delete_older(directory.parent if engine.number else directory, keep_last)  # all models' are complete
     return saved
 
@@ -162,6 +168,19 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
             f"rayzero.prepare: resume={str(given)!r}, but the run resumes from {told}; leave one of them out"
         )
     return given
+
+
+def _refuse_others(directory: Path, engine: Engine, context: RankContext) -> None:
+    """Alone, models know nothing of each other, and the second's checkpoint would replace the first's.
+
+    A model that has not stepped since this one was prepared is one that the loop has left: a cell that runs again."""
+    saved = _saved_by.get(directory.absolute())
+    other = None if saved is None else saved()
+    if context.connect is None and other is not None and other is not engine and other.stepped_at > engine.made_at:
+        raise CheckpointError(
+            f"{directory} is the checkpoint of another model that this process trains; save each model's under a name "
+            "of its own"
+        )
 
 
 def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, device: torch.device) -> None:

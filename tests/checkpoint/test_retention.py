@@ -15,7 +15,7 @@ from rayzero.checkpoint import retention
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.writer import sweep_stale
 from rayzero.engine.context import RankContext, running_in
-from rayzero.errors import ConfigError
+from rayzero.errors import CheckpointError, ConfigError
 from rayzero.testing import run_ranks
 
 
@@ -39,6 +39,16 @@ def test_the_oldest_of_the_series_go_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "other-1", "step-0", "step-10", "step-11", "step-2"]
     assert [path.name for path in delete_older(tmp_path / "step-11", 1)] == ["step-2", "step-10"]
     assert delete_older(tmp_path / "best", 1) == []
+
+
+def test_links_folders_with_other_files_and_other_series_stay(tmp_path: Path) -> None:
+    for step, name in ((1, "seed1-step-1"), (1, "seed2-step-1"), (2, "seed2-step-2"), (3, "seed2-step-3")):
+        save(tmp_path / name, step)
+    save(tmp_path / "kept", 0)
+    (tmp_path / "seed2-step-0").symlink_to(tmp_path / "kept")
+    (tmp_path / "seed2-step-2" / "notes.txt").write_text("mine")
+    assert [path.name for path in delete_older(tmp_path / "seed2-step-3", 1)] == ["seed2-step-1"]
+    assert names(tmp_path) == ["kept", "seed1-step-1", "seed2-step-0", "seed2-step-2", "seed2-step-3"]
 
 
 def test_a_kill_in_between_leaves_what_a_sweep_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +109,23 @@ def test_older_checkpoints_go_once_all_models_have_saved(tmp_path: Path) -> None
 
     assert run_ranks(loop, 1, 1) == [[["at-0"], ["at-0"], ["at-0", "at-1"], ["at-1"]]]
     assert "model-1" in names(tmp_path / "at-1")
+
+
+def prepared(width: int) -> rayzero.ZeroOptimizer:
+    model = nn.Linear(width, width)
+    return rayzero.prepare(model, torch.optim.SGD(model.parameters()))[1]
+
+
+def test_alone_every_model_keeps_its_own_newest_and_replaces_no_others(tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        first, second = prepared(4), prepared(4)
+        for step in range(2):
+            for name, optimizer in (("first", first), ("second", second)):
+                optimizer.step()
+                rayzero.save_checkpoint(optimizer, tmp_path / name / f"step-{step}", {}, keep_last=1)
+        assert [names(tmp_path / name) for name in ("first", "second")] == [["step-1"]] * 2
+        with pytest.raises(CheckpointError, match=r"first/step-1 is the checkpoint of another model that this process"):
+            rayzero.save_checkpoint(second, tmp_path / "first" / "step-1", {})
+        again = prepared(4)  # a cell of a notebook that runs again, its first model still there
+        again.step()
+        rayzero.save_checkpoint(again, tmp_path / "first" / "step-1", {})

@@ -75,6 +75,36 @@ def test_infinite_numbers_are_kept() -> None:
     assert math.isnan(back["none"])
 
 
+def flat(value: Any) -> list[Tensor]:
+    """The tensors of a nested value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in (value.values() if isinstance(value, dict) else value) for tensor in flat(item)]
+
+
+def test_places_that_read_alike_keep_their_own_tensors() -> None:
+    one, two, three = (torch.full((2,), float(i)) for i in range(3))
+    for state in (
+        {"a.b": one, "a": {"b": two}},
+        {"x": [one, three], "x[0]": two, "x[1]": three},
+        {"m": {"x": {0: one}, "x[0]": two}},
+        {"a": {1: {"b": one}}, "a[1].b": two},
+    ):
+        packed, tensors = pack(state)
+        back = unpack(json.loads(json.dumps(packed)), tensors)
+        assert [t.tolist() for t in flat(back)] == [t.tolist() for t in flat(state)]
+
+
+def test_views_of_complex_numbers_are_kept_and_tensors_without_plain_memory_are_named() -> None:
+    number = torch.tensor([1 + 2j])
+    back = through_json({"conj": number.conj(), "imag": number.conj().imag})
+    assert back["conj"].item() == 1 - 2j
+    assert back["imag"].item() == -2
+    for value in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
+        with pytest.raises(CheckpointError, match=r"x\[0\] is a .* tensor, which no checkpoint keeps"):
+            pack({"x": [value]})
+
+
 def test_what_is_not_kept_is_named_by_its_place() -> None:
     endless: list[Any] = []
     endless.append(endless)

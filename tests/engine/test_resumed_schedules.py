@@ -18,6 +18,7 @@ from torch.optim.swa_utils import SWALR
 
 import rayzero
 from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.engine.param_groups import ResumedGroups
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 
@@ -283,6 +284,31 @@ def test_a_rate_that_the_loop_sets_after_prepare_is_used(tmp_path: Path) -> None
         optimizer.param_groups[0]["lr"] = 0.5
         _train(model, optimizer, 0, 1)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.45)
+
+
+def test_options_that_no_scheduler_writes_stay_as_the_loop_set_them(tmp_path: Path) -> None:
+    with frozen_head_run() as (model, optimizer):
+        _add_head(model, optimizer)
+        scheduler = schedules.OneCycleLR(optimizer, 2e-2, total_steps=9)
+        _train(model, optimizer, 0, 1)
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-000001", {"scheduler": scheduler.state_dict()})
+    with frozen_head_run(tmp_path / "step-000001") as (model, optimizer):
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        _add_head(model, optimizer)
+        scheduler = schedules.OneCycleLR(optimizer, 2e-2, total_steps=9)
+        scheduler.load_state_dict(get_context().loop_state["scheduler"])  # type: ignore[index]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.01]
+
+
+def test_options_that_are_tensors_of_another_kind_and_empty_groups_come_back_as_saved() -> None:
+    saved = [
+        {"params": [], "options": {"lr": 0.1}},
+        {"params": [], "options": {"lr": 0.2, "warm": torch.tensor(1.75)}},
+    ]
+    groups: list[dict[str, Any]] = [{"params": [], "lr": 1.0}, {"params": [], "lr": 1.0, "warm": torch.tensor(1)}]
+    ResumedGroups(saved, {}, "here").restore(groups)
+    assert [group["lr"] for group in groups] == [0.1, 0.2]
+    assert groups[1]["warm"].item() == 1.75
 
 
 def test_the_optimizer_given_to_prepare_cannot_step_but_serves_its_schedulers() -> None:

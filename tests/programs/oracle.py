@@ -192,7 +192,7 @@ class _Replica:
     def _discard(self, set_to_none: bool = True) -> None:
         self._averaged = False
         self._sums.clear()
-        for param in self.model.parameters():
+        for param in self.model.parameters() if set_to_none else self._masters:
             param.grad = None
         self._zero_grad(set_to_none)
 

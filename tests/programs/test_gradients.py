@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from engine.models import token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,6 +59,39 @@ def zeros(run: Run) -> None:
     F.relu(run.model.layers[0](run.model.embed(run.batch(1)[0]))).sum().backward()
     run.optimizer.step()
     run.model.zero_grad()
+
+
+def zeroed_then(drop: Callable[[Run], None], run: Run) -> None:
+    """A gradient that was zero is absent once it is dropped: momentum and decay leave its parameter alone."""
+    token_loss(run.model, run.batch(0)).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=False)
+    drop(run)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def first_part(run: Run) -> None:
+    run.model.layers[0].zero_grad()
+
+
+def zeroed_by_hand(run: Run) -> None:
+    """Gradients that were set by hand are zero after zero_grad(set_to_none=False), and not absent."""
+    token_loss(run.model, run.batch(0)).backward()
+    run.update()
+    for param in run.model.parameters():
+        param.grad = torch.ones_like(param)
+    run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def zeroed_before_the_step(run: Run) -> None:
+    for step in range(2):
+        token_loss(run.model, run.batch(step)).backward()
+        run.optimizer.zero_grad(set_to_none=False)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
 class Judge(nn.Module):
@@ -119,6 +153,16 @@ CASES = [
     Case("del param.grad, between steps", partial(dropped_by, by_deleting)),
     Case("model.zero_grad() takes back a backward", taken_back, precisions=("fp32",)),
     Case("model.zero_grad(set_to_none=False)", zeros, precisions=("fp32",)),
+    Case("zero gradients that are set to None by hand", partial(zeroed_then, by_hand), precisions=("fp32",)),
+    Case("zero gradients of which a part is dropped", partial(zeroed_then, first_part), precisions=("fp32",)),
+    Case("gradients set by hand, then zero", zeroed_by_hand, precisions=("fp32",)),
+    Case("gradients made zero before the step", zeroed_before_the_step, precisions=("fp32",)),
+    Case(
+        "gradients that wait on the device made zero before the step",
+        zeroed_before_the_step,
+        precisions=("fp32",),
+        settings={"offload_grads": False},
+    ),
     Case("a GAN's loop, which drops the critic's gradients late", generator_after_critic, others=(Judge,), backwards=2),
     Case("no zero_grad()", never_dropped, refused=STALE),
     Case("no zero_grad(), clipped", clipped_without_dropping, refused=STALE),
