@@ -54,8 +54,13 @@ class Catalog:
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
-    """The checkpoint of the highest step in ``folder``, or None where it holds none.
+    """The checkpoint of the highest step in ``folder``, or in the ``checkpoints`` of a run's folder.
+
+    None where there is none, or no such folder yet. Raises CheckpointError where ``folder`` is a file.
 
     Its step is the one that its manifest says; its name may be any. A checkpoint whose manifest or files are missing
     or damaged is skipped with a warning that names it: sizes are checked here, hashes when the content is read."""
-    return Catalog.of(Path(folder)).newest()
+    folder = Path(folder)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints")
+    return Catalog.of(folder).newest() or Catalog.of(folder / "checkpoints").newest()

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Result:
     checkpoint: Path | None  # its newest complete checkpoint, in its directory or reported from elsewhere
     error: RunFailedError | None  # why it failed; None when it did not
     metrics_per_rank: tuple[dict[str, Any], ...]  # each rank's last report
-    measured: dict[str, Measured]  # counters and timings by process: "rank 0", "optimizer 1"
+    measured: dict[str, Measured] = field(repr=False)  # counters and timings by process: "rank 0", "optimizer 1"
     seconds: float  # from fit() to its end
 
     @property

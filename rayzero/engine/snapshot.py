@@ -162,6 +162,8 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
         raise ConfigError(
             f"rayzero.prepare: resume must be a checkpoint's path, True or None, got {_type_name(resume)}"
         )
+    if not os.fspath(resume):
+        raise ConfigError("rayzero.prepare: resume is an empty text; pass a checkpoint's path, True or None")
     given = Path(resume)
     if told is not None and told.absolute() != given.absolute():
         raise ConfigError(

@@ -23,6 +23,15 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step_whatever_its_name(
     ]  # fmt: skip
 
 
+def test_a_runs_folder_may_be_named_and_a_file_may_not(written, tmp_path):
+    assert newest_checkpoint(tmp_path / "not yet") is None
+    written.save(tmp_path / "run" / "checkpoints" / "final", step=3)
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "final"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file is a file, not a folder of checkpoints"):
+        newest_checkpoint(tmp_path / "file")
+
+
 def test_of_two_checkpoints_of_one_step_the_newest_is_the_one_written_last(written, tmp_path):
     for written_s, name in enumerate(("b", "c", "a")):
         written.save(tmp_path / name, step=5)
@@ -41,7 +50,6 @@ def test_what_is_no_checkpoint_is_not_listed(written, tmp_path):
     assert len(Catalog.of(tmp_path).sound) == 1
     assert newest_checkpoint(tmp_path / "nothing") is None
     assert newest_checkpoint(tmp_path / "notes") is None
-    assert newest_checkpoint(tmp_path / "file") is None
 
 
 def manifest_changed(path):

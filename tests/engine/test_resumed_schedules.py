@@ -361,6 +361,7 @@ def test_prepare_says_what_resume_may_be(tmp_path: Path) -> None:
     _saved(tmp_path / "one")
     wrong: list[tuple[Any, RankContext, str]] = [
         (3, RankContext(), r"resume must be a checkpoint's path, True or None, got int"),
+        ("", RankContext(), r"resume is an empty text"),
         (True, RankContext(), r"resume=True .* has no directory; .*rayzero.newest_checkpoint"),
         (tmp_path / "one", RankContext(resume=tmp_path / "two"), r"resume=.*one.* but the run resumes from .*two"),
     ]
