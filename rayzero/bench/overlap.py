@@ -147,7 +147,9 @@ class SleepingPlayer:
         self._optimizer.clip_grad_norm_(CLIP)
         start = time.perf_counter()
         self._optimizer.step()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._optimizer.zero_grad()
+        return seconds
 
 
 def digest(state: dict[str, Tensor]) -> str:
