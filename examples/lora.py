@@ -18,11 +18,11 @@ WIDTH, CLASSES = 128, 16
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer, and a trained product of two thin matrices beside it."""
+    """A frozen linear layer in bf16, and a trained product of two thin matrices beside it."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
-        self.base = base.requires_grad_(False)
+        self.base = base.to(torch.bfloat16).requires_grad_(False)
         self.down = nn.Parameter(torch.randn(rank, base.in_features) / rank)
         self.up = nn.Parameter(torch.zeros(base.out_features, rank))
 
@@ -46,7 +46,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = build(args.blocks, args.rank)
-    frozen_before = {name: p.detach().bfloat16() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen_before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
     config = rayzero.ZeroConfig(precision="bf16")
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)
@@ -63,9 +63,11 @@ def main() -> None:
 
     state = rayzero.full_state_dict(model)
     units = optimizer.engine.layout.units
-    base = sum(unit.size_bytes for unit in units if not unit.trainable)
+    frozen = [unit for unit in units if not unit.trainable]
+    masters = sum(4 * unit.numel for unit in frozen if unit.has_master)  # of a base in fp32: bf16 would round it
     adapters = sum(unit.numel for unit in units if unit.trainable)
-    print(f"frozen base: {base:,} bytes in bf16, no masters, no moments")
+    base = sum(unit.size_bytes for unit in frozen)
+    print(f"frozen base: {base:,} bytes in bf16, {f'{masters:,} bytes of' if masters else 'no'} masters, no moments")
     print(f"adapters and head: {adapters:,} parameters with fp32 masters and moments")
     print(f"the base is as it was: {all(torch.equal(state[name], value) for name, value in frozen_before.items())}")
 
