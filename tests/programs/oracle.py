@@ -5,7 +5,8 @@ Each replica runs the program with plain torch in a thread of its own, one at a 
 
 In bf16 the model's parameters are bf16 and the optimizer holds fp32 masters: gradients are added up in fp32 as each
 backward brings them, and a step rounds the masters into the parameters. Elements of parameters that the program writes
-are taken over by their masters.
+are taken over by their masters. Frozen parameters that bf16 rounds compute in bf16 too, and end with the values they
+had before.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class _Replica:
         self._meeting = meeting
         self._averaged = False  # whether the gradients are those of all replicas already (after a clip)
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        self._frozen: dict[nn.Parameter, Tensor] = {}  # bf16: fp32 values of what is not trained
         self._sums: dict[nn.Parameter, Tensor] = {}  # bf16: fp32 sums of what backwards brought
         self._nodes: list[Any] = []  # held, else autograd makes new ones without our hooks
         self.model = seeded(build or case.build)
@@ -198,18 +200,20 @@ class _Replica:
 
     def _state(self) -> dict[str, Tensor]:
         self._take_writes()
-        full = {id(param): master for param, master in self._masters.items()}
+        full = {id(param): exact for param, exact in (self._masters | self._frozen).items()}
         state = self.model.state_dict(keep_vars=True)
         return {name: full.get(id(value), value).detach().clone() for name, value in state.items()}
 
     # ---- bf16
 
     def _to_bf16(self) -> None:
-        for param in self.model.parameters():
-            if param.requires_grad:
-                self._masters[param] = nn.Parameter(param.detach().clone().float())
+        given = {param: param.detach().clone() for param in self.model.parameters()}
+        self._masters = {p: nn.Parameter(value.float()) for p, value in given.items() if p.requires_grad}
         patterns = self._case.settings.get("keep_fp32", ())
         _convert(self.model, torch.bfloat16, patterns)
+        for param, value in given.items():
+            if not param.requires_grad and torch.promote_types(value.dtype, param.dtype) is not param.dtype:
+                self._frozen[param] = value.float()
         for group in self.optimizer.param_groups:
             group["params"] = [self._masters[p] for p in group["params"] if p in self._masters]
         for param in self._masters:
@@ -223,8 +227,8 @@ class _Replica:
     def _take_writes(self) -> None:
         """What the program wrote into parameters goes to their masters; other elements keep their precision."""
         with torch.no_grad():
-            for param, master in self._masters.items():
-                master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
+            for param, exact in (self._masters | self._frozen).items():
+                exact.copy_(torch.where(param == exact.to(param.dtype), exact, param.float()))
 
     def _add(self, param: nn.Parameter) -> None:
         if param.grad is not None:
