@@ -70,7 +70,8 @@ def row(step: int, seconds: float) -> StepRow:
 
 @pytest.fixture(scope="module")
 def work() -> RecipeWork:
-    recipe = RecipeConfig(dim=16, num_layers=1, num_heads=2, seq_len=16, steps=40)
+    """Of a model whose plan is big enough to be compared; nobody trains it."""
+    recipe = RecipeConfig(dim=512, num_layers=4, num_heads=2, seq_len=16, steps=40)
     return recipe_work(recipe, 256, imported_memory(), on_gpu=False)
 
 
