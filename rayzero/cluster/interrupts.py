@@ -1,11 +1,16 @@
-"""Ctrl-C and SIGTERM during a run: one exception out of the waiting code, then quiet while the run is taken down."""
+"""Ctrl-C and SIGTERM during a run: one exception out of the waiting code, then quiet while the run is taken down.
+
+[Note: Ray's exit code] Where a signal comes while Ray waits (``ray.get``, ``ray.wait``), its handler raises within Ray,
+and Ray raises a SystemExit of its own instead, with code 1 and without the first as its cause. So a block remembers
+which signal it has raised for, and leaves with that signal's exception.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -21,12 +26,14 @@ def interruptible() -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143) in the main thread; elsewhere, no effect. One
     that comes together with another is the same stop: it would end what the first began."""
     told: list[float] = []
+    raised: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if _is_new(told):
-            _raise(signum, frame)
+            raised.append(signum)
+            _raise(signum)
 
-    with _handlers(dict.fromkeys(_SIGNALS, stop)):
+    with _handlers(dict.fromkeys(_SIGNALS, stop)), _as_raised(raised):
         yield
 
 
@@ -37,17 +44,19 @@ def postponed() -> Iterator[None]:
     the signal's place."""
     came: list[int] = []
     told: list[float] = []
+    raised: list[int] = []
 
     def hold(signum: int, frame: FrameType | None) -> None:
         if _is_new(told):
             came.append(signum)
         if len(came) > 1:
-            _raise(signum, frame)
+            raised.append(signum)
+            _raise(signum)
 
-    with _handlers(dict.fromkeys(_SIGNALS, hold)):
+    with _handlers(dict.fromkeys(_SIGNALS, hold)), _as_raised(raised):
         yield
     if came:
-        _raise(came[0], None)
+        _raise(came[0])
 
 
 @contextmanager
@@ -64,7 +73,23 @@ def _is_new(told: list[float]) -> bool:
     return is_new
 
 
-def _raise(signum: int, frame: FrameType | None) -> NoReturn:
+@contextmanager
+def _as_raised(raised: Sequence[int]) -> Iterator[None]:
+    """A block that a signal ends leaves with the exception of the last signal in ``raised``; see [Note: Ray's exit
+    code]. An exit without a signal stays as it is."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if raised and _code(error) != 128 + raised[-1]:
+            _raise(raised[-1])
+        raise
+
+
+def _code(error: KeyboardInterrupt | SystemExit) -> object:
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code
+
+
+def _raise(signum: int) -> NoReturn:
     raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 

@@ -108,13 +108,25 @@ class ZeroTrainer:
 
         Joins the Ray at hand or starts a local one (cluster/session.py). A failed run raises RunFailedError with the
         process, the cause and its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings
-        (ConfigError, CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit) are raised either way.
-        ``directory``: the run's directory where the caller has opened it already, and will close it.
+        (ConfigError, CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit(143)) are raised either way,
+        signals after one logged line on how to go on.
+        ``directory``: the run's directory where the caller has opened it already, will close it, and says how to go on.
         """
         if directory is not None:
             return self._fit(directory, raise_on_error)
         with RunDirectory.open(self._run) as opened:
-            return self._fit(opened, raise_on_error)
+            try:
+                return self._fit(opened, raise_on_error)
+            except (KeyboardInterrupt, SystemExit):
+                log.warning("run %r %s", self._run.name, self._stopped(opened))
+                raise
+
+    def _stopped(self, directory: RunDirectory) -> str:
+        newest = directory.checkpoints.catalog().newest()
+        if newest is None:
+            return f"was stopped before its first checkpoint; {directory.path} holds nothing to resume from"
+        settings = f"name={self._run.name!r}, storage_path={str(self._run.storage_path)!r}, resume=True"
+        return f"was stopped; continue from {newest} with RunConfig({settings})"
 
     def _fit(self, directory: RunDirectory, raise_on_error: bool) -> Result:
         started = time.time()

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import psutil
 import pytest
 import ray
 
+from rayzero.checkpoint.catalog import Catalog
 from rayzero.cluster import actors as actors_module
 from rayzero.cluster import interrupts
+from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import RunActors
 from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.driver import Journal, _Follower
@@ -23,6 +26,8 @@ from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.ray_alive import ray_answers
 from rayzero.cluster.reports import Report
 from rayzero.cluster.run_checkpoints import RunCheckpoints
+from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.config import RunConfig
 
 
 class EndedRun:
@@ -109,6 +114,58 @@ def hand_on_and_be_stopped_twice(ended: list[str]) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         ended.append("news")
+
+
+def exit_as_ray_does(number: int) -> None:
+    """What ``ray.get`` and ``ray.wait`` make of an exception that a signal raises within them."""
+    with suppress(KeyboardInterrupt, SystemExit):
+        os.kill(os.getpid(), number)
+    raise SystemExit(1)
+
+
+def exit_at_the_second(number: int) -> None:
+    with postponed():
+        os.kill(os.getpid(), number)
+        exit_as_ray_does(number)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "codes"),
+    [(signal.SIGTERM, SystemExit, (143,)), (signal.SIGINT, KeyboardInterrupt, ())],
+)
+@pytest.mark.parametrize("ends", [exit_as_ray_does, exit_at_the_second])
+def test_a_signal_ends_the_block_with_its_own_exception_whatever_ray_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: Any, codes: Any, ends: Any
+) -> None:
+    monkeypatch.setattr(interrupts, "_SAME_S", 0.0)
+    with pytest.raises(kind) as ended, interruptible():
+        ends(number)
+    assert ended.value.args == codes
+
+
+@pytest.mark.parametrize("block", [interruptible, postponed])
+def test_an_exit_without_a_signal_keeps_its_code(block: Any) -> None:
+    with pytest.raises(SystemExit) as ended, block():
+        raise SystemExit(3)
+    assert ended.value.code == 3
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_stopped_run_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saved: bool
+) -> None:
+    def stop(request: Any, journal: Journal) -> None:
+        exit_as_ray_does(signal.SIGTERM)
+
+    monkeypatch.setattr(trainer_module, "drive", stop)
+    monkeypatch.setattr(Catalog, "newest", lambda self: tmp_path / "demo" / "step-000003" if saved else None)
+    trainer = ZeroTrainer(print, run_config=RunConfig(name="demo", storage_path=tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit()
+    assert ended.value.code == 143
+    [said] = caplog.messages
+    go_on = f"RunConfig(name='demo', storage_path='{tmp_path}', resume=True)"
+    assert (go_on in said, "stopped before its first checkpoint" in said) == (saved, not saved)
 
 
 def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
