@@ -3,17 +3,19 @@
 [Note: a killed driver] Ray ends the actors of a driver that is gone, by SIGKILL: none of them can remove its shared
 memory, and nobody is left to take the run out of the folder that Prometheus watches. So each driver has a janitor: an
 interpreter in a session of its own, which reads a pipe from the driver. A last line says that all is cleared up; the
-pipe's end without one, that the driver is dead. Then the janitor waits for the run's processes on this host, kills
-those that stay, and sweeps.
+pipe's end without one, that the driver is dead. So does another parent than the one it began with: a child that the
+driver forked has the pipe's other end, too, and may outlive it. Then the janitor waits for the run's processes on this
+host, kills those that stay, and sweeps.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,8 @@ __all__ = ["Janitor", "clear_up"]
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
+_LOOK_S = 1.0  # how long a driver may be gone before it is noticed, where a child of it keeps the pipe open
+_READ_BYTES = 1 << 16
 _DONE = "done"
 _END_S = 5.0  # how long a janitor that was told that all is done may take to end
 
@@ -126,11 +130,26 @@ def _watched(told: Iterable[list[Any]]) -> list[psutil.Process]:
     return found
 
 
+def _lines(pipe: int, driver: int) -> Iterator[bytes]:
+    """The whole lines that come from ``pipe``, until it ends or ``driver``, this process's parent, is gone. A driver
+    that was killed may have written half of one more."""
+    rest = b""
+    while True:
+        gone = os.getppid() != driver  # a new parent at once, even where a dead driver stays as a zombie
+        ready, _, _ = select.select([pipe], [], [], 0 if gone else _LOOK_S)
+        came = os.read(pipe, _READ_BYTES) if ready else b""
+        if not came and (ready or gone):
+            return
+        *lines, rest = (rest + came).split(b"\n")
+        yield from lines
+
+
 def main() -> None:
     """Read the driver's pipe to its end."""
+    driver = os.getppid()
     slab_dir, discovery_dir = (Path(folder) if folder else None for folder in sys.argv[1:3])
     processes: list[psutil.Process] = []
-    for line in sys.stdin:
+    for line in _lines(sys.stdin.fileno(), driver):
         told = json.loads(line)
         if told == _DONE:
             return

@@ -32,7 +32,7 @@ print("made", flush=True)
 signal.pause()
 """
 DRIVER = """
-import json, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 import psutil
 from rayzero.cluster.file_discovery import announced
@@ -42,6 +42,12 @@ janitor = Janitor(slabs, targets)
 janitor.watch([psutil.Process(int(pid)) for pid in sys.argv[3:]])
 with announced(targets, "demo", b"[]"):
     print(json.dumps(janitor.pid), flush=True)
+    if sys.stdin.readline().strip() == "fork":
+        child = os.fork()
+        if not child:
+            signal.pause()
+        print(child, flush=True)
+        sys.stdin.readline()
     sys.stdin.readline()
 janitor.close()
 """
@@ -95,6 +101,45 @@ def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(owne
     assert until_empty(slabs) == []
     assert still_there([janitor], timeout_s=30) == []
     driver.communicate()
+
+
+def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path):
+    """It has the driver's end of the pipe, which thus stays open."""
+    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
+    driver = start(DRIVER, slabs, targets, owner.pid)
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    janitor = psutil.Process(json.loads(driver.stdout.readline()))
+    driver.stdin.write("fork\n")
+    driver.stdin.flush()
+    child = int(driver.stdout.readline())
+    try:
+        os.kill(driver.pid, signal.SIGKILL)
+        owner.kill()
+        owner.wait()
+        assert until_empty(slabs, targets) == []
+        assert still_there([janitor], timeout_s=30) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        driver.communicate()
+
+
+def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(owner, tmp_path):
+    (tmp_path / "targets").mkdir()
+    janitor = subprocess.Popen(
+        [sys.executable, "-m", "rayzero.cluster.janitor", tmp_path / "slabs", tmp_path / "targets"],
+        stdin=subprocess.PIPE,
+    )
+    whole = json.dumps([[owner.pid, psutil.Process(owner.pid).create_time()]]).encode()
+    assert janitor.stdin is not None
+    janitor.stdin.write(whole + b"\n" + whole[:-3])
+    janitor.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        janitor.wait(1)  # its owner lives
+    owner.kill()
+    owner.wait()
+    assert janitor.wait(60) == 0
+    assert left(tmp_path / "slabs") == []
 
 
 def test_processes_that_stay_are_killed(owner, tmp_path):
