@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rayzero.cli.plain_text import plain
 from rayzero.cli.run_choice import find_run
 from rayzero.errors import ConfigError
 
@@ -84,7 +85,7 @@ def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
 
 
 def format_status(described: dict[str, Any]) -> str:
-    """A few lines for people."""
+    """A few lines for people, without the control characters that names and texts of the loop may have."""
     seconds = (described["ended_at"] or time.time()) - described["started_at"]
     lines = [
         f"run         {described['run']} ({described['path']})",
@@ -99,7 +100,7 @@ def format_status(described: dict[str, Any]) -> str:
             lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")
     if described["error"]:
         lines.append(f"error       {described['error'].partition(chr(10))[0]}")
-    return "\n".join(lines)
+    return "\n".join(map(plain, lines))
 
 
 def _progress(described: dict[str, Any]) -> list[str]:

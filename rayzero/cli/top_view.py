@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rayzero.cli.plain_text import plain
 from rayzero.cli.top_model import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
 from rayzero.counts import count
 from rayzero.memory.planner import format_bytes
@@ -54,7 +55,7 @@ def render(picture: Picture, *, state: str, steps: int | None) -> RenderableType
 
 def _headline(picture: Picture, state: str, steps: int | None) -> Text:
     of = "" if steps is None else f" of {steps}"
-    line = Text.assemble((picture.run, "bold"), "  ", (state, "green" if state == "running" else "red"))
+    line = Text.assemble((plain(picture.run), "bold"), "  ", (plain(state), "green" if state == "running" else "red"))
     line.append(f"  step {_number(picture.step)}{of}  loss {_number(picture.loss, '.4f')}")
     line.append(f"  {_number(picture.tokens_per_second, ',.0f')} tokens/s")
     return line.append(f"  {_seconds(picture.step_seconds)} a step")
@@ -69,7 +70,7 @@ def _since(picture: Picture) -> Text:
 
 
 def _reported(reported: dict[str, float]) -> Text:
-    shown = [f"{name} {value:.6g}" for name, value in list(reported.items())[:_MOST_ROWS]]
+    shown = [f"{plain(name)} {value:.6g}" for name, value in list(reported.items())[:_MOST_ROWS]]
     rest = len(reported) - len(shown)
     return Text("reported  " + "  ".join([*shown, *([f"… and {rest} more"] if rest > 0 else [])]))
 
@@ -106,7 +107,7 @@ def _ranks(picture: Picture) -> RenderableType:
     table = _table("rank", "step", "loss", "a step", *waits, *uses)
     for row in _worst(picture.ranks, lambda rank: sum(rank.waits.values())):
         table.add_row(
-            row.who,
+            Text(plain(row.who)),
             _number(row.step),
             _number(row.loss, ".4f"),
             _seconds(row.step_seconds),
@@ -130,7 +131,7 @@ def _owners(picture: Picture) -> RenderableType:
     )
     for row in _worst(picture.owners, lambda owner: owner.update_seconds or 0.0):
         table.add_row(
-            row.who,
+            Text(plain(row.who)),
             _seconds(row.update_seconds),
             _number(row.queue),
             f"{_number(row.threads)} of {_number(row.cores)}",
@@ -145,7 +146,7 @@ def _memory(bars: Sequence[Bar]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for bar in _worst(bars, lambda one: one.used / one.limit if one.limit else 0.0, most=2 * _MOST_ROWS):
         limit = _NONE if bar.limit is None else format_bytes(int(bar.limit))
-        table.add_row(bar.what, _filled(bar), f"{format_bytes(int(bar.used))} of {limit}")
+        table.add_row(Text(plain(bar.what)), _filled(bar), f"{format_bytes(int(bar.used))} of {limit}")
     return _with_rest(table, bars, "less filled", most=2 * _MOST_ROWS)
 
 
@@ -157,9 +158,9 @@ def _filled(bar: Bar) -> Text:
 
 
 def _trouble(picture: Picture) -> RenderableType:
-    lines = [Text(f"{who} does not answer: {why}", "red") for who, why in picture.silent.items()]
+    lines = [Text(plain(f"{who} does not answer: {why}"), "red") for who, why in picture.silent.items()]
     lines += [
-        Text(f"{who} was not heard of by the coordinator for {_seconds(age)}", "red")
+        Text(plain(f"{who} was not heard of by the coordinator for {_seconds(age)}"), "red")
         for who, age in picture.late.items()
     ]
     if picture.silent and not (picture.ranks or picture.owners):

@@ -64,6 +64,19 @@ def test_a_sound_run_is_shown(run: Path) -> None:
     assert "step        3 of 9" in shown(run)
 
 
+def test_nothing_that_a_run_says_reaches_the_terminal_as_a_control_character(run: Path) -> None:
+    rude = "\x1b[31m\x9b2J\nstate  finished\r\u202e"
+    record = RECORD | {
+        "run": rude, "state": "running", "error": rude, "members": [{"who": rude, "pid": 1, "host": rude}],
+        "telemetry": {"http_sd": rude, "targets": []},
+    }  # fmt: skip
+    described = describe_run(run) | record | {"damaged": [rude], "last": {"step": 3, rude: 1.0, "said": rude}}
+    lines = format_status(described).split("\n")
+    assert len(lines) == 9
+    assert all(line.isprintable() for line in lines)
+    assert f"run         \\x1b[31m\\x9b2J\\nstate  finished\\r\\u202e ({run})" in lines
+
+
 def link(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -226,3 +227,22 @@ def test_what_is_shown_is_all_that_ranks_tell() -> None:
     assert set(_WAITS.values()) < set(PHASES)
     assert len(PHASES) == 8
     assert RESULTS == ("hit", "late", "miss")
+
+
+def test_nothing_that_a_process_says_reaches_the_terminal_as_a_control_character_or_as_markup() -> None:
+    rude = "\x1b[31m\x9b2J\n[/red]\r"
+    picture = draw_from(rude, BEFORE, NOW)
+    picture = replace(
+        picture,
+        reported={rude: 1.5},
+        ranks=(replace(picture.ranks[0], who=rude),),
+        owners=(replace(picture.owners[0], who=rude),),
+        bars=(replace(picture.bars[0], what=rude),),
+        silent={rude: rude},
+        late={rude: 11.0},
+    )
+    file = io.StringIO()
+    Console(file=file, width=200).print(render(picture, state=rude, steps=20))
+    text = file.getvalue()
+    assert text.count(r"\x1b[31m\x9b2J\n[/red]\r") == 9
+    assert all(line.isprintable() for line in text.split("\n"))

@@ -1,0 +1,10 @@
+"""Text from a run's files and processes, made safe for a terminal."""
+
+from __future__ import annotations
+
+__all__ = ["plain"]
+
+
+def plain(text: str) -> str:
+    """``text`` on one line, its control characters written as Python writes them: none reaches the terminal."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
