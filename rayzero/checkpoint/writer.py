@@ -67,6 +67,11 @@ def check_target(directory: Path) -> None:
 
 
 def _refuse_target(directory: Path) -> None:
+    if not _can_be_named(directory):
+        raise CheckpointError(
+            f"cannot save to {str(directory)!r}: no file can have this name; name a new directory without null "
+            "characters and unpaired surrogates"
+        )
     if directory.is_symlink() or not directory.name:
         raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
     if _STALE.fullmatch(directory.name):
@@ -84,6 +89,13 @@ def _refuse_target(directory: Path) -> None:
         raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointWriteError(f"cannot save to {directory}: {parent} is not writable")
+
+
+def _can_be_named(path: Path) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def discard_staging(directory: Path) -> None:

@@ -18,6 +18,8 @@ from rayzero.optimizer.means import no_weight
 
 N = TypeVar("N", float, Tensor)
 
+_MOST_SAID = 80  # letters of a value in a message
+
 
 @overload
 def mean_over_ranks(value: Tensor, *, weight: float = 1.0) -> Tensor: ...
@@ -39,9 +41,10 @@ def mean_over_ranks(value: Any, *, weight: float = 1.0) -> Any:
     weight: what this rank's value counts for, >= 0; for example the number of its samples, where ranks have different
         numbers of them. A rank of weight 0 has no part in the mean, whatever its value.
 
-    Sums are fp64, in rank order. Every rank calls it the same number of times in the same order, from the thread that
-    trains, and waits there for the others; it may be called anywhere between two steps or within one, and waits for no
-    step. In a run of several ranks rayzero.prepare() comes before it; alone, the mean is ``value``.
+    Sums are fp64, in rank order; where one overflows, the mean of finite values is computed exactly instead. Every rank
+    calls it the same number of times in the same order, from the thread that trains, and waits there for the others; it
+    may be called anywhere between two steps or within one, and waits for no step. In a run of several ranks
+    rayzero.prepare() comes before it; alone, the mean is ``value``.
 
     Raises ConfigError for other values, for more of them, and where all weights are 0; UnsupportedError before
     prepare(); on all ranks StepMismatchError where names or shapes differ, or where ranks call it and other things
@@ -70,7 +73,7 @@ def _input(value: object, weight: float) -> MeanInput:
         return replace(given, values=tuple(_number(value[name], f"of {name!r}") for name in names))
     if not isinstance(value, Tensor):
         return MeanInput(values=(_number(value, ""),), weight=weight)
-    _check_floating(value, "")
+    _check_tensor(value, "")
     given = MeanInput(shape=tuple(value.shape), values=(0.0,) * value.numel(), weight=weight)
     _check_size(given)
     return replace(given, values=tuple(value.detach().cpu().double().flatten().tolist()))
@@ -81,7 +84,11 @@ def _check_names(value: Mapping[Any, object]) -> None:
         raise ConfigError("mean_over_ranks() got an empty mapping; give it at least one number")
     for name in value:
         if not isinstance(name, str):
-            raise ConfigError(f"mean_over_ranks() takes mappings whose names are text, got {name!r}")
+            raise ConfigError(f"mean_over_ranks() takes mappings whose names are text, got {_said(name)}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            raise ConfigError(f"mean_over_ranks() takes names that are valid Unicode, got {name!r}") from None
 
 
 def _check_size(given: MeanInput) -> None:
@@ -92,14 +99,18 @@ def _check_size(given: MeanInput) -> None:
         )
 
 
-def _check_floating(value: Tensor, where: str) -> None:
+def _check_tensor(value: Tensor, where: str) -> None:
+    if value.is_nested or value.layout != torch.strided or value.is_meta:
+        kind = "a nested tensor" if value.is_nested else str(value.layout)
+        got = f"{kind} on {value.device} {where}".rstrip()
+        raise ConfigError(f"mean_over_ranks() takes dense tensors with values, got {got}")
     if not value.is_floating_point():
         raise ConfigError(f"mean_over_ranks() takes floating-point tensors, got {value.dtype} {where}".rstrip())
 
 
 def _number(value: object, where: str) -> float:
     if isinstance(value, Tensor) and value.dim() == 0:
-        _check_floating(value, where)
+        _check_tensor(value, where)
         return float(value)
     if not isinstance(value, Real):
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
@@ -110,14 +121,28 @@ def _number(value: object, where: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(f"mean_over_ranks() got a number {where} that is too large for a float") from None
+        which = f"a number {where}".rstrip()
+        raise ConfigError(f"mean_over_ranks() got {which} that is too large for a float") from None
 
 
 def _weight(weight: object) -> float:
     known = isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.dim() == 0)
-    if not known or not 0 <= (number := float(cast(float, weight))) < math.inf:
-        raise ConfigError(f"weight of mean_over_ranks() must be a finite number >= 0, got {weight!r}")
+    try:
+        number = float(cast(float, weight)) if known else math.nan
+    except (OverflowError, RuntimeError):  # 10**400; a tensor that is complex or has no values
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"weight of mean_over_ranks() must be a finite number >= 0, got {_said(weight)}")
     return number
+
+
+def _said(value: object) -> str:
+    """A few words on ``value``, on one line."""
+    try:
+        said = " ".join(repr(value).split())
+    except ValueError:  # an integer of more digits than Python writes
+        return f"{type(value).__name__} of too many digits"
+    return said if len(said) <= _MOST_SAID else f"{said[:_MOST_SAID]}…"
 
 
 def _like(value: Any, mean: Sequence[float]) -> Any:

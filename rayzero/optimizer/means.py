@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from rayzero.errors import ConfigError, RankLeftError, RayZeroError, StepMismatchError, StoreError
 from rayzero.messages import MeanInput, quoted
@@ -102,14 +105,28 @@ def _outcome(call: _Call, world_size: int, left: Mapping[int, str]) -> Mean | Ra
 
 
 def _weighted(given: Mapping[int, MeanInput]) -> Mean | ConfigError:
-    """fp64 sums in rank order over the sum of the weights; an error where that is 0."""
-    total, sums = 0.0, [0.0] * len(given[0].values)
-    for rank in sorted(given):
-        values, weight = given[rank].values, given[rank].weight
-        if weight:  # the mean of no samples may well be NaN
-            total += weight
-            sums = [so_far + weight * value for so_far, value in zip(sums, values, strict=True)]
-    return tuple(each / total for each in sums) if total else no_weight(given[0])
+    """The means by weight; an error where the weights are 0 in sum."""
+    counted = [given[rank] for rank in sorted(given) if given[rank].weight]  # the mean of no samples may well be NaN
+    if not counted:
+        return no_weight(given[0])
+    weights = [each.weight for each in counted]
+    return tuple(_mean(values, weights) for values in zip(*(each.values for each in counted), strict=True))
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """fp64 sums in rank order over the sum of the weights (> 0). Where one of them overflows, the mean of finite
+    values, which is never past the largest of them, comes from exact fractions."""
+    total, so_far = 0.0, 0.0
+    for value, weight in zip(values, weights, strict=True):
+        total += weight
+        so_far += weight * value
+    if math.isfinite(total) and math.isfinite(so_far):
+        return so_far / total
+    endless = [value for value in values if not math.isfinite(value)]
+    if endless:
+        return sum(endless)  # inf, -inf or nan, without what finite values overflow to
+    exact = [Fraction(weight) for weight in weights]
+    return float(sum(map(operator.mul, exact, map(Fraction, values)), Fraction()) / sum(exact))
 
 
 def no_weight(given: MeanInput) -> ConfigError:

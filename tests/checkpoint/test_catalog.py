@@ -116,3 +116,11 @@ def test_one_checkpoints_leftovers_are_swept_alone(written, tmp_path):
 def test_a_name_that_saves_stage_their_files_under_is_refused(tmp_path, state):
     with pytest.raises(CheckpointError, match=r"\.final\.\w+: names of this form .*; name a new directory"):
         check_target(tmp_path / f".final.{state}")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\0b/c", "a\ud800"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save to '.*a\\\w+.*': no file can have this name; name a new dir"
+    ):
+        check_target(tmp_path / name)

@@ -153,11 +153,17 @@ def test_a_rank_that_ends_its_loop_and_one_that_saves_instead_fail_the_others(tm
         ("0.5", r"takes a number, a floating-point tensor, or a mapping .*, got str$"),
         ({}, "an empty mapping; give it at least one number"),
         ({1: 2.0}, "mappings whose names are text, got 1"),
+        ({10**5000: 2.0}, "mappings whose names are text, got int"),
+        ({"loss \ud800": 2.0}, r"names that are valid Unicode, got 'loss \\ud800'"),
         ({"loss": "low"}, "got str of 'loss'$"),
         ({"loss": torch.ones(2)}, r"got Tensor of shape \(2,\) of 'loss'$"),
         ({"hits": torch.tensor(3)}, "takes floating-point tensors, got torch.int64 of 'hits'$"),
         (torch.tensor([True]), "takes floating-point tensors, got torch.bool$"),
-        (10**400, "too large for a float"),
+        (10**400, "got a number that is too large for a float$"),
+        ({"loss": 10**400}, "got a number of 'loss' that is too large for a float$"),
+        (torch.ones(2).to_sparse(), r"dense tensors with values, got torch.sparse_coo on cpu$"),
+        (torch.ones(2, device="meta"), r"dense tensors with values, got torch.strided on meta$"),
+        ({"loss": torch.ones((), device="meta")}, r"got torch.strided on meta of 'loss'$"),
         (torch.ones(501), r"at most 4,000 bytes: .*a tensor of shape \(501,\) needs 4,008\. Give it fewer numbers"),
         ({f"class {i:03}": 0.0 for i in range(200)}, r"'class 000', .* and 192 more needs 4,200"),
     ],
@@ -168,10 +174,21 @@ def test_what_has_no_mean_is_refused_in_one_line(alone: RankContext, value: Any,
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", None, torch.ones(2)])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        -1, float("nan"), float("inf"), "3", None, torch.ones(2, 2), numpy.ones((2, 2)), 10**400, 10**5000,
+        Fraction(10**400), torch.ones((), device="meta"), torch.tensor(1j),
+    ],
+    ids=range(12),
+)  # fmt: skip
 def test_weights_are_finite_and_not_negative(alone: RankContext, weight: Any) -> None:
-    with pytest.raises(ConfigError, match=r"weight of mean_over_ranks\(\) must be a finite number >= 0, got"):
+    with pytest.raises(
+        ConfigError, match=r"weight of mean_over_ranks\(\) must be a finite number >= 0, got"
+    ) as refused:
         rayzero.mean_over_ranks(1.0, weight=weight)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
 
 
 def test_weights_may_be_any_real_number(alone: RankContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from rayzero.errors import ConfigError, RankLeftError, StallError, StepMismatchError, StoreError
 from rayzero.messages import COMPUTE, MEAN_BYTES, MeanInput
 from rayzero.optimizer.lead import StepLead
+from rayzero.optimizer.means import Means
 from rayzero.store.protocol import ParameterStore
 from store.stores import StoreFactory
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
@@ -57,6 +59,36 @@ def test_weights_make_uneven_shares_count_as_they_should(make_stores: StoreFacto
                 asked.result(WAIT)
         (mean,) = set(means(ranks, [number(value) for value in (1.0, 2.0, 3.0)]))  # what failed failed alone
         assert mean == (2.0,)
+
+
+@pytest.mark.parametrize(
+    ("given", "mean"),
+    [
+        ([(1.5e308, 1.0), (1.5e308, 1.0)], 1.5e308),
+        ([(1.5e308, 1.0), (-1.5e308, 1.0), (1.5e308, 1.0), (0.0, 1.0)], 0.375e308),
+        ([(1e308, 1e10), (0.5e308, 1e10)], 0.75e308),
+        ([(3.0, 1e308), (1.0, 1e308)], 2.0),
+        ([(1.5e308, 1.0), (1.5e308, 1.0), (-math.inf, 1.0)], -math.inf),
+        ([(1.5e308, 1e308), (math.inf, 1e308)], math.inf),
+    ],
+)
+def test_sums_past_the_largest_number_have_their_mean_all_the_same(
+    given: list[tuple[float, float]], mean: float
+) -> None:
+    asking = Means()
+    futures = [asking.ask(rank, 1, number(value, weight)) for rank, (value, weight) in enumerate(given)]
+    for outcome, made in asking.end(len(given), {}):
+        assert made == (mean,)
+        outcome.set_result(made)
+    assert [asked.result(0) for asked in futures] == [(mean,)] * len(given)
+
+
+def test_a_nan_beside_sums_past_the_largest_number_stays_nan() -> None:
+    asking = Means()
+    for rank, value in enumerate((1.5e308, 1.5e308, math.nan)):
+        asking.ask(rank, 1, number(value))
+    [(_, (mean,))] = asking.end(3, {})  # type: ignore[misc]
+    assert math.isnan(mean)
 
 
 def test_shapes_and_names_come_back_in_order_and_nan_stays_nan(make_stores: StoreFactory) -> None:
