@@ -35,6 +35,7 @@ _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _ON_SELF = frozenset([_REQUIRES_GRAD.__set__, Tensor.requires_grad_])
 _BY_EDGES: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
+_APPLY = nn.Module._apply.__code__
 _ON_GRAD = frozenset([_GET_GRAD, _GRAD.__set__, _GRAD.__delete__])
 
 
@@ -111,7 +112,7 @@ class ShardedParameter(nn.Parameter):
         if func in METADATA:
             with plain():
                 result = func(*args, **kwargs)
-            if func in _ON_GRAD and (result is None or func != _GET_GRAD):
+            if func in _ON_GRAD and (result is None or func != _GET_GRAD) and not _moves_modules(sys._getframe(1)):
                 cls._after_grad(args[0], read=func == _GET_GRAD)
             return result
         if func in _BY_EDGES and not kwargs.get("materialize_grads"):
@@ -219,6 +220,11 @@ def _as_edges(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(_as_edges(item) for item in tree)
     return tree
+
+
+def _moves_modules(frame: FrameType) -> bool:
+    """Whether torch asks, to move ``.grad`` along with a Parameter (``model.to(...)``): what has left needs no move."""
+    return frame.f_code is _APPLY
 
 
 def _caller(frame: FrameType | None) -> str:

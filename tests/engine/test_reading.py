@@ -38,6 +38,7 @@ def pair(request: pytest.FixtureRequest, alone: RankContext) -> Pair:
     model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), request.param)
     token_loss(model, tokens(0)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer, plain
 
 
@@ -234,6 +235,16 @@ def test_changes_of_dtype_data_or_freezing_are_refused_by_name(change: str, alon
     with pytest.raises(UnsupportedError, match=r"'.*weight' was given .* rayzero.prepare\(\)"):
         CHANGES[change](model)
     assert same_bits(model.state_dict(), expected)
+
+
+def test_a_model_can_be_moved_to_where_it_is_with_gradients_that_have_left(alone: RankContext) -> None:
+    model = seeded(Net)
+    model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    token_loss(model, tokens(0)).backward()
+    model.to("cpu")
+    optimizer.step()
+    model.to("cpu").float()
+    optimizer.zero_grad()
 
 
 def test_moves_that_change_nothing_and_freezing_are_allowed(pair: Pair) -> None:
