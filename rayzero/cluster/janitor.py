@@ -3,7 +3,7 @@
 [Note: a killed driver] Ray ends the actors of a driver that is gone, by SIGKILL: none of them can remove its shared
 memory, and nobody is left to take the run out of the folder that Prometheus watches. So each driver has a janitor: an
 interpreter in a session of its own, which reads a pipe from the driver. A last line says that all is cleared up; the
-pipe's end without one, that the driver is dead. So does another parent than the one it began with: a child that the
+pipe's end without one, that the driver is dead. So does another parent than the driver: a child that the
 driver forked has the pipe's other end, too, and may outlive it. Then the janitor waits for the run's processes on this
 host, kills those that stay, and sweeps.
 """
@@ -44,7 +44,7 @@ class Janitor:
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         folders = ["" if folder is None else str(folder.absolute()) for folder in (slab_dir, discovery_dir)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *folders],
+            [sys.executable, "-m", __name__, str(os.getpid()), *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # who reads the driver's output to its end does not wait for this process
             stderr=subprocess.DEVNULL,
@@ -146,8 +146,8 @@ def _lines(pipe: int, driver: int) -> Iterator[bytes]:
 
 def main() -> None:
     """Read the driver's pipe to its end."""
-    driver = os.getppid()
-    slab_dir, discovery_dir = (Path(folder) if folder else None for folder in sys.argv[1:3])
+    driver = int(sys.argv[1])  # which may be dead already: then this process's parent is another
+    slab_dir, discovery_dir = (Path(folder) if folder else None for folder in sys.argv[2:4])
     processes: list[psutil.Process] = []
     for line in _lines(sys.stdin.fileno(), driver):
         told = json.loads(line)

@@ -127,7 +127,7 @@ def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path
 def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(owner, tmp_path):
     (tmp_path / "targets").mkdir()
     janitor = subprocess.Popen(
-        [sys.executable, "-m", "rayzero.cluster.janitor", tmp_path / "slabs", tmp_path / "targets"],
+        [sys.executable, "-m", "rayzero.cluster.janitor", str(os.getpid()), tmp_path / "slabs", tmp_path / "targets"],
         stdin=subprocess.PIPE,
     )
     whole = json.dumps([[owner.pid, psutil.Process(owner.pid).create_time()]]).encode()
