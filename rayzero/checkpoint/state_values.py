@@ -1,4 +1,4 @@
-"""A loop's own state as JSON and named tensors, and back: what is loaded equals what was saved, types included.
+"""A loop's own state as JSON and named tensors, and back: what is loaded equals what was saved.
 
 JSON alone would change values without a word: keys of a dict that are numbers become text (a MultiStepLR whose
 milestones are text never decays), tuples become lists. Those are marked; everything JSON keeps stays as it is.
@@ -22,9 +22,9 @@ _MOST_NESTED = 100
 def pack(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``state`` as a JSON object, and its tensors by number and place in it (detached; copied only from a device).
 
-    Takes None, numbers, text, dense tensors, and lists, tuples, dicts (any such key) and Counters of these; of their
-    subclasses (OrderedDict, namedtuple) the plain kind comes back. Raises
-    CheckpointError naming the place of anything else, and of what is nested more than 100 deep."""
+    Takes None, numbers, text, dense tensors, and lists, tuples, dicts (any such key) and Counters of these; their
+    subclasses (OrderedDict, namedtuple) come back as the plain kind. Raises CheckpointError naming the place of
+    anything else, and of what is nested more than 100 deep."""
     tensors: dict[str, Tensor] = {}
     packed = {str(key): _pack(value, str(key), tensors, 0) for key, value in state.items()}
     return packed, tensors

@@ -147,7 +147,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
 
     Raises ConfigError for what is neither path, True, False nor None, and where the run resumes from another one."""
     told = context.resume
-    if isinstance(told, str):  # a loop of one's own may have set it
+    if isinstance(told, str):  # the user's loop may have set it
         told = Path(told)
     if resume is True and told is None:
         if context.run_dir is None:

@@ -413,7 +413,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "below": rename_file("x/owner-000.safetensors"),
     "nul": rename_file("owner-000.safetensors\0"),
     "itself": rename_file("manifest.json"),
-    "nobody's": rename_file("owner-001.safetensors"),
+    "of an owner that there is not": rename_file("owner-001.safetensors"),
 }
 
 
