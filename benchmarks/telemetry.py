@@ -36,7 +36,7 @@ import torch
 from hooks import PARAMETERS, UNITS, Net, Step, Times, turn
 
 import rayzero
-from rayzero.cluster.exposure import ExposeSettings, Exposure
+from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
 from rayzero.engine.context import RankContext, running_in
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rayzero.checkpoint.weights import Weights
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+    from rayzero.engine.checkpoint.save import save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report
     from rayzero.engine.mean import mean_over_ranks
-    from rayzero.engine.meta import empty_parameters
     from rayzero.engine.optimizer import ZeroOptimizer
     from rayzero.engine.prepare import full_parameters, full_state_dict, prepare
-    from rayzero.engine.snapshot import save_checkpoint
+    from rayzero.engine.start.meta import empty_parameters
     from rayzero.errors import RayZeroError
     from rayzero.hybrid import HybridDeviceOptimizer
 
@@ -58,7 +58,7 @@ _HOMES = {
     "ZeroConfig": "rayzero.config",
     "ZeroOptimizer": "rayzero.engine.optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
-    "empty_parameters": "rayzero.engine.meta",
+    "empty_parameters": "rayzero.engine.start.meta",
     "full_parameters": "rayzero.engine.prepare",
     "full_state_dict": "rayzero.engine.prepare",
     "get_context": "rayzero.engine.context",
@@ -66,7 +66,7 @@ _HOMES = {
     "newest_checkpoint": "rayzero.checkpoint.catalog",
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
-    "save_checkpoint": "rayzero.engine.snapshot",
+    "save_checkpoint": "rayzero.engine.checkpoint.save",
 }
 
 

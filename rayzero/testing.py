@@ -35,10 +35,10 @@ import torch
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.memory.slabs import SHARED_MEMORY, sweep
-from rayzero.optimizer.ownership import device_owners
-from rayzero.store.protocol import ParameterStore
-from rayzero.store.same_host import why_no_sharing
+from rayzero.protocol.ownership import device_owners
+from rayzero.protocol.store import ParameterStore
+from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 __all__ = ["run_ranks"]
@@ -160,8 +160,8 @@ class _Outcome:
 
 @contextmanager
 def _local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
-    from rayzero.store.by_model import ByModel
     from rayzero.store.inprocess import InProcessStore, LocalOwners
+    from rayzero.store.owner.by_model import ByModel
 
     def make(_: int) -> LocalOwners:
         return LocalOwners(num_optimizers, threads=threads, devices=[torch.device("cpu")] * beside_ranks)
@@ -186,7 +186,7 @@ class _Addresses:
     share: Path | None
 
     def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
-        from rayzero.store.remote import RemoteStore
+        from rayzero.store.rank.remote import RemoteStore
 
         return RemoteStore(
             rank,
@@ -203,8 +203,8 @@ class _Addresses:
 def _served_owners(
     share: Path | None, num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float
 ) -> Iterator[Connect]:
-    from rayzero.store.grpc_server import serve_models
-    from rayzero.store.hosted import HostedModels
+    from rayzero.store.owner.hosted import HostedModels
+    from rayzero.store.owner.server import serve_models
 
     token = secrets.token_hex(16)
     with ExitStack() as stack:

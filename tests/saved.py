@@ -16,7 +16,7 @@ from rayzero.checkpoint import (
     write_tensors,
 )
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.messages import MASTER, ModelSpec
+from rayzero.protocol.messages import MASTER, ModelSpec
 
 
 def save_checkpoint(run_dir: Path, step: int, shapes: Mapping[str, tuple[int, ...]]) -> Path:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayzero.activations.copy_lane import ThreadLane
-    from rayzero.activations.cost import Choice, CostPlan, GroupCost, Link
     from rayzero.activations.cuda_lane import CudaLane
-    from rayzero.activations.host_pool import HostPool, PoolStatus
     from rayzero.activations.ledger import GroupTotals
     from rayzero.activations.offload import ActivationOffload
     from rayzero.activations.policy import OffloadPolicy
+    from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link
     from rayzero.activations.scope import GroupScope
     from rayzero.activations.summary import RankSummary
+    from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
 
 _HOME = {
     "ActivationOffload": "offload",

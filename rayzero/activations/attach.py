@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.activations.codec import codec_for
-from rayzero.activations.group import Group, GroupKey
+from rayzero.activations.schedule.group import Group, GroupKey
+from rayzero.activations.tensors.codec import codec_for
 from rayzero.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

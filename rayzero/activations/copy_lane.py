@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.activations.codec import Codec
+from rayzero.activations.tensors.codec import Codec
+from rayzero.concurrency.exit import abandon_at_exit
 from rayzero.errors import RayZeroError
-from rayzero.kernels.exit import abandon_at_exit
 
 _SPANS_KEPT = 4096
 

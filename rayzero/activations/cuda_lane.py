@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.activations.codec import Raw
 from rayzero.activations.copy_lane import Parcel, Resident, Span, Stamp, Ticket
+from rayzero.activations.tensors.codec import Raw
 from rayzero.errors import ConfigError, UnsupportedError
 
 _SPANS_KEPT = 4096

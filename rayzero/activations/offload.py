@@ -20,26 +20,26 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
-from rayzero.activations.chunk_order import ChunkOrder
-from rayzero.activations.chunks import Chunks
 from rayzero.activations.copy_lane import CopyLane, Span, ThreadLane
-from rayzero.activations.cost import Choice, CostPlan
-from rayzero.activations.cost_book import CostBook
 from rayzero.activations.cuda_lane import CudaLane
 from rayzero.activations.elsewhere import Elsewhere, Hooks
-from rayzero.activations.entries import Entries
-from rayzero.activations.entry import Shelf
 from rayzero.activations.graph_marks import GraphMarks
-from rayzero.activations.group import Group
-from rayzero.activations.host_pool import HostPool, PoolStatus
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.protect import Protected
-from rayzero.activations.reload import Reload
-from rayzero.activations.saved import Held, Saved, view_bytes
+from rayzero.activations.schedule.chunk_order import ChunkOrder
+from rayzero.activations.schedule.chunks import Chunks
+from rayzero.activations.schedule.cost import Choice, CostPlan
+from rayzero.activations.schedule.cost_book import CostBook
+from rayzero.activations.schedule.group import Group
+from rayzero.activations.schedule.reload import Reload
+from rayzero.activations.schedule.unload import Unload
 from rayzero.activations.scope import GroupScope, PackHook
 from rayzero.activations.summary import RankSummary
-from rayzero.activations.unload import Unload
+from rayzero.activations.tensors.entries import Entries
+from rayzero.activations.tensors.entry import Shelf
+from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
+from rayzero.activations.tensors.protect import Protected
+from rayzero.activations.tensors.saved import Held, Saved, view_bytes
 from rayzero.errors import ConfigError
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from rayzero.activations.group import Group
+from rayzero.activations.schedule.group import Group
 
 if TYPE_CHECKING:
     from rayzero.activations.offload import ActivationOffload

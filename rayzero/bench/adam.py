@@ -31,10 +31,10 @@ from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.messages import Hyper, ModelSpec
-from rayzero.optimizer.host_memory import PrivateMemory
-from rayzero.optimizer.rules import AdamRule, ShardWork
-from rayzero.optimizer.state import OwnedShard, allocate
+from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.shard import OwnedShard, allocate
+from rayzero.owner.update.rules import AdamRule, ShardWork
+from rayzero.protocol.messages import Hyper, ModelSpec
 
 HYPER: Hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = AdamOptions.from_hyper(HYPER, decoupled=True)

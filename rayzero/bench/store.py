@@ -28,8 +28,8 @@ from rayzero.bench.figures import plain as as_plain
 from rayzero.bench.turns import Entry, Player, Program, Seat, Turn, contest
 from rayzero.engine.context import get_context
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, lay_out_unit
-from rayzero.messages import COMPUTE, Contribution, FinishReport, ModelSpec, StepInputs
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.messages import COMPUTE, Contribution, FinishReport, ModelSpec, StepInputs
+from rayzero.protocol.store import ParameterStore
 from rayzero.testing import Transport
 
 BARE = "bare"

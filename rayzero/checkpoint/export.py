@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rayzero.checkpoint.files.tensor_file import TensorDecl, TensorFileWriter, declare, fsync_directory
 from rayzero.checkpoint.manifest import slots_of
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.tensor_file import TensorDecl, TensorFileWriter, declare, fsync_directory
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ParamSlot, UnitLayout
-from rayzero.messages import COMPUTE, MASTER
+from rayzero.protocol.messages import COMPUTE, MASTER
 
 MODEL_FILE = "model.safetensors"
 _PART = 1 << 20  # elements of a parameter read at once

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.checkpoint.files.safe_read import open_regular, parse_json, read_text, regular_size
+from rayzero.checkpoint.files.tensor_file import as_bytes
+from rayzero.checkpoint.files.tensor_reader import TensorFile
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece, slots_of
-from rayzero.checkpoint.safe_read import open_regular, parse_json, read_text, regular_size
-from rayzero.checkpoint.tensor_file import as_bytes
-from rayzero.checkpoint.tensor_reader import TensorFile
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
-from rayzero.counts import count
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.messages import FileEntry, Hyper, ModelSpec
+from rayzero.protocol.messages import FileEntry, Hyper, ModelSpec
+from rayzero.quantities import count
 
 _CHUNK = 1 << 20  # elements read at once while a piece is verified
 _MAX_MANIFEST = 1 << 29  # bytes: some 1.5 million pieces of parameters and states

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rayzero.checkpoint.files.tensor_file import TensorFileWriter, declare, fsync_directory
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
-from rayzero.checkpoint.tensor_file import TensorFileWriter, declare, fsync_directory
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.layout.model_layout import dtype_name
-from rayzero.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
+from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 
 STATE = "state/"  # prefixes of tensor names in a rank's file
 BUFFER = "buffer/"

@@ -14,7 +14,7 @@ from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
 from rayzero.cli.plan import plan
 from rayzero.cli.status import status
-from rayzero.cli.top import top
+from rayzero.cli.top.command import top
 from rayzero.cli.trace import trace
 from rayzero.cli.train import train
 from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError

@@ -115,7 +115,7 @@ def cpu() -> Finding:
     """Cores this process may use, on how many NUMA nodes, and the vector instructions torch uses."""
     import torch
 
-    from rayzero.cluster.numa import numa_nodes
+    from rayzero.cluster.nodes.numa import numa_nodes
 
     allowed = os.sched_getaffinity(0)
     cores, nodes = len(allowed), sum(bool(node & allowed) for node in numa_nodes())
@@ -167,7 +167,7 @@ def shared_memory(slab_dir: Path) -> Finding:
 
 def slabs(slab_dir: Path) -> Finding:
     """Shared memory that runs made, and that dead ones left."""
-    from rayzero.memory.slabs import list_slabs
+    from rayzero.slabs.slab import list_slabs
 
     found = list_slabs(slab_dir)
     return Finding(
@@ -207,7 +207,7 @@ def kernel() -> Finding:
 
 def signals() -> Finding:
     """Whether processes can ring each other through shared memory, and why not."""
-    from rayzero.kernels.signals import available
+    from rayzero.store.shm.signals import available
 
     reason = available()
     detail = "futexes in shared memory" if reason is None else f"none, processes of a host use gRPC: {reason}"

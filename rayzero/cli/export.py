@@ -16,7 +16,7 @@ def export(
 ) -> None:
     """Write a checkpoint's parameters and buffers under their plain names, streamed."""
     from rayzero.checkpoint import export_full
-    from rayzero.cluster.run_dir import checkpoints_of
+    from rayzero.cluster.files.run_dir import checkpoints_of
     from rayzero.layout.model_layout import dtype_from_name
 
     catalog = checkpoints_of(checkpoint).catalog()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.config.base import parse_bytes
-from rayzero.counts import count
 from rayzero.errors import ConfigError
+from rayzero.quantities import count, parse_bytes
 
 if TYPE_CHECKING:
     from rayzero.plan.hardware import Hardware
@@ -112,7 +111,7 @@ def _hardware(
 
 def format_plan(planned: RecipePlan) -> str:
     """For people: the model, bytes by tier and phase, seconds by stage."""
-    from rayzero.memory.planner import format_bytes
+    from rayzero.quantities import format_bytes
 
     recipe, device, bound = planned.of.recipe, planned.bytes.device, planned.bound
     where = "GPU" if planned.hardware.hosts.on_gpu else "CPU rank"

@@ -12,7 +12,7 @@ RUNS = Path("runs")  # RunConfig's storage_path by default
 def newest_run(parent: Path = RUNS) -> Path:
     """The run in ``parent`` that was started last; raises ConfigError where there is none, or where a damaged record
     does not say when its run was started."""
-    from rayzero.cluster.status import list_runs
+    from rayzero.cluster.files.status import list_runs
 
     try:
         records = list_runs(parent)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a command that does not look at slabs does not load torch
-    from rayzero.memory.slabs import FoundSlab
+    from rayzero.slabs.slab import FoundSlab
 
 
 def slab_lines(slabs: Sequence[FoundSlab]) -> list[str]:
@@ -26,9 +26,9 @@ def slab_sum(slabs: Sequence[FoundSlab], directory: Path) -> str:
 
 def remains_lines(slabs: Sequence[FoundSlab]) -> list[str]:
     """One line for each run that has lost an owner: what its shared memory is still good for."""
-    from rayzero.kernels.signals import available
-    from rayzero.store.recovery import assess
-    from rayzero.store.remains import dead_runs
+    from rayzero.store.shm.recovery import assess
+    from rayzero.store.shm.remains import dead_runs
+    from rayzero.store.shm.signals import available
 
     if available() is not None:  # nobody shared memory here
         return []
@@ -38,7 +38,7 @@ def remains_lines(slabs: Sequence[FoundSlab]) -> list[str]:
 
 def swept(directory: Path) -> list[str]:
     """Remove the slabs of dead processes: one line each, and their sum."""
-    from rayzero.memory.slabs import list_slabs, sweep
+    from rayzero.slabs.slab import list_slabs, sweep
 
     remains = remains_lines(list_slabs(directory))
     removed = sweep(directory)
@@ -58,6 +58,6 @@ def _whose(slab: FoundSlab) -> str:
 
 
 def _size(size: int) -> str:
-    from rayzero.memory.planner import format_bytes
+    from rayzero.quantities import format_bytes
 
     return format_bytes(size)

@@ -29,8 +29,8 @@ def describe_run(path: Path) -> dict[str, Any]:
     """What is known of the run in ``path``, as JSON-able values.
 
     Raises ConfigError where there is no run, and DataError where its metrics are damaged."""
-    from rayzero.cluster.metrics_log import latest_metrics, read_log
-    from rayzero.cluster.status import run_status
+    from rayzero.cluster.files.metrics_log import latest_metrics, read_log
+    from rayzero.cluster.files.status import run_status
     from rayzero.recipes.plan_check import read_plan
 
     record = run_status(path)
@@ -61,7 +61,7 @@ def describe_run(path: Path) -> dict[str, Any]:
 
 def _planned_steps(config: Path) -> int | None:
     """What a run's config.yaml says; None where there is none. Raises ConfigError where it is something else."""
-    from rayzero.checkpoint.safe_read import regular_size
+    from rayzero.checkpoint.files.safe_read import regular_size
     from rayzero.recipes.recipe import load_recipe
 
     try:
@@ -78,7 +78,7 @@ def _planned_steps(config: Path) -> int | None:
 def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints that can be resumed from, oldest first, and why others cannot. Sizes are checked, not every
     byte."""
-    from rayzero.cluster.run_dir import checkpoints_of
+    from rayzero.cluster.files.run_dir import checkpoints_of
 
     catalog = checkpoints_of(run_dir).catalog()
     return [one.path for one in catalog.sound], list(catalog.damaged.values())

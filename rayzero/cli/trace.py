@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rayzero.cli.run_choice import find_run
-from rayzero.counts import count
+from rayzero.quantities import count
 
 
 def trace(
@@ -17,7 +17,7 @@ def trace(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: RUN-trace.json here.")] = None,
 ) -> None:
     """Watch a running run and write when its forwards, backwards, fetches, pushes and updates were, on one clock."""
-    from rayzero.cluster.tracing import trace_run, write_trace
+    from rayzero.cluster.files.tracing import trace_run, write_trace
 
     folder = find_run(run)
     name = folder.resolve().name

@@ -13,8 +13,8 @@ import typer
 
 from rayzero.cli.run_choice import newest_run
 from rayzero.config import RunConfig, apply_overrides, describe_settings, read_yaml
-from rayzero.counts import count
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.quantities import count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -144,7 +144,7 @@ def _train(recipe: RecipeConfig) -> None:
 
 def stopped(run_dir: Path) -> str:
     """What to say of a run that was interrupted: how to go on, where there is something to go on from."""
-    from rayzero.cluster.run_dir import checkpoints_of
+    from rayzero.cluster.files.run_dir import checkpoints_of
 
     if checkpoints_of(run_dir).catalog().newest() is None:
         return f"stopped before its first checkpoint; {run_dir} holds nothing to resume from"

@@ -18,23 +18,23 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
-from rayzero.cluster.exposure import LOOPBACK, ExposeSettings, plan_exposure
+from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor
 from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.measured import Measured
-from rayzero.cluster.metrics_log import MetricsLog
-from rayzero.cluster.optimizer_actor import OptimizerActor
-from rayzero.cluster.owner_process import OwnerSettings
-from rayzero.cluster.placement import Placement
-from rayzero.cluster.rank_worker import RankSettings, RankWorker
-from rayzero.cluster.ray_alive import ray_answers
-from rayzero.cluster.session import alive_nodes
+from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.ray_alive import ray_answers
+from rayzero.cluster.nodes.session import alive_nodes
+from rayzero.cluster.processes.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
+from rayzero.cluster.processes.exposure import LOOPBACK, ExposeSettings, plan_exposure
+from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.processes.optimizer_actor import OptimizerActor
+from rayzero.cluster.processes.owner_process import OwnerSettings
+from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.memory.slabs import sweep
+from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
 
 __all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]

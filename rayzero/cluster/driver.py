@@ -12,24 +12,24 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors, failure_from_ray, refuse_name_in_use
-from rayzero.cluster.coordinator import Member, Routing, RunState
-from rayzero.cluster.file_discovery import announced
+from rayzero.cluster.files.file_discovery import announced
+from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog
+from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.measured import Measured
-from rayzero.cluster.metrics_log import MakeRow, MetricsLog
+from rayzero.cluster.nodes.placement import placed
+from rayzero.cluster.nodes.resources import plan_resources
+from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.phases import OnPhase
-from rayzero.cluster.placement import placed
-from rayzero.cluster.rank_worker import RankSettings
-from rayzero.cluster.reports import Report
-from rayzero.cluster.resources import plan_resources
-from rayzero.cluster.run_dir import RunDirectory
-from rayzero.cluster.session import alive_nodes, ray_session
+from rayzero.cluster.processes.coordinator import Member, Routing, RunState
+from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.processes.reports import Report
 from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-from rayzero.counts import count
 from rayzero.errors import RunFailedError
-from rayzero.optimizer.ownership import device_owners
+from rayzero.protocol.ownership import device_owners
+from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
 
 __all__ = ["Journal", "OnReport", "RunRequest", "drive"]

@@ -108,13 +108,13 @@ def clear_up(
 
 
 def _sweep_announcements(folder: Path) -> None:
-    from rayzero.cluster.file_discovery import sweep_announcements
+    from rayzero.cluster.files.file_discovery import sweep_announcements
 
     sweep_announcements(folder)
 
 
 def _sweep_slabs(folder: Path) -> None:
-    from rayzero.memory.slabs import sweep  # torch, which a janitor of a run that ends well never loads
+    from rayzero.slabs.slab import sweep  # torch, which a janitor of a run that ends well never loads
 
     sweep(folder)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from rayzero.cluster.measured import Measured
+from rayzero.cluster.processes.measured import Measured
 from rayzero.errors import AccumulationError, HandshakeError, RunFailedError, StepMismatchError, StoreError
 
 __all__ = [

@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.coordinator import DISCOVERY_PATH, RunState
 from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
+from rayzero.cluster.files.metrics_log import MakeRow, row_of_report, trim_log
+from rayzero.cluster.files.run_dir import RunDirectory
+from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.loop import pack_loop
-from rayzero.cluster.measured import Measured
-from rayzero.cluster.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.phases import OnPhase, PhaseLines
-from rayzero.cluster.run_dir import RunDirectory
-from rayzero.cluster.tracing import TRACE_FILE, write_trace
+from rayzero.cluster.processes.coordinator import DISCOVERY_PATH, RunState
+from rayzero.cluster.processes.measured import Measured
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -106,7 +106,7 @@ class ZeroTrainer:
     def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:
         """Run the loop on every rank to its end. Nothing is left behind: no actor, process, port or shared memory.
 
-        Joins the Ray at hand or starts a local one (cluster/session.py). A failed run raises RunFailedError with the
+        Joins the Ray at hand or starts a local one. A failed run raises RunFailedError with the
         process, the cause and its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings
         (ConfigError, CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit(143)) are raised either way,
         signals after one logged line on how to go on.

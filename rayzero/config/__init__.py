@@ -8,26 +8,14 @@ goes in ("4GiB", a Path) is wider than what comes out.
 
 from __future__ import annotations
 
-from rayzero.config.base import (
-    GIB,
-    KIB,
-    MIB,
-    ConfigModel,
-    Count,
-    Flag,
-    Positive,
-    Processes,
-    Seconds,
-    Share,
-    Size,
-    parse_bytes,
-)
+from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Processes, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
 from rayzero.config.described import describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.telemetry import TelemetryConfig
 from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml
 from rayzero.config.zero import ZeroConfig
+from rayzero.quantities import parse_bytes
 
 __all__ = [
     "GIB",

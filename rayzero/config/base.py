@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import re
 import reprlib
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
@@ -14,32 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from rayzero.config.described import Settings, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
+from rayzero.quantities import BYTE_TEXT, parse_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-_BYTE_UNITS = {"": 1, "b": 1} | {
-    letter + suffix: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
-_BYTE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(value: object) -> object:
-    """Bytes from text such as ``"2GiB"``, ``"1.5 GB"`` or ``"4096"``; anything that is not text passes unchanged.
-
-    Raises ``ValueError`` on text that is not a whole number of bytes."""
-    if not isinstance(value, str):
-        return value
-    match = _BYTE_TEXT.fullmatch(value)
-    factor = _BYTE_UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ValueError("must be bytes: a whole number, or a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
-    size = Fraction(match[1]) * factor
-    if size.denominator != 1:
-        raise ValueError("must be a whole number of bytes")
-    return int(size)
-
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(gt=0)]
@@ -51,7 +26,7 @@ Size = Annotated[
     Field(gt=0),
     Unit("bytes"),
     WithJsonSchema(
-        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _BYTE_TEXT.pattern}]}
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": BYTE_TEXT.pattern}]}
     ),
 ]
 Mebibytes = Annotated[Count, Unit("MiB")]

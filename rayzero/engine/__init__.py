@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import RankContext, get_context, report, running_in
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import engine_of, full_parameters, full_state_dict, prepare
-from rayzero.engine.snapshot import save_checkpoint
 
 __all__ = [
     "RankContext",

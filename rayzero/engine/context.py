@@ -17,8 +17,8 @@ import torch
 
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.errors import ConfigError
-from rayzero.messages import CheckpointInfo
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.messages import CheckpointInfo
+from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 if TYPE_CHECKING:

@@ -16,32 +16,32 @@ from torch import Tensor, nn
 
 from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
+from rayzero.engine.autograd.gradient_sums import GradientSums
+from rayzero.engine.autograd.gradients import GradientCollector
+from rayzero.engine.autograd.handles import SavedWeights
+from rayzero.engine.autograd.hooks import UnitCalls
+from rayzero.engine.autograd.pass_spans import PassSpans
 from rayzero.engine.device_memory import device_memory
-from rayzero.engine.gradient_sums import GradientSums
-from rayzero.engine.gradients import GradientCollector
-from rayzero.engine.handles import SavedWeights
 from rayzero.engine.heap_peak import HeapPeak
-from rayzero.engine.hooks import UnitCalls
-from rayzero.engine.lane import Lane
-from rayzero.engine.loading import Loading
-from rayzero.engine.param_unit import ParamUnit
-from rayzero.engine.pass_spans import PassSpans
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.registered import Registered
-from rayzero.engine.residency import Residency, stays_up
-from rayzero.engine.schedule import Phase, UnitSchedule
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.trained import TrainedSlots
-from rayzero.engine.unit_cache import UnitCache
-from rayzero.engine.unit_values import UnitValues
+from rayzero.engine.units.lane import Lane
+from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.units.residency import Residency, stays_up
+from rayzero.engine.units.schedule import Phase, UnitSchedule
+from rayzero.engine.units.unit_cache import UnitCache
+from rayzero.engine.values.registry import Registered
+from rayzero.engine.values.state_dict import Loading
+from rayzero.engine.values.unit_values import UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import PressureGauge, scaled_depth
-from rayzero.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
+from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import HEAP_BYTES, LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
 from rayzero.telemetry.recorder import End, Reading, Recorder
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rayzero.engine.context import get_context
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.messages import MEAN_BYTES, MeanInput
-from rayzero.optimizer.means import no_weight
+from rayzero.lead.means import no_weight
+from rayzero.protocol.messages import MEAN_BYTES, MeanInput
 
 N = TypeVar("N", float, Tensor)
 

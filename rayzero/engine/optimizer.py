@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayzero.engine.optimizer_state import State, StateFormat, check_group, check_states, read_states, write_states
-from rayzero.engine.param_groups import ResumedGroups
+from rayzero.engine.checkpoint.param_groups import ResumedGroups
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
+from rayzero.engine.values.optimizer_state import (
+    State,
+    StateFormat,
+    check_group,
+    check_states,
+    read_states,
+    write_states,
+)
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.messages import Decision, Hyper
+from rayzero.protocol.messages import Decision, Hyper
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine

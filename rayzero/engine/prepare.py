@@ -17,31 +17,31 @@ from rayzero.activations.attach import match_modules
 from rayzero.checkpoint.weights import Weights, WeightSource
 from rayzero.config import ZeroConfig
 from rayzero.engine.activations import offload_activations
+from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
+from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
+from rayzero.engine.checkpoint.save import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
-from rayzero.engine.lane import make_lane
-from rayzero.engine.loading import hook_loading
-from rayzero.engine.meta import materialise
 from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
-from rayzero.engine.param_unit import ParamUnit
 from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.residency import stays_up
-from rayzero.engine.snapshot import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
-from rayzero.engine.starting import Start
+from rayzero.engine.start.initial_values import Start
+from rayzero.engine.start.meta import materialise
+from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
-from rayzero.engine.unit_init import Init
+from rayzero.engine.units.lane import make_lane
+from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
+from rayzero.engine.units.residency import stays_up
+from rayzero.engine.values.state_dict import hook_loading
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, dtype_name, loses_bits
 from rayzero.layout.shard_map import device_shards
-from rayzero.layout.units import UnitPlan, UnitRule, build_layout
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.planner import FP32
-from rayzero.messages import ModelSpec
-from rayzero.optimizer.ownership import device_owners
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.ownership import device_owners
+from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.further import FurtherRecorder
 from rayzero.telemetry.recorder import Recorder
 

@@ -14,11 +14,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rayzero.engine.lane import Grads, Lane
 from rayzero.engine.step_clock import StepClock
+from rayzero.engine.units.lane import Grads, Lane
 from rayzero.errors import GradientAccessError
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.messages import (
+from rayzero.lead.decide import edited
+from rayzero.protocol.messages import (
     Clamp,
     Contribution,
     Decision,
@@ -29,8 +30,7 @@ from rayzero.messages import (
     StepInputs,
     pack_presence,
 )
-from rayzero.optimizer.decide import edited
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.spans import Over, Spans, nothing
 
 _T = TypeVar("_T")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.param_unit import ParamUnit
+from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import UnsupportedError
 
 Added = dict[int, list[int]]  # unit -> slots

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayzero.hybrid.buckets import Bucket, plan_buckets
-from rayzero.hybrid.cuda_lane import CudaLane
 from rayzero.hybrid.device_side import DeviceSide
-from rayzero.hybrid.host_side import BucketRun, GradientOf, HostSide
+from rayzero.hybrid.host.buckets import Bucket, plan_buckets
+from rayzero.hybrid.host.cuda_lane import CudaLane
+from rayzero.hybrid.host.lane import Lane, ThreadLane
+from rayzero.hybrid.host.rules import ClassRule, Rule, TileAdam, is_elementwise, require_whole, state_bytes, state_names
+from rayzero.hybrid.host.side import BucketRun, GradientOf, HostSide
 from rayzero.hybrid.hyper import Group, HyperLink, numbers_of, options_of
-from rayzero.hybrid.lane import Lane, ThreadLane
 from rayzero.hybrid.options import ADAMS, OptimizerClass, fused, on_cpu
 from rayzero.hybrid.placement import Targets, check_param, decide, the_device
-from rayzero.hybrid.rules import ClassRule, Rule, TileAdam, is_elementwise, require_whole, state_bytes, state_names
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import Kernel

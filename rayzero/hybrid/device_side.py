@@ -8,11 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rayzero.hybrid.buckets import range_of
-from rayzero.hybrid.host_side import GradientOf
-from rayzero.hybrid.rules import Groups, State, load_into, prepare_states
+from rayzero.hybrid.host.buckets import range_of
+from rayzero.hybrid.host.rules import Groups, State, load_into, prepare_states
+from rayzero.hybrid.host.side import GradientOf
 from rayzero.hybrid.split import Piece
-from rayzero.optimizer.elementwise import build
+from rayzero.owner.update.elementwise import build
 
 
 class DeviceSide:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.hybrid.buckets import range_of
 from rayzero.hybrid.device_side import DeviceSide
-from rayzero.hybrid.host_side import BucketRun, HostSide
+from rayzero.hybrid.host.buckets import range_of
+from rayzero.hybrid.host.rules import State
+from rayzero.hybrid.host.side import BucketRun, HostSide
 from rayzero.hybrid.hyper import Group, HyperLink
 from rayzero.hybrid.placement import Placement
-from rayzero.hybrid.rules import State
 from rayzero.hybrid.split import Piece
 from rayzero.hybrid.state import cut, join
 

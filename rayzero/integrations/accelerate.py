@@ -32,16 +32,16 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from rayzero.config import ZeroConfig
-from rayzero.counts import count
-from rayzero.engine.checkpoint_load import load_checkpoint
+from rayzero.engine.checkpoint.load import load_checkpoint
+from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
-from rayzero.engine.snapshot import save_checkpoint
+from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.claim import claim_process
-from rayzero.layout.units import UnitRule
+from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]
 

@@ -21,9 +21,9 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
+from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import UnsupportedError
 from rayzero.integrations.claim import claim_process
-from rayzero.layout.units import UnitRule
 
 __all__ = ["ZeroStrategy"]
 

@@ -27,15 +27,15 @@ from ray import train
 from ray.train.torch import get_device
 
 from rayzero.cluster.actors import RunActors
-from rayzero.cluster.coordinator import RunState
-from rayzero.cluster.placement import placed
-from rayzero.cluster.resources import plan_optimizers
-from rayzero.cluster.session import ray_session
+from rayzero.cluster.nodes.placement import placed
+from rayzero.cluster.nodes.resources import plan_optimizers
+from rayzero.cluster.nodes.session import ray_session
+from rayzero.cluster.processes.coordinator import RunState
 from rayzero.config import ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import UnsupportedError
-from rayzero.store.protocol import ParameterStore
-from rayzero.store.select import connect_store
+from rayzero.protocol.store import ParameterStore
+from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.recorder import MemoryRecorder
 
 __all__ = ["Owners", "optimizer_actors"]

@@ -33,14 +33,14 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rayzero.config import ZeroConfig
+from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import get_context
 from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared
-from rayzero.engine.snapshot import save_checkpoint
+from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
-from rayzero.layout.units import UnitRule
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 

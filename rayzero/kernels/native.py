@@ -23,7 +23,7 @@ from torch import Tensor
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.stamps import STAMP
-from rayzero.messages import Clamp
+from rayzero.protocol.messages import Clamp
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 

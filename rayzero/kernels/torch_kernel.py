@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP
-from rayzero.kernels.threads import use_torch_threads
 
 Tile = tuple[Segment, int, int]  # and the elements it takes of the segment
 

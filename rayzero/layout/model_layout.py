@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -246,3 +247,12 @@ def lay_out_unit(
     return UnitLayout(
         index=index, name=name, dtype=dtype, trainable=trainable, slots=tuple(slots), frozen_master=frozen_master
     )
+
+
+def runs(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Shards that follow each other in a unit, together."""
+    found: list[list[Shard]] = []
+    for shard in shards:
+        follows = found and found[-1][-1].unit == shard.unit and found[-1][-1].stop == shard.start
+        found[-1].append(shard) if follows else found.append([shard])
+    return found

@@ -22,10 +22,10 @@ from itertools import accumulate, groupby, pairwise, takewhile
 
 import torch
 
-from rayzero.counts import count
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.layout.rank_mapping import RankMapping
+from rayzero.quantities import count
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rayzero.errors import MemoryPlanError
-from rayzero.memory.planner import format_bytes
+from rayzero.quantities import format_bytes
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly: CUDA runtime API, cudaHostRegister
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from rayzero.counts import count
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
+from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
 
@@ -72,7 +72,7 @@ def plan_owner(
     """Sum up what the host keeps for ``owner``'s shards.
 
     num_states: fp32 states per element of the optimizer (2 for Adam). own_gradients: ranks of this host keep their
-    gradients themselves, where no staging is needed. measures_norms: by layer group (optimizer/group_norms.py)."""
+    gradients themselves, where no staging is needed. measures_norms: by layer group (owner/group_norms.py)."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
@@ -190,16 +190,6 @@ def no_room(size: int, slab_dir: Path | None, why: str) -> MemoryPlanError:
         f"shared memory needs {format_bytes(size)}, but {free} ({why}); "
         "train a smaller model, set slab_dir to a directory with room, or give the container more with --shm-size"
     )
-
-
-def format_bytes(size: int) -> str:
-    """``1536`` -> ``"1.5 KiB"``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 # ---- what the host has ------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.activations.copy_lane import Parcel, Resident, ThreadLane, Ticket
-from rayzero.activations.host_pool import HostPool
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.tensors.host_pool import HostPool
 
 __all__ = ["Moved", "Offload", "Offloading", "offloading"]
 

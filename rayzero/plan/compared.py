@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rayzero.memory.planner import format_bytes
 from rayzero.plan.bound import StepBound
 from rayzero.plan.tiers import RunBytes
+from rayzero.quantities import format_bytes
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
     GPU_MEMORY_BYTES,

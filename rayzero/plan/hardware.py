@@ -12,7 +12,7 @@ from time import perf_counter, thread_time
 import psutil
 import torch
 
-from rayzero.kernels.threads import use_torch_threads
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.memory.planner import host_limits
 
 __all__ = ["Hardware", "Hosts", "measure_here"]

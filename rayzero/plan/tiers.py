@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rayzero.config import ScalingConfig, ZeroConfig
-from rayzero.counts import count
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.planner import OwnerPlan, check_budget, format_bytes, plan_owner
+from rayzero.memory.planner import OwnerPlan, check_budget, plan_owner
 from rayzero.memory.pool import buffer_bytes
-from rayzero.optimizer.ownership import device_owners
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.work import Work
+from rayzero.protocol.ownership import device_owners
+from rayzero.quantities import count, format_bytes
 
 __all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
 
@@ -205,7 +205,7 @@ def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, states: int
 
 def _gathered(sizes: Sequence[int], budget: int) -> int:
     """The most bytes of units that are up at once when they are used in order, then in reverse: each goes up where
-    there is room, and for want of it the one used again last goes down (engine/unit_cache.py)."""
+    there is room, and for want of it the one used again last goes down (engine/units/unit_cache.py)."""
     if sum(sizes) <= budget:
         return sum(sizes)
     last = 2 * len(sizes) - 1
@@ -263,7 +263,7 @@ def _host_bytes(
 
 
 def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
-    """Of one rank: pushes on their way out (engine/lane.py), and on a GPU what arrives for it."""
+    """Of one rank: pushes on their way out (engine/units/lane.py), and on a GPU what arrives for it."""
     leaving = 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
     return leaving + (device.parameters if hosts.on_gpu else 0)
 

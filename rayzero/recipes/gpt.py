@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rayzero.counts import count
 from rayzero.errors import ConfigError
+from rayzero.quantities import count
 
 INIT_STD = 0.02
 

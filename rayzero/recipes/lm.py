@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from rayzero.checkpoint import checkpoint_name
 from rayzero.engine import get_context, prepare, report, save_checkpoint
 from rayzero.engine.context import RankContext
-from rayzero.engine.meta import empty_parameters
-from rayzero.messages import CheckpointInfo, Decision
+from rayzero.engine.start.meta import empty_parameters
+from rayzero.protocol.messages import CheckpointInfo, Decision
 from rayzero.recipes.flops import FlopRate
 from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.counts import count
 from rayzero.errors import ConfigError
+from rayzero.quantities import count
 from rayzero.recipes.gpt import GPT
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 

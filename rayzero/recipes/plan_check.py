@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from rayzero.checkpoint.safe_read import parse_json, read_text
-from rayzero.counts import count
+from rayzero.checkpoint.files.safe_read import parse_json, read_text
 from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
 from rayzero.plan.hardware import Hardware, Hosts
+from rayzero.quantities import count
 from rayzero.recipes.planning import RecipeWork, plan_recipe, recipe_bytes, recipe_hardware
 from rayzero.recipes.run_log import StepRow
 from rayzero.telemetry.discovery import Target

@@ -86,7 +86,7 @@ class RecipePlan:
 
 def imported_memory() -> ProcessMemory:
     """This process's memory, having imported what every process of a run imports; before any recipe is looked into."""
-    import_module("rayzero.cluster.owner_process")
+    import_module("rayzero.cluster.processes.owner_process")
     return process_memory()
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.metrics_log import METRICS, Row, read_log
-from rayzero.cluster.reports import Report
+from rayzero.cluster.files.metrics_log import METRICS, Row, read_log
+from rayzero.cluster.processes.reports import Report
 from rayzero.errors import DataError
 
 

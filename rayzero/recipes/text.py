@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayzero.counts import count
 from rayzero.errors import ConfigError, DataError
+from rayzero.quantities import count
 
 STDLIB = "stdlib"  # the Python standard library's own sources
 BYTES = "bytes"  # the tokenizer without a vocabulary file

@@ -14,11 +14,11 @@ from rich.console import Console
 from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
-from rayzero.cluster.reports import Report
-from rayzero.cluster.run_dir import RECORD, RunDirectory, find_start
+from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
+from rayzero.cluster.processes.reports import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
-from rayzero.engine.starting import require_weights
+from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.tiers import check_budgets

@@ -13,12 +13,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
+from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError, StoreError
-from rayzero.kernels.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap
+from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
-from rayzero.messages import (
+from rayzero.owner.memory import carve
+from rayzero.owner.service import CPU, ShardService
+from rayzero.protocol.bits import digest_of
+from rayzero.protocol.messages import (
     COMPUTE,
     Attached,
     CheckpointInfo,
@@ -33,22 +39,16 @@ from rayzero.messages import (
     StepInputs,
     Write,
 )
-from rayzero.optimizer.futures import fail, failed, settle, settled, when_all
-from rayzero.optimizer.host_memory import carve
-from rayzero.optimizer.lead import StepLead
-from rayzero.optimizer.ownership import owner_map
-from rayzero.optimizer.service import CPU, ShardService
-from rayzero.optimizer.writes import digest_of
-from rayzero.store.counting import count_bytes, tell_build, watch_gradients
-from rayzero.store.direct_memory import DirectMemory
-from rayzero.store.gather import Gather
-from rayzero.store.gradient_region import GradientRegion
-from rayzero.store.gradient_writer import GradientWriter
-from rayzero.store.local_peer import LocalPeer
-from rayzero.store.owner_slabs import OwnerSlabs
-from rayzero.store.shared_plan import SharedPlan
-from rayzero.store.stall import StallWatch
-from rayzero.store.unit_windows import UnitWindows
+from rayzero.protocol.ownership import owner_map
+from rayzero.store.owner.peers.local import LocalPeer
+from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.rank.memory.direct_memory import DirectMemory
+from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.gradient_writer import GradientWriter
+from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.stall import StallWatch
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 

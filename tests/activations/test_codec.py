@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayzero.activations.codec import BLOCK, codec_for
+from rayzero.activations.tensors.codec import BLOCK, codec_for
 
 
 def round_trip(name: str, values: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from rayzero.activations.codec import codec_for
 from rayzero.activations.copy_lane import Parcel, Resident, ThreadLane
+from rayzero.activations.tensors.codec import codec_for
 from rayzero.errors import RayZeroError
 
 RAW = codec_for("none", torch.uint8)
@@ -87,7 +87,7 @@ def test_a_program_that_ends_during_copies_ends_well():
     """Such a thread, in torch's C++ when the interpreter goes, ended the process: "terminate called", status 134."""
     program = """
         import threading, torch
-        from rayzero.activations.codec import codec_for
+        from rayzero.activations.tensors.codec import codec_for
         from rayzero.activations.copy_lane import Parcel, Resident, ThreadLane
 
         began = threading.Event()

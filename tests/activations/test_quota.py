@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.quota import ChunkBytes, ChunkQuota, bytes_to_offload
+from rayzero.activations.schedule.quota import ChunkBytes, ChunkQuota, bytes_to_offload
 from rayzero.errors import ConfigError
 
 

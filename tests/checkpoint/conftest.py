@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayzero.checkpoint import commit_checkpoint, owner_file_name, staging_path, write_rank_state, write_tensors
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, lay_out_unit
-from rayzero.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
+from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
 
 STATES = (MASTER, "exp_avg", "exp_avg_sq")
 

@@ -16,7 +16,7 @@ import torch
 from rayzero.checkpoint import CheckpointReader, newest_checkpoint, staging_path, sweep_stale, write_rank_state
 from rayzero.checkpoint import writer as writer_module
 from rayzero.errors import CheckpointError
-from rayzero.messages import MASTER, canonical_json
+from rayzero.protocol.messages import MASTER, canonical_json
 
 from .test_round_trip import flip_byte
 

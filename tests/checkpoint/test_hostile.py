@@ -23,7 +23,7 @@ from rayzero.checkpoint import CheckpointReader, export_full
 from rayzero.checkpoint.manifest import Manifest, rank_file_name
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError
-from rayzero.messages import MASTER, canonical_json
+from rayzero.protocol.messages import MASTER, canonical_json
 
 from .conftest import Written, random_values, require_one_line, small_layout
 from .test_damage import edit_manifest
@@ -452,8 +452,8 @@ def test_a_manifest_of_thousands_of_parameters_is_read_in_time_that_grows_with_i
         } for name, _ in params
     }  # fmt: skip
     spec = Written(layout, {}).spec
-    entry = rayzero.messages.FileEntry(name=OWNER, size_bytes=8, sha256="0" * 64, content=content)
-    rank = rayzero.messages.FileEntry(name=RANK, size_bytes=8, sha256="0" * 64)
+    entry = rayzero.protocol.messages.FileEntry(name=OWNER, size_bytes=8, sha256="0" * 64, content=content)
+    rank = rayzero.protocol.messages.FileEntry(name=RANK, size_bytes=8, sha256="0" * 64)
     manifest = Manifest(step=1, spec=spec, hyper=(), slot_steps={}, owner_files=(entry,), rank_files=(rank,))
     assert Manifest.from_json(manifest.to_json(), "here").digest == manifest.digest
 

@@ -18,7 +18,7 @@ from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.writer import withdraw
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError
-from rayzero.messages import MASTER
+from rayzero.protocol.messages import MASTER
 
 
 def prepared(model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any) -> rayzero.ZeroOptimizer:

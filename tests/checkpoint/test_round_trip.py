@@ -17,7 +17,7 @@ from torch import nn
 from rayzero.checkpoint import CheckpointReader, export_full
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.messages import COMPUTE, MASTER
+from rayzero.protocol.messages import COMPUTE, MASTER
 
 from .conftest import STATES, Written, random_values, small_layout
 

@@ -29,8 +29,8 @@ from rayzero.cli.doctor import (
     step_over_grpc,
     versions,
 )
-from rayzero.memory.slab_header import SlabFacts, lay_out_slab
-from rayzero.memory.slabs import Slab
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import Slab
 
 SHM = Path("/dev/shm")
 
@@ -94,8 +94,8 @@ def test_the_cpu_limit_of_a_cgroup_is_read(tmp_path: Path, files, cpus):
 DEAD_MAKER = """
 import os, signal, sys
 from pathlib import Path
-from rayzero.memory.slab_header import SlabFacts, lay_out_slab
-from rayzero.memory.slabs import Slab
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import Slab
 facts = SlabFacts(run="gone", role="grads", index=2, incarnation=1, layout_digest="d", kernel="k")
 slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from rayzero.checkpoint import CheckpointReader
-from rayzero.layout.units import build_layout
+from rayzero.engine.units.partition import build_layout
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import read_plan
 from rayzero.recipes.recipe import RecipeConfig, load_recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rayzero.memory.slabs import list_slabs
+from rayzero.slabs.slab import list_slabs
 
 SCRIPT = Path(__file__).with_name("script_run.py")
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rayzero.cluster import coordinator
-from rayzero.cluster.coordinator import Member, RunLedger, RunState
-from rayzero.cluster.reports import Report
+from rayzero.cluster.processes import coordinator
+from rayzero.cluster.processes.coordinator import Member, RunLedger, RunState
+from rayzero.cluster.processes.reports import Report
 
 
 @pytest.fixture

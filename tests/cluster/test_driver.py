@@ -20,12 +20,12 @@ from rayzero.cluster import actors as actors_module
 from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import RunActors
-from rayzero.cluster.coordinator import RunState
 from rayzero.cluster.driver import Journal, _Follower
+from rayzero.cluster.files.run_checkpoints import RunCheckpoints
 from rayzero.cluster.interrupts import interruptible, postponed
-from rayzero.cluster.ray_alive import ray_answers
-from rayzero.cluster.reports import Report
-from rayzero.cluster.run_checkpoints import RunCheckpoints
+from rayzero.cluster.nodes.ray_alive import ray_answers
+from rayzero.cluster.processes.coordinator import RunState
+from rayzero.cluster.processes.reports import Report
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig
 

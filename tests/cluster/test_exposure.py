@@ -13,11 +13,11 @@ import pytest
 import torch
 from clock import Clock
 
-from rayzero.cluster import exposure
-from rayzero.cluster.coordinator import Member
-from rayzero.cluster.exposure import MemorySource, plan_exposure
-from rayzero.cluster.file_discovery import announced, sweep_announcements
-from rayzero.cluster.heartbeats import LATE_S, Heartbeats
+from rayzero.cluster.files.file_discovery import announced, sweep_announcements
+from rayzero.cluster.processes import exposure
+from rayzero.cluster.processes.coordinator import Member
+from rayzero.cluster.processes.exposure import MemorySource, plan_exposure
+from rayzero.cluster.processes.heartbeats import LATE_S, Heartbeats
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.memory.malloc import give_back_freed

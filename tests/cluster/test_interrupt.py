@@ -9,10 +9,10 @@ import tempfile
 
 import pytest
 
-from rayzero.cluster.metrics_log import read_log
-from rayzero.cluster.run_dir import read_record
-from rayzero.cluster.status import run_status
-from rayzero.memory.slabs import list_slabs
+from rayzero.cluster.files.metrics_log import read_log
+from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.status import run_status
+from rayzero.slabs.slab import list_slabs
 
 from .processes import (
     everyone_of,

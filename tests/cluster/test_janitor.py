@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(120)
 OWNER = """
 import signal, sys
 from pathlib import Path
-from rayzero.memory.slab_header import SlabFacts, lay_out_slab
-from rayzero.memory.slabs import Slab
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import Slab
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 facts = SlabFacts(run="demo", role="params", index=0, incarnation=7, layout_digest="ab" * 16, kernel="native")
 slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), Path(sys.argv[1]))
@@ -35,7 +35,7 @@ DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 import psutil
-from rayzero.cluster.file_discovery import announced
+from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.janitor import Janitor
 slabs, targets = map(Path, sys.argv[1:3])
 janitor = Janitor(slabs, targets)

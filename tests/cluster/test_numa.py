@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rayzero.cluster import numa
-from rayzero.cluster.numa import bind, choose_cpus, cpus_near_gpu, numa_nodes, parse_cpus
+from rayzero.cluster.nodes import numa
+from rayzero.cluster.nodes.numa import bind, choose_cpus, cpus_near_gpu, numa_nodes, parse_cpus
 
 TWO = (frozenset(range(4)), frozenset(range(4, 8)))
 ALL = frozenset(range(8))

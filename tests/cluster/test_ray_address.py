@@ -14,9 +14,9 @@ import ray
 from ray._private.services import resolve_ip_for_localhost
 from ray._private.utils import write_ray_address
 
-from rayzero.cluster import ray_address
-from rayzero.cluster.ray_address import find_ray, silence_at
-from rayzero.cluster.session import ray_session
+from rayzero.cluster.nodes import ray_address
+from rayzero.cluster.nodes.ray_address import find_ray, silence_at
+from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import ConfigError
 
 

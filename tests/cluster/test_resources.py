@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.cluster.labels import matches
-from rayzero.cluster.resources import Node, missing_resources, plan_optimizers, plan_resources
+from rayzero.cluster.nodes.labels import matches
+from rayzero.cluster.nodes.resources import Node, missing_resources, plan_optimizers, plan_resources
 from rayzero.config import ScalingConfig
 
 LAPTOP = [Node(cpus=2)]

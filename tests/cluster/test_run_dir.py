@@ -16,9 +16,9 @@ import ray
 from saved import save_checkpoint
 
 from rayzero.cli.run_choice import newest_run
-from rayzero.cluster.run_dir import RunDirectory, checkpoints_of, find_start, read_record
-from rayzero.cluster.session import ray_session
-from rayzero.cluster.status import run_status
+from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start, read_record
+from rayzero.cluster.files.status import run_status
+from rayzero.cluster.nodes.session import ray_session
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError, RunFailedError
 
@@ -197,7 +197,7 @@ def test_the_record_is_written_whole(tmp_path):
 
 HOLD = """
 import sys, time
-from rayzero.cluster.run_dir import RunDirectory
+from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.config import RunConfig
 held = RunDirectory.open(RunConfig(name="demo", storage_path=sys.argv[1]))
 print("held", flush=True)

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import ray
 
-from rayzero.cluster import session
-from rayzero.cluster.ray_address import RayAddress
-from rayzero.cluster.run_dir import read_record
-from rayzero.cluster.session import ray_session
+from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.nodes import session
+from rayzero.cluster.nodes.ray_address import RayAddress
+from rayzero.cluster.nodes.session import ray_session
 
 from .processes import everyone_of, start_script, still_there
 

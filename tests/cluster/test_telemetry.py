@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayzero.cluster.reports import Report
-from rayzero.cluster.status import run_status
+from rayzero.cluster.files.status import run_status
+from rayzero.cluster.processes.reports import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report

@@ -17,10 +17,10 @@ from telemetry.strange_servers import drip, served_by
 from typer.testing import CliRunner
 
 from rayzero.cli import app
-from rayzero.cluster import tracing
-from rayzero.cluster.exposure import Exposure
-from rayzero.cluster.reports import Report
-from rayzero.cluster.tracing import trace_run
+from rayzero.cluster.files import tracing
+from rayzero.cluster.files.tracing import trace_run
+from rayzero.cluster.processes.exposure import Exposure
+from rayzero.cluster.processes.reports import Report
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rayzero.config import ZeroConfig
-from rayzero.layout.units import UnitRule, build_layout
+from rayzero.engine.units.partition import UnitRule, build_layout
 from rayzero.memory.pool import buffer_bytes
 
 VOCAB, WIDTH = 32, 64

@@ -124,8 +124,8 @@ def test_checkpointed_layers(pattern, reentrant):
 
 @pytest.mark.parametrize("up", [False, True])
 def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
-    from rayzero.activations.cost import Choice
-    from rayzero.activations.cost_book import CostBook
+    from rayzero.activations.schedule.cost import Choice
+    from rayzero.activations.schedule.cost_book import CostBook
 
     choices = [Choice.RECOMPUTE, Choice.OFFLOAD, Choice.KEEP, Choice.RECOMPUTE]
 

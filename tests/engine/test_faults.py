@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.param_unit import UnitState
+from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import StoreClosedError, TransferError
-from rayzero.messages import COMPUTE, Contribution
+from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens

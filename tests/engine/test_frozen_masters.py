@@ -17,7 +17,7 @@ from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader, export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
-from rayzero.messages import COMPUTE, MASTER
+from rayzero.protocol.messages import COMPUTE, MASTER
 from rayzero.testing import Transport, run_ranks
 
 from .models import Net, same_bits, seeded, token_loss, tokens

@@ -16,7 +16,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, GradientAccessError, NonFiniteGradientError, StepMismatchError
-from rayzero.messages import Action
+from rayzero.protocol.messages import Action
 from rayzero.testing import run_ranks
 
 from .models import Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.param_unit import ParamUnit
+from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.memory.pool import buffer_bytes
-from rayzero.messages import COMPUTE
+from rayzero.protocol.messages import COMPUTE
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -14,7 +14,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.engine import Engine
-from rayzero.engine.param_unit import UnitState
+from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
 from rayzero.telemetry.names import PINNED_UNITS, PREFETCH_REQUESTS

@@ -17,8 +17,8 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.layout.shard_map import device_shards
-from rayzero.optimizer.ownership import owner_map
-from rayzero.optimizer.service import ShardService
+from rayzero.owner.service import ShardService
+from rayzero.protocol.ownership import owner_map
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine import fetching
-from rayzero.engine.fetching import Fetching, Renewal, Waited
-from rayzero.engine.pace import PrefetchPace, quantile, wanted_depth
-from rayzero.engine.residency import UnitBuffer
-from rayzero.engine.schedule import Phase
+from rayzero.engine.units import fetch as fetching
+from rayzero.engine.units.fetch import Fetching, Renewal, Waited
+from rayzero.engine.units.pace import PrefetchPace, quantile, wanted_depth
+from rayzero.engine.units.residency import UnitBuffer
+from rayzero.engine.units.schedule import Phase
 from rayzero.memory.budget import MemoryBudget
 
 

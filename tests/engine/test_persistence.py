@@ -16,7 +16,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.memory.pool import buffer_bytes
-from rayzero.messages import COMPUTE, Contribution
+from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.telemetry.names import PREFETCH_DEPTH
 from rayzero.telemetry.recorder import MemoryRecorder

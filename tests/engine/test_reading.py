@@ -17,7 +17,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
-from rayzero.engine.param_unit import UnitState
+from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.memory.pool import buffer_bytes
 

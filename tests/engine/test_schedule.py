@@ -9,7 +9,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
-from rayzero.engine.schedule import Phase, UnitSchedule
+from rayzero.engine.units.schedule import Phase, UnitSchedule
 
 from .models import Net, seeded, tight, token_loss, tokens
 

@@ -19,11 +19,11 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader, rank_file_name
 from rayzero.checkpoint import writer as checkpoint_writer
-from rayzero.engine import snapshot
+from rayzero.engine.checkpoint import save as snapshot
 from rayzero.engine.context import RankContext, get_context, running_in
 from rayzero.errors import CheckpointError
-from rayzero.messages import FileEntry
-from rayzero.optimizer import snapshot as owner_snapshot
+from rayzero.owner import checkpoint as owner_snapshot
+from rayzero.protocol.messages import FileEntry
 from rayzero.testing import run_ranks
 
 from .models import Net, same_bits, seeded, tight, tokens

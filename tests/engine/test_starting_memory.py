@@ -21,12 +21,12 @@ from torch import nn
 import rayzero
 from rayzero.checkpoint import export_full
 from rayzero.engine.context import RankContext, running_in
-from rayzero.memory.slabs import SHARED_MEMORY
-from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_server import OwnerServer
-from rayzero.store.protocol import ParameterStore
-from rayzero.store.remote import RemoteStore
-from rayzero.store.shared_owner import SharedOwner
+from rayzero.owner.service import ShardService
+from rayzero.protocol.store import ParameterStore
+from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.rank.remote import RemoteStore
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 

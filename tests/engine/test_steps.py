@@ -21,7 +21,7 @@ from rayzero.errors import (
     StepMismatchError,
     UnsupportedError,
 )
-from rayzero.messages import Action
+from rayzero.protocol.messages import Action
 from rayzero.testing import run_ranks
 
 from .models import Net, relative_difference, same_bits, seeded, tight, token_loss, tokens

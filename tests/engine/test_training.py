@@ -23,7 +23,7 @@ from rayzero.errors import (
     StoreClosedError,
     StoreError,
 )
-from rayzero.store.hosted import HostedModels
+from rayzero.store.owner.hosted import HostedModels
 from rayzero.telemetry.names import LEARNING_RATE, STEP, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.engine.param_unit import UnitState
+from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import StepMismatchError, UnsupportedError
 from rayzero.testing import Transport, run_ranks
 

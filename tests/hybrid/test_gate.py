@@ -17,7 +17,7 @@ from torch import nn
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
 from rayzero.hybrid.gate import AwayParameter
-from rayzero.hybrid.lane import ThreadLane
+from rayzero.hybrid.host.lane import ThreadLane
 from tests.hybrid.models import backward, equal, net, train, weights
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}

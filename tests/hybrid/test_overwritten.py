@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rayzero import HybridDeviceOptimizer
-from rayzero.hybrid.buckets import Bucket
-from rayzero.hybrid.lane import Moment, ThreadLane, ThreadTicket, Ticket
+from rayzero.hybrid.host.buckets import Bucket
+from rayzero.hybrid.host.lane import Moment, ThreadLane, ThreadTicket, Ticket
 from tests.hybrid.models import backward, equal, net, weights
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}

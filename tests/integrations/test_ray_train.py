@@ -19,8 +19,8 @@ from rayzero import ZeroConfig
 from rayzero.errors import UnsupportedError
 from rayzero.integrations import ray_train
 from rayzero.integrations.ray_train import Owners, optimizer_actors
-from rayzero.store.grpc_server import serve_models
-from rayzero.store.hosted import HostedModels
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
 
 
 @pytest.mark.parametrize(

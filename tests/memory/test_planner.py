@@ -18,14 +18,14 @@ from rayzero.memory.planner import (
     OwnerPlan,
     check_plan,
     check_shared,
-    format_bytes,
     host_limits,
     plan_owner,
     ray_memory_threshold,
 )
-from rayzero.optimizer.host_memory import PrivateMemory
-from rayzero.optimizer.landing import RankGradients
-from rayzero.optimizer.state import allocate
+from rayzero.owner.gradients.landing import RankGradients
+from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.shard import allocate
+from rayzero.quantities import format_bytes
 
 MIB = 1 << 20
 

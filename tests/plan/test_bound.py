@@ -13,7 +13,7 @@ import torch
 import rayzero
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.layout.units import build_layout
+from rayzero.engine.units.partition import build_layout
 from rayzero.plan.bound import bound_step, step_traffic
 from rayzero.plan.hardware import measure_here
 from rayzero.plan.work import measure_work

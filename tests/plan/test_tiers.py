@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.engine.units.partition import build_layout
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.layout.units import build_layout
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes

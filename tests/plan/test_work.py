@@ -14,13 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.activations.copy_lane import ThreadLane
-from rayzero.activations.host_pool import HostPool
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.tensors.host_pool import HostPool
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import engine_of
+from rayzero.engine.units.partition import build_layout
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.layout.units import build_layout
 from rayzero.plan.activations import Offload
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes

@@ -25,7 +25,7 @@ from engine.models import Net, token_loss, tokens
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rayzero.layout.units import UnitRule
+from rayzero.engine.units.partition import UnitRule
 
 
 @dataclass(kw_only=True)

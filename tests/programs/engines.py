@@ -24,7 +24,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import RayZeroError
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
-from rayzero.memory.slabs import SHARED_MEMORY
-from rayzero.store.by_model import ByModel
-from rayzero.store.grpc_server import serve_models
-from rayzero.store.hosted import HostedModels
+from rayzero.protocol.store import ParameterStore
+from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.inprocess import InProcessStore, LocalOwners
-from rayzero.store.protocol import ParameterStore
-from rayzero.store.remote import RemoteStore
-from rayzero.store.same_host import why_no_sharing
+from rayzero.store.owner.by_model import ByModel
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.shm.same_host import why_no_sharing
 
 TOKEN = "the token of this test run"
 

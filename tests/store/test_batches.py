@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from rayzero.store.batches import BATCH_BYTES, Batches
+from rayzero.store.rank.transfers.batches import BATCH_BYTES, Batches
 
 
 @dataclass(frozen=True)

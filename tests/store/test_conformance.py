@@ -28,7 +28,8 @@ from rayzero.errors import (
     StepMismatchError,
     StoreError,
 )
-from rayzero.messages import (
+from rayzero.owner import checkpoint as snapshot
+from rayzero.protocol.messages import (
     COMPUTE,
     MASTER,
     Action,
@@ -40,7 +41,6 @@ from rayzero.messages import (
     ModelSpec,
     StepInputs,
 )
-from rayzero.optimizer import snapshot
 from store.stores import StoreFactory
 from store.toy import (
     HYPER,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.futures import settled
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
-from rayzero.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
-from rayzero.optimizer.futures import settled
-from rayzero.optimizer.host_memory import carve
-from rayzero.optimizer.service import ShardService
-from rayzero.store.gradient_region import GradientRegion
-from rayzero.store.gradient_writer import GradientWriter
+from rayzero.owner.memory import carve
+from rayzero.owner.service import ShardService
+from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
+from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.gradient_writer import GradientWriter
 
 from .toy import WAIT, flatten, initial_values, make_spec, random_grads
 

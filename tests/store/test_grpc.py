@@ -35,14 +35,15 @@ from rayzero.errors import (
     TransferError,
     UnsupportedError,
 )
-from rayzero.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
-from rayzero.optimizer.service import ShardService
-from rayzero.store import translate
+from rayzero.owner.service import ShardService
+from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.grpc_handlers import RankCalls
-from rayzero.store.grpc_server import OwnerServer
-from rayzero.store.remote import RemoteStore
-from rayzero.store.rpc import (
+from rayzero.store.owner.handlers import RankCalls
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.select import connect_store
+from rayzero.store.wire import translate
+from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -54,7 +55,6 @@ from rayzero.store.rpc import (
     to_status,
     token_metadata,
 )
-from rayzero.store.select import connect_store
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN
@@ -435,7 +435,7 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
             import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
-            from rayzero.store.remote import RemoteStore
+            from rayzero.store.rank.remote import RemoteStore
             from store.toy import make_spec
             store = RemoteStore(1, {[s.address for s in servers]!r}, token={TOKEN!r})
             store.attach(make_spec(2))
@@ -553,9 +553,9 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(mon
 def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
     program = f"""
         import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
-        from rayzero.optimizer.service import ShardService
-        from rayzero.store.remote import RemoteStore
-        from rayzero.store.grpc_server import OwnerServer
+        from rayzero.owner.service import ShardService
+        from rayzero.store.rank.remote import RemoteStore
+        from rayzero.store.owner.server import OwnerServer
         from store.toy import make_spec, random_grads, start, take_step
         spec = make_spec(1, kernel="torch")
         server = OwnerServer(ShardService(0, 1), token="t")

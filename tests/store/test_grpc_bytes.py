@@ -13,10 +13,10 @@ import torch
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import RankLeftError, StallError, StoreError
-from rayzero.messages import Contribution
+from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.select import connect_store
-from rayzero.store.wire import decode_header
+from rayzero.store.rank.select import connect_store
+from rayzero.store.wire.payload import decode_header
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from optimizer.owner import Gate
+from owner.owner import Gate
 
 from rayzero.errors import StoreClosedError, StoreError
-from rayzero.messages import COMPUTE
+from rayzero.protocol.messages import COMPUTE
 from rayzero.store.inprocess import InProcessStore, LocalOwners
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder

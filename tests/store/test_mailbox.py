@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError
-from rayzero.kernels.signals import BELL_BYTES, Bell, available, changed
-from rayzero.memory.slab_header import SlabFacts, lay_out_slab
-from rayzero.memory.slabs import Slab
-from rayzero.store import mailbox
-from rayzero.store.mailbox import SLOTS, Answerer, Asker, Cells
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import Slab
+from rayzero.store.shm import mailbox
+from rayzero.store.shm.mailbox import SLOTS, Answerer, Asker, Cells
+from rayzero.store.shm.signals import BELL_BYTES, Bell, available, changed
 
 from .toy import WAIT
 

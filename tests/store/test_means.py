@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rayzero.errors import ConfigError, RankLeftError, StallError, StepMismatchError, StoreError
-from rayzero.messages import COMPUTE, MEAN_BYTES, MeanInput
-from rayzero.optimizer.lead import StepLead
-from rayzero.optimizer.means import Means
-from rayzero.store.protocol import ParameterStore
+from rayzero.lead.lead import StepLead
+from rayzero.lead.means import Means
+from rayzero.protocol.messages import COMPUTE, MEAN_BYTES, MeanInput
+from rayzero.protocol.store import ParameterStore
 from store.stores import StoreFactory
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
 

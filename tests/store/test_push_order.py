@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rayzero.errors import AccumulationError
-from rayzero.messages import Contribution
-from rayzero.store.push_order import PushOrder
+from rayzero.protocol.messages import Contribution
+from rayzero.store.rank.push_order import PushOrder
 
 
 def push(seq: int, *, step: int = 0, attempt: int = 0, unit: int = 0) -> Contribution:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayzero.messages import ModelSpec
+from rayzero.protocol.messages import ModelSpec
 from store.stores import STORES, inprocess
 from store.toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start
 

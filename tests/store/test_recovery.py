@@ -17,20 +17,20 @@ from typer.testing import CliRunner
 
 from rayzero.cli import app
 from rayzero.errors import HandshakeError, RayZeroError, StoreError
-from rayzero.kernels.signals import available
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.slabs import SHARED_MEMORY, list_slabs
-from rayzero.messages import Action, Decision, ModelSpec
-from rayzero.optimizer import rules
-from rayzero.optimizer.service import ShardService
-from rayzero.store.recovery import Outcome, RunRemains, ShardRemains, Verdict, assess
-from rayzero.store.remains import read_run
-from rayzero.store.remote import RemoteStore
-from rayzero.store.shared_owner import SharedOwner
-from rayzero.store.shared_plan import SharedPlan
+from rayzero.owner.service import ShardService
+from rayzero.owner.update import rules
+from rayzero.protocol.messages import Action, Decision, ModelSpec
+from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.recovery import Outcome, RunRemains, ShardRemains, Verdict, assess
+from rayzero.store.shm.remains import read_run
+from rayzero.store.shm.signals import available
 
 from .stores import TOKEN
 from .test_shared_store import served

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError, RayZeroError
-from rayzero.store.same_host import why_no_sharing
+from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 
 _STALL_S = 60.0

@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.signals import Cell, available
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.memory.arena import Arena
 from rayzero.memory.page_lock import beyond_limit
-from rayzero.memory.slab_header import lay_out_slab
-from rayzero.memory.slabs import Slab
-from rayzero.messages import Pushed
-from rayzero.store.owner_slabs import OwnerSlabs
-from rayzero.store.shard_lines import ShardLines
-from rayzero.store.shared_plan import SharedPlan
-from rayzero.store.shared_rank import doubt_of_locks
-from rayzero.store.shared_words import Stamps
-from rayzero.store.unit_windows import UnitWindows
+from rayzero.protocol.messages import Pushed
+from rayzero.slabs.arena import Arena
+from rayzero.slabs.header import lay_out_slab
+from rayzero.slabs.slab import Slab
+from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.rank.memory.shared_memory import doubt_of_locks
+from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.signals import Cell, available
+from rayzero.store.shm.words import Stamps
 
 from .toy import make_spec
 
@@ -152,9 +152,9 @@ def test_a_stamp_is_the_newest_of_its_unit(slabs: ExitStack) -> None:
 @needs_signals
 def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
     """The sizes that the plan reserves hold what the wire makes of the largest values."""
-    from rayzero.messages import Action, Clamp, Decision, Edit, EditKind, FinishReport, NormParts, StepInputs
-    from rayzero.store import translate
+    from rayzero.protocol.messages import Action, Clamp, Decision, Edit, EditKind, FinishReport, NormParts, StepInputs
     from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+    from rayzero.store.wire import translate
 
     big = 1 << 40
     plan = plan_of(3, world_size=9)

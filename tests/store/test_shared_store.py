@@ -20,18 +20,18 @@ import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
-from rayzero.kernels.signals import available
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
-from rayzero.memory.slabs import SHARED_MEMORY, list_slabs
-from rayzero.messages import MEAN_BYTES, MeanInput, ModelSpec
-from rayzero.optimizer.service import ShardService
-from rayzero.store.grpc_server import OwnerServer
-from rayzero.store.remote import RemoteStore
-from rayzero.store.select import connect_store
-from rayzero.store.shared_owner import SharedOwner
-from rayzero.store.shared_words import Stamps
+from rayzero.owner.service import ShardService
+from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
+from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.select import connect_store
+from rayzero.store.shm.signals import available
+from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.testing import run_ranks

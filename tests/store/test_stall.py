@@ -8,9 +8,9 @@ from concurrent.futures import Future
 import pytest
 from clock import Clock
 
+from rayzero.concurrency.futures import failed, settled
 from rayzero.errors import StallError, StoreClosedError, StoreError
-from rayzero.optimizer.futures import failed, settled
-from rayzero.store.stall import StallWatch
+from rayzero.store.rank.stall import StallWatch
 from store.toy import WAIT
 
 

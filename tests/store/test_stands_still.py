@@ -22,10 +22,10 @@ import torch
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import StallError
-from rayzero.store.grpc_server import serve_models
-from rayzero.store.hosted import HostedModels
-from rayzero.store.remote import RemoteStore
-from rayzero.store.same_host import why_no_sharing
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from store.stores import TOKEN
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
@@ -43,8 +43,8 @@ def owner_process(owner: int, share: Path | None) -> Iterator[tuple[subprocess.P
     program = f"""
         import sys
         from pathlib import Path
-        from rayzero.store.grpc_server import serve_models
-        from rayzero.store.hosted import HostedModels
+        from rayzero.store.owner.server import serve_models
+        from rayzero.store.owner.hosted import HostedModels
         models = HostedModels({owner}, 2, share={f"Path({str(share)!r})" if share else None}, threads=1)
         server = serve_models(models, token={TOKEN!r})
         print(server.address, flush=True)

@@ -14,8 +14,8 @@ import grpc
 import psutil
 import pytest
 
-from rayzero.store.health import SERVICE
-from rayzero.store.rpc import CHANNEL_OPTIONS, OWNER_SERVICE, STORE_SERVICE, token_metadata
+from rayzero.store.owner.health import SERVICE
+from rayzero.store.wire.rpc import CHANNEL_OPTIONS, OWNER_SERVICE, STORE_SERVICE, token_metadata
 from store.stores import TOKEN
 from store.toy import WAIT
 
@@ -30,8 +30,8 @@ ROOM = CALLS * len(BODY) // 3  # the owner's memory may grow by; HTTP/2's flow c
 def owner() -> Iterator[tuple[str, int]]:
     """The address and the process id of an owner alone in its process."""
     program = f"""
-        from rayzero.store.grpc_server import serve_models
-        from rayzero.store.hosted import HostedModels
+        from rayzero.store.owner.server import serve_models
+        from rayzero.store.owner.hosted import HostedModels
         server = serve_models(HostedModels(0, 1, threads=1), token={TOKEN!r})
         print(server.address, flush=True)
         input()

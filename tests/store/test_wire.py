@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rayzero.errors import StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire import Assembly, byte_view, decode_chunk, decode_header, encode_chunk, encode_shard
+from rayzero.store.wire.payload import Assembly, byte_view, decode_chunk, decode_header, encode_chunk, encode_shard
 
 CARRIERS = (pb.FetchResponse, pb.PushRequest, pb.LoadRequest)
 shards = st.integers(0, 2**32 - 1)

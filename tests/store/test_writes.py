@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import RankLeftError, StallError, StepMismatchError, StoreError
-from rayzero.messages import COMPUTE, GROUP, MASTER, STEP
+from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP
 from store.stores import StoreFactory
 from store.toy import (
     HYPER,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, lay_out_unit
-from rayzero.messages import (
+from rayzero.protocol.messages import (
     COMPUTE,
     MASTER,
     Contribution,
@@ -25,7 +25,7 @@ from rayzero.messages import (
     StepInputs,
     pack_presence,
 )
-from rayzero.store.protocol import ParameterStore
+from rayzero.protocol.store import ParameterStore
 
 WAIT = 20.0  # seconds after which a test is broken; nothing here takes one
 

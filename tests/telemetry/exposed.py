@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rayzero.cluster.exposure import LOOPBACK, ExposeSettings
+from rayzero.cluster.processes.exposure import LOOPBACK, ExposeSettings
 from rayzero.telemetry.metric import Role
 
 

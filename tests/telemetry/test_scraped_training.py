@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.cluster.exposure import Exposure
+from rayzero.cluster.processes.exposure import Exposure
 from rayzero.engine.context import RankContext, running_in
 from rayzero.telemetry import pages
 from rayzero.telemetry.recorder import MemoryRecorder

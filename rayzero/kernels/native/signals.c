@@ -2,7 +2,7 @@
  *
  * Everything written before a release is seen after the acquire that reads what was released; every function here that
  * writes a word for others releases, every one that reads a word of others acquires. Words lie at their natural
- * alignment; a 64-bit word never crosses a cache line. rayzero/kernels/signals.py is the only caller.
+ * alignment; a 64-bit word never crosses a cache line. rayzero/store/shm/signals.py is the only caller.
  */
 
 #include <stdint.h>

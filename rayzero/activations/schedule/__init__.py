@@ -1,0 +1,1 @@
+"""Which groups leave the device, when they come back, and what that costs."""

@@ -1,0 +1,81 @@
+"""Chunks as they come and go: one is opened with each forward, closed at its end, and dropped once nothing is left."""
+
+from __future__ import annotations
+
+import torch
+
+from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.schedule.chunk_order import ChunkOrder
+from rayzero.activations.schedule.cost_book import CostBook
+from rayzero.activations.schedule.group import Chunk
+from rayzero.activations.schedule.quota import ChunkBytes, ChunkQuota
+from rayzero.activations.schedule.reload import Reload
+from rayzero.activations.tensors.protect import Protected
+
+
+class Chunks:
+    """The chunk whose forward runs, at most one, and the beginnings and ends of all.
+
+    Knows forwards, and who has to hear of a chunk (the order, the way back, the cost book); not what is saved, nor
+    who moves it. Called under the offload's lock."""
+
+    def __init__(
+        self, policy: OffloadPolicy, protected: Protected, order: ChunkOrder, reload: Reload, book: CostBook | None
+    ) -> None:
+        self._policy, self._protected = policy, protected
+        self._order, self._reload, self._book = order, reload, book
+        self._current: Chunk | None = None
+        self._depth = 0  # forwards of models under way, one inside the other
+        self._last_bytes: dict[int, ChunkBytes] = {}  # stage -> the last chunk's
+
+    def begin(self, stage: int) -> None:
+        """A forward of part ``stage`` starts; inside another one, or without gradients, it opens no chunk."""
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._close()
+            self._open_new(stage)
+
+    def end(self) -> None:
+        """That forward has ended."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._close()
+
+    def current(self) -> Chunk:
+        """The open one, or a new one for groups used outside any forward of the model."""
+        return self._current if self._current is not None else self._open_new(0)
+
+    def backward_began(self, chunk: Chunk) -> None:
+        """Something of ``chunk`` is read: outside any forward that ends it."""
+        if self._current is chunk and self._depth == 0:
+            self._close()
+
+    def drop_if_gone(self, chunk: Chunk) -> None:
+        """Forget a chunk of which nothing is left."""
+        if not chunk.gone or chunk not in self._reload.live_chunks():
+            return
+        self._reload.chunk_gone(chunk)
+        self._order.gone(chunk.key)
+        if self._book is not None:
+            self._book.chunk_gone(chunk)
+
+    def _open_new(self, stage: int) -> Chunk:
+        self._protected.refresh()
+        key = self._order.forward_began(stage)
+        margin = self._policy.margin if self._order.comes_next(key) else 0
+        chunk = Chunk(key, ChunkQuota(self._policy, self._last_bytes.get(stage), margin=margin))
+        self._current = chunk
+        self._reload.chunk_began(chunk)
+        if self._book is not None:
+            self._book.chunk_began(self._reload.num_chunks)
+        return chunk
+
+    def _close(self) -> None:
+        chunk, self._current = self._current, None
+        if chunk is None:
+            return
+        chunk.forward_open = False
+        self._order.forward_ended(chunk.key)
+        if any(chunk.group_bytes()):
+            self._last_bytes[chunk.key.stage] = ChunkBytes(chunk.group_bytes())
+        self.drop_if_gone(chunk)

@@ -1,0 +1,146 @@
+"""The way out: what of a group leaves when its scope has ended, and what stays. ``reload.py`` is the way back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rayzero.activations.ledger import Ledger
+from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.schedule.cost import Choice
+from rayzero.activations.schedule.cost_book import CostBook
+from rayzero.activations.schedule.group import Group
+from rayzero.activations.tensors.entries import Entries
+from rayzero.activations.tensors.entry import Entry, Place, Shelf, source_of
+from rayzero.activations.tensors.handover import take_over
+from rayzero.activations.tensors.pieces import Piece, plan_pieces
+from rayzero.activations.tensors.saved import Saved
+
+
+class Unload:
+    """Decides on a group's tensors, storage by storage, and starts those that leave.
+
+    Knows shares, the limit in flight and what is stored already; not scopes, chunks or what comes back, nor how bytes
+    move. Called under the offload's lock."""
+
+    def __init__(
+        self, shelf: Shelf, entries: Entries, ledger: Ledger, policy: OffloadPolicy, book: CostBook | None
+    ) -> None:
+        self._shelf, self._entries, self._ledger = shelf, entries, ledger
+        self._policy, self._book = policy, book
+        self._flying: deque[list[Entry]] = deque()  # groups on their way out, oldest first
+
+    def commit(self, group: Group, release: list[Tensor] | None) -> None:
+        """Decide and send; then hand over what is dead (``release``, emptied); then keep to the limit in flight."""
+        found = group.waiting()
+        handed = take_over(found, release)
+        sent = [entry for same in _by_storage(found) for entry in self._commit_storage(group, same)]
+        self._ledger.add(
+            group.name, groups=group.saved_bytes > 0, saved_bytes=group.saved_bytes, recomputed=group.recomputed
+        )
+        for each in handed:
+            self._ledger.add(group.name, **{"released_bytes" if each.dead else "refused_bytes": each.nbytes})
+        self._limit_in_flight(sent)
+
+    def forget_landed(self) -> None:
+        """Groups that have left are in flight no more."""
+        while self._flying and all(entry.place is not Place.LEAVING for entry in self._flying[0]):
+            self._flying.popleft()
+
+    def _commit_storage(self, group: Group, found: list[Saved]) -> list[Entry]:
+        """Decide on the handles of one storage; the entries that were sent."""
+        tensor = found[0].tensor
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        fresh = [saved for saved in found if not self._join_existing(group, storage, saved)]
+        valid = [saved for saved in fresh if saved.version == saved.probe._version]
+        big = [saved for saved in valid if not saved.small]
+        pieces = plan_pieces(storage.nbytes(), [saved.view for saved in big], self._policy.view_coverage) if big else []
+        sent = []
+        for piece in pieces:
+            members = [saved for saved in valid if saved.entry is None and piece.covers(saved.view)]
+            sent += [entry] if (entry := self._commit_piece(group, piece, members, storage)) is not None else []
+        return sent
+
+    def _join_existing(self, group: Group, storage: torch.UntypedStorage, saved: Saved) -> bool:
+        """True when an entry already has these bytes: they are stored once."""
+        entry = self._entries.with_content(storage, saved)
+        if entry is None:
+            return False
+        self._ledger.add(group.name, shared_bytes=saved.view.nbytes)
+        _attach(group, entry, saved)
+        return True
+
+    def _commit_piece(
+        self, group: Group, piece: Piece, members: list[Saved], storage: torch.UntypedStorage
+    ) -> Entry | None:
+        """Make the piece's entry, on the device or on its way out; it if it was sent."""
+        entry = Entry(piece, members, storage, group.key.label)
+        first = members[0].tensor
+        assert first is not None
+        group.saved_bytes += piece.nbytes
+        self._ledger.add(group.name, shared_bytes=sum(saved.view.nbytes for saved in members[1:]))
+        take = self._share(group, piece.nbytes, entry.dtype.itemsize)
+        sent = take > 0 and self._shelf.send(entry, source_of(piece, storage, first), take)
+        if take and not sent:
+            group.chunk.quota.put_back(take)
+            self._ledger.add(group.name, no_room_bytes=take)
+        if sent:
+            self._count_sent(group, entry, take)
+        else:
+            self._shelf.keep(entry)
+            self._ledger.add(group.name, kept_bytes=piece.nbytes)
+        self._entries.add(storage, entry)
+        for saved in members:
+            _attach(group, entry, saved)
+        return entry if sent else None
+
+    def _share(self, group: Group, nbytes: int, itemsize: int) -> int:
+        """Bytes of a piece that leave, whole elements."""
+        if self._book is not None:
+            return nbytes if not group.recomputed and self._book.choice(group) is Choice.OFFLOAD else 0
+        taken = group.chunk.quota.take(nbytes, group=group.index)
+        group.chunk.quota.put_back(taken % itemsize)
+        return taken - taken % itemsize
+
+    def _count_sent(self, group: Group, entry: Entry, take: int) -> None:
+        assert entry.lease is not None
+        group.offloaded_bytes += take
+        self._ledger.add(
+            group.name,
+            offloaded_bytes=take,
+            host_bytes=entry.lease.bytes.numel(),
+            kept_bytes=entry.piece.nbytes - take,
+        )
+
+    def _limit_in_flight(self, sent: list[Entry]) -> None:
+        limit = self._policy.max_in_flight
+        if limit is None or not sent:
+            return
+        self._flying.append(sent)
+        while len(self._flying) > limit:
+            for entry in self._flying.popleft():
+                self._shelf.let_go(entry)
+
+
+def _attach(group: Group, entry: Entry, saved: Saved) -> None:
+    """``saved`` reads from ``entry``, which ``group``'s backward needs."""
+    entry.attach(saved)
+    if entry not in group.entries:
+        group.entries.append(entry)
+    if entry.place is Place.KEPT:
+        saved.entry = entry
+    else:
+        saved.leave(entry)
+
+
+def _by_storage(found: Sequence[Saved]) -> list[list[Saved]]:
+    """Handles of one storage together, in the order their storages were first saved."""
+    groups: dict[int, list[Saved]] = {}
+    for saved in found:
+        assert saved.tensor is not None
+        groups.setdefault(saved.tensor.untyped_storage()._cdata, []).append(saved)
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""Saved tensors: what autograd keeps in their place, and where their bytes are."""

@@ -1,0 +1,1 @@
+"""The files of a checkpoint, byte by byte: written front to back, read without trust."""

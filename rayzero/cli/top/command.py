@@ -1,0 +1,137 @@
+"""``rayzero top``: a running run in a terminal, from the metrics that its processes serve to Prometheus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayzero.cli.run_choice import find_run
+from rayzero.cli.status import describe_run, format_status
+from rayzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from rayzero.telemetry.discovery import Target
+    from rayzero.telemetry.scrape import Scrape
+
+_WINDOW_S = 10.0  # what is shown is of as long, and of one step at least
+_ANSWER_S = 2.0  # an exporter that has not answered by then is shown so
+_LEAST_S = 1.0  # exporters make their pages anew no oftener
+_PIPE_COLUMNS = 120  # where there is no terminal to say
+
+Show = Callable[["RenderableType"], None]
+
+
+def top(
+    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture of an interval and exit.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between looks, at least 1.")] = 2.0,
+) -> None:
+    """Watch a running run: steps, phases, waits, prefetches, owners and memory. Ctrl-C leaves.
+
+    Waits for a run that is still starting. Reads what its processes serve; needs neither Ray nor Prometheus."""
+    if not (math.isfinite(interval) and interval >= _LEAST_S):
+        raise ConfigError(f"--interval is {interval:g} but must be at least {_LEAST_S:g} second")
+    from rich.console import Console
+
+    path, console = find_run(run), Console()
+    if not console.is_terminal:
+        console.width = _PIPE_COLUMNS
+    with suppress(KeyboardInterrupt):
+        _wait_until_started(path, interval)
+        live = console.is_terminal and not once
+        ended = _watch_live(path, interval, console) if live else _watch(path, interval, console.print, once=once)
+        if ended:
+            typer.echo(format_status(describe_run(path)))
+
+
+def _wait_until_started(path: Path, interval: float) -> None:
+    """Until the processes of a run that is starting are up, or it has ended."""
+    from rayzero.cluster.files.status import run_status
+    from rayzero.cluster.processes.coordinator import RunState
+
+    waited = False
+    while (record := run_status(path))["state"] == RunState.STARTING:
+        if not waited:
+            typer.echo(f"run {record['run']!r} is starting: its processes are not up yet", err=True)
+        waited = True
+        sleep(interval)
+
+
+def _watch_live(path: Path, interval: float, console: Console) -> bool:
+    """On a screen of its own; the last picture stays when it is left."""
+    last: list[RenderableType] = []
+    try:
+        with _screen(console) as update:
+
+            def show(picture: RenderableType) -> None:
+                last[:] = [picture]
+                update(picture)
+
+            return _watch(path, interval, show, once=False)
+    finally:
+        for picture in last:
+            console.print(picture)
+
+
+@contextmanager
+def _screen(console: Console) -> Iterator[Show]:
+    from rich.live import Live
+
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield lambda picture: live.update(picture, refresh=True)
+
+
+def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
+    """Look and show until the run has ended (True), or, with ``once``, one picture was shown."""
+    from rayzero.cli.top.model import draw_from, keep
+    from rayzero.cli.top.view import render
+    from rayzero.cluster.files.status import run_status
+    from rayzero.cluster.processes.coordinator import RunState
+    from rayzero.telemetry.scrape import scrape
+
+    kept: tuple[Scrape, ...] = ()
+    steps, mute = _steps_to_do(path), 0
+    while (record := run_status(path))["state"] == RunState.RUNNING:
+        kept = keep((*kept, scrape(_targets(record), timeout_s=_ANSWER_S)), _WINDOW_S)
+        mute = 0 if any(one.series for one in kept[-1].processes) else mute + 1
+        before = kept[0] if len(kept) > 1 else None
+        if mute != 1 and (before is not None or not once):  # a run that ends is mute before its record says so
+            show(render(draw_from(record["run"], before, kept[-1]), state=record["state"], steps=steps))
+            if once:
+                return False
+        sleep(interval)
+    return True
+
+
+def _targets(record: dict[str, Any]) -> tuple[Target, ...]:
+    """The run's processes as its coordinator tells them now; where it does not, as they were at the start."""
+    from rayzero.telemetry.discovery import Target
+    from rayzero.telemetry.scrape import discover
+
+    told = record.get("telemetry")
+    if told is None:
+        raise ConfigError(
+            f"run {record['run']!r} serves no metrics (run.telemetry.enabled is false), so there is nothing to watch; "
+            "rayzero status shows its record"
+        )
+    with suppress(OSError, ValueError):
+        return discover(told["http_sd"], timeout_s=_ANSWER_S)
+    try:
+        return tuple(Target.of(one["address"], one["labels"]) for one in told["targets"])
+    except ValueError as error:
+        raise ConfigError(f"the record of run {record['run']!r} is damaged: {error}") from error
+
+
+def _steps_to_do(path: Path) -> int | None:
+    from rayzero.recipes.recipe import load_recipe
+
+    config = path / "config.yaml"
+    return load_recipe(config).steps if config.exists() else None

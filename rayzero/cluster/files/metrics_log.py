@@ -1,0 +1,188 @@
+"""metrics.jsonl: one JSON object a line, made of what the ranks report. The coordinator writes it, anybody may read it.
+
+[Note: rows reach the file] A rank's report is a line of the file as soon as the coordinator has it: it neither waits
+for the driver, which may be busy, nor is it lost when a rank or the driver is killed afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayzero.checkpoint.files.safe_read import parse_json, read_text
+from rayzero.cluster.processes.reports import Report
+from rayzero.errors import DataError
+
+__all__ = ["METRICS", "MakeRow", "MetricsLog", "Row", "latest_metrics", "read_log", "row_of_report", "trim_log"]
+
+METRICS = "metrics.jsonl"
+_MAX_LOG = 1 << 32  # bytes: some ten million steps
+
+Row = dict[str, Any]
+MakeRow = Callable[[Report], Row | None]  # the row that is complete with this report, if one is
+
+_OWN = ("step", "rank", "time")  # keys of a row that are not the loop's
+
+log = logging.getLogger(__name__)
+
+
+def row_of_report(report: Report) -> Row:
+    """A row for each report: steps committed, rank, seconds since 1970, then what the loop reported.
+
+    What the loop calls step, rank or time is found as reported_step and so on."""
+    metrics = {f"reported_{name}" if name in _OWN else name: value for name, value in report.metrics.items()}
+    return {"step": report.step, "rank": report.rank, "time": report.time, **metrics}
+
+
+class MetricsLog:
+    """Appends rows to a run's metrics.jsonl.
+
+    A row that cannot be written is left out, with one warning until rows can be written again; none is cut. Knows
+    rows and one file; not who reports."""
+
+    def __init__(self, run_dir: Path, make_row: MakeRow = row_of_report) -> None:
+        """The file is made by the first row."""
+        self._path = run_dir / METRICS
+        self._make_row = make_row
+        self._file: int | None = None  # freed by: close()
+        self.lost = 0  # rows that could not be written
+
+    def add(self, reports: Iterable[Report]) -> None:
+        """Write the rows that are complete with these reports; they are in the file when this returns."""
+        rows = [row for report in reports if (row := self._make_row(report)) is not None]
+        if not rows:
+            return
+        try:
+            self._append("".join(map(_line, rows)).encode())
+        except OSError as error:
+            if not self.lost:
+                log.warning("%s cannot be written (%s); training goes on without its rows", self._path, error.strerror)
+            self.lost += len(rows)
+
+    def _append(self, lines: bytes) -> None:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        whole = os.fstat(self._file).st_size
+        left = memoryview(lines)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            os.ftruncate(self._file, whole)  # what fitted of the lines
+            raise
+
+    def close(self) -> None:
+        """Let the file go. Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _line(row: Row) -> str:
+    return json.dumps({name: value if _is_json(value) else None for name, value in row.items()}) + "\n"
+
+
+def _is_json(value: Any) -> bool:
+    """JSON has no inf and no nan: null in the file."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def trim_log(run_dir: Path, resume_step: int) -> None:
+    """Drop the rows after ``resume_step`` of an earlier part of the run, and a last line that a crash cut short.
+
+    The file is replaced as a whole, and left alone where there is nothing to drop. Raises DataError for a file that
+    is something else or cannot be replaced."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return
+    kept = "".join(_line(row) for row in read_log(run_dir) if _step_of(row) <= resume_step)
+    try:
+        if kept == path.read_text(encoding="utf-8"):
+            return
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(kept, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _step_of(row: Row) -> int:
+    step = row["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def read_log(run_dir: Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl in order; none where there is no file. A number that was inf or nan is None.
+
+    A line cut short by a crash, which can only be the last, is left out. Raises DataError for a file that is something
+    else."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    try:
+        lines = read_text(path, at_most=_MAX_LOG).splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise DataError(f"cannot read {path}: {exc}") from exc
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(_parsed(line))
+        except ValueError as exc:
+            if number < len(lines):
+                raise DataError(f"{path} line {number} is not a row of metrics: {exc}") from exc
+    return rows
+
+
+def _parsed(line: str) -> Row:
+    row = parse_json(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int or type(row.get("rank", 0)) is not int:
+        raise ValueError("it has no step, or no number as its rank")
+    for name, value in row.items():
+        if not (_is_text(name) and _is_reported(value)):
+            raise ValueError(f"{reprlib.repr(name)} is {reprlib.repr(value)}")
+    return row
+
+
+def _is_reported(value: Any) -> bool:
+    """Whether a rank can have reported it: a number of at most 64 bits, text or None."""
+    if isinstance(value, int):
+        return abs(value) < 1 << 63
+    return value is None or isinstance(value, float) or _is_text(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Surrogates alone are no characters, and nothing prints them."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def latest_metrics(rows: Sequence[Row]) -> Row | None:
+    """What a run reported last under each name, and its step; None without rows.
+
+    Of several ranks: the loss is their mean, everything else the lowest rank's."""
+    by_rank: dict[int, Row] = {}
+    for row in rows:
+        by_rank.setdefault(row.get("rank", 0), {}).update(row)
+    if not by_rank:
+        return None
+    ranks = [by_rank[rank] for rank in sorted(by_rank)]
+    merged: Row = {}
+    for rank in reversed(ranks):
+        merged |= {name: value for name, value in rank.items() if name not in ("rank", "time")}
+    merged["step"] = max(_step_of(rank) for rank in ranks)
+    if "loss" in merged:
+        merged["loss"] = _mean([rank["loss"] for rank in ranks if "loss" in rank])
+    return merged
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    """None where one of them is no number."""
+    if not all(isinstance(value, int | float) for value in values):
+        return None
+    return float(sum(values)) / len(values)

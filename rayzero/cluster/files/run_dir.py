@@ -1,0 +1,287 @@
+"""A run's directory: who may write to it, what a resumed run starts from, and ``run.json``, what became of the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rayzero.checkpoint import CheckpointReader
+from rayzero.checkpoint.files.safe_read import parse_json, read_text
+from rayzero.cluster.files.run_checkpoints import RunCheckpoints
+from rayzero.cluster.files.run_lock import LOCK, RunLock
+from rayzero.config import RunConfig
+from rayzero.errors import CheckpointError, ConfigError
+
+__all__ = ["RECORD", "RunDirectory", "Start", "checkpoints_of", "find_start", "read_record"]
+
+RECORD = "run.json"
+
+_MAX_RECORD = 1 << 28  # bytes
+
+_SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a run starts from."""
+
+    checkpoint: Path | None  # None: it is a fresh run
+    step: int  # steps that the checkpoint has done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectory:
+    """The place of one run's files, locked against other drivers until :meth:`close` or the process's end. Made by
+    :meth:`open`, which checks everything that can be checked."""
+
+    path: Path
+    start: Start
+    checkpoints: RunCheckpoints
+    fresh: bool  # it was not there before
+    lock: RunLock  # freed by: close()
+
+    @classmethod
+    def open(cls, config: RunConfig, *, setting: str = _SETTING) -> RunDirectory:
+        """Find or make the directory and lock it; nothing is written where it is refused, but what a save left that
+        was cut short is put right.
+
+        ``setting`` is what the user chose the place with, for messages. Raises ConfigError when a run is going on
+        there, another run's checkpoints or newer ones than that to resume are there, or the place cannot be written,
+        and CheckpointError when there is no checkpoint to resume from or it is damaged.
+        """
+        path = config.path.absolute()
+        fresh = not path.exists()
+        checkpoints = checkpoints_of(path)
+        lock = _lock_run(path, checkpoints)
+        try:
+            start = _choose(config, path, checkpoints, setting)
+            _make(checkpoints.folder, setting)
+            lock = lock or RunLock.take(path)
+            lock.sign()
+            if start.checkpoint is not None and start.checkpoint in checkpoints:
+                checkpoints.note(start.checkpoint)
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+        return cls(path=path, start=start, checkpoints=checkpoints, fresh=fresh, lock=lock)
+
+    @property
+    def resume(self) -> Path | None:
+        """The checkpoint the run starts from."""
+        return self.start.checkpoint
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other drivers in. Idempotent."""
+        self.lock.close()
+
+    def withdraw(self) -> None:
+        """Take away what :meth:`open` made, where it made the directory and nothing else is in it."""
+        if not self.fresh:
+            return
+        with suppress(OSError):  # somebody put a file there: then it stays
+            self.checkpoints.folder.rmdir()
+            (self.path / LOCK).unlink()
+            self.path.rmdir()
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
+        self._replace_record_file((json.dumps(record, indent=1, default=str) + "\n").encode())
+
+    def read_record_file(self) -> bytes | None:
+        """What is in ``run.json`` now; None where there is none."""
+        with suppress(FileNotFoundError):
+            return (self.path / RECORD).read_bytes()
+        return None
+
+    def restore_record_file(self, earlier: bytes | None) -> None:
+        """Have ``run.json`` as :meth:`read_record_file` found it."""
+        if earlier is None:
+            (self.path / RECORD).unlink(missing_ok=True)
+        else:
+            self._replace_record_file(earlier)
+
+    def _replace_record_file(self, content: bytes) -> None:
+        temporary = self.path / f".{RECORD}.tmp"
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, self.path / RECORD)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """``run.json`` of a run directory, or None where there is none; raises ConfigError when it is not one."""
+    try:
+        record = parse_json(read_text(path / RECORD, at_most=_MAX_RECORD))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
+    if wrong := _wrong_in(record):
+        raise ConfigError(f"{path / RECORD} is not a run's record: {wrong} is missing or wrong")
+    found: dict[str, Any] = record
+    return found
+
+
+def _wrong_in(record: object) -> str | None:
+    """The first entry that is not what every reader relies on."""
+    if not isinstance(record, dict):
+        return "everything"
+    return next((name for name, right in _ENTRIES.items() if not right(record.get(name))), None)
+
+
+def _is_text(told: object) -> bool:
+    """Text that can be printed: JSON may have half a surrogate pair."""
+    return isinstance(told, str) and told.encode(errors="ignore").decode() == told
+
+
+def _is_number(told: object) -> bool:
+    """Seconds, say: nothing that arithmetic fails with."""
+    return isinstance(told, int | float) and abs(told) < 1e18
+
+
+def _is_driver(told: object) -> bool:
+    return isinstance(told, dict) and _is_text(told.get("host")) and isinstance(told.get("pid"), int)
+
+
+def _is_telemetry(told: object) -> bool:
+    """None: the run tells nothing of itself."""
+    if told is None:
+        return True
+    return isinstance(told, dict) and _is_text(told.get("http_sd")) and _all(_is_target, told.get("targets"))
+
+
+def _is_target(told: object) -> bool:
+    return isinstance(told, dict) and isinstance(told.get("address"), str) and isinstance(told.get("labels"), dict)
+
+
+def _is_member(told: object) -> bool:
+    return _is_driver(told) and isinstance(told, dict) and _is_text(told.get("who"))
+
+
+def _all(right: Callable[[object], bool], told: object) -> bool:
+    return isinstance(told, list) and all(map(right, told))
+
+
+def _is_paths(told: object) -> bool:
+    """None: an early record, or one of a run that knows of none."""
+    return told is None or _all(_is_text, told)
+
+
+_ENTRIES: dict[str, Callable[[object], bool]] = {
+    "run": _is_text,
+    "state": _is_text,
+    "started_at": _is_number,
+    "driver": _is_driver,
+    "telemetry": _is_telemetry,
+    "members": lambda told: told is None or _all(_is_member, told),  # None: nobody had been started yet
+    "ended_at": lambda told: told is None or _is_number(told),
+    "checkpoints_elsewhere": _is_paths,
+    "error": lambda told: told is None or _is_text(told),
+}
+
+
+def checkpoints_of(run_dir: Path) -> RunCheckpoints:
+    """The checkpoints of the run in ``run_dir``; where its record is damaged, those in its folder, with a warning."""
+    try:
+        record = read_record(run_dir)
+    except ConfigError as error:
+        log.warning("only the checkpoints in %s are looked for: %s", run_dir, error)
+        record = None
+    return RunCheckpoints(run_dir, map(Path, (record or {}).get("checkpoints_elsewhere") or ()))
+
+
+def find_start(config: RunConfig, *, setting: str = _SETTING) -> Start:
+    """What :meth:`RunDirectory.open` would start from now; it raises the same, makes nothing and locks nothing for
+    longer."""
+    path = config.path.absolute()
+    checkpoints = checkpoints_of(path)
+    with _lock_run(path, checkpoints) or nullcontext():
+        return _choose(config, path, checkpoints, setting)
+
+
+def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
+    """Lock what a run has left, and put right what a save of its that was cut short has; None: nothing to lock.
+
+    Before anything is chosen: a checkpoint that was being replaced has its name back only then."""
+    if not (path / LOCK).exists() and not checkpoints.anything_stale():
+        return None
+    lock = RunLock.take(path)
+    try:
+        checkpoints.sweep()
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _choose(config: RunConfig, path: Path, checkpoints: RunCheckpoints, setting: str) -> Start:
+    """The one place that decides what a run in ``path`` starts from."""
+    if config.resume is False:
+        _refuse_other_run(path, checkpoints, setting)
+        return Start(checkpoint=None, step=0)
+    found = _newest(checkpoints) if config.resume is True else Path(config.resume).absolute()
+    with CheckpointReader(found) as checkpoint:  # it is whole
+        start = Start(checkpoint=found, step=checkpoint.step)
+    if found in checkpoints:
+        _refuse_older(start, checkpoints, setting)
+    else:
+        _refuse_other_run(path, checkpoints, setting)
+    return start
+
+
+def _newest(checkpoints: RunCheckpoints) -> Path:
+    catalog = checkpoints.catalog()
+    if (found := catalog.newest()) is None:
+        damaged = "".join(f"; {why}" for why in catalog.damaged.values())
+        raise CheckpointError(f"nothing to resume: {checkpoints.folder} holds no complete checkpoint{damaged}")
+    return found
+
+
+def _refuse_other_run(path: Path, checkpoints: RunCheckpoints, setting: str) -> None:
+    """Two runs' checkpoints in one place could not be told apart; a run that left none may be run again."""
+    if found := checkpoints.folders():
+        sound = checkpoints.catalog().sound
+        newest = checkpoints.name_of(sound[-1].path if sound else found[-1])
+        raise ConfigError(
+            f"{path} already holds checkpoints of a run (newest: {newest}); resume it, or choose another place "
+            f"with {setting}"
+        )
+
+
+def _refuse_older(start: Start, checkpoints: RunCheckpoints, setting: str) -> None:
+    """What the run did after an older checkpoint would be taken for what it does from there on."""
+    if newer := [checkpoints.name_of(one.path) for one in checkpoints.catalog().sound if one.step > start.step]:
+        names = newer[0] if len(newer) == 1 else f"{newer[0]} to {newer[-1]}"
+        raise ConfigError(
+            f"run.resume is {start.checkpoint}, but {checkpoints.folder} holds newer checkpoints of this run "
+            f"({names}), from which it would go on the next time; move them away or delete them, or "
+            f"choose another place with {setting}"
+        )
+
+
+def _make(path: Path, setting: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot make {path}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{setting}: cannot write to {path}")

@@ -1,0 +1,74 @@
+"""Where a run stands, for ``rayzero status``: read from its record, which the driver keeps fresh while it runs.
+
+Ray is asked only where this process is on it already: joining a cluster takes long, needs its token, and the record
+knows nearly as much.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from rayzero.cluster.files.run_dir import RECORD, read_record
+from rayzero.cluster.processes.coordinator import NAMESPACE, RunState, coordinator_name
+from rayzero.errors import ConfigError
+
+__all__ = ["list_runs", "run_status"]
+
+LOST = "lost"  # the record says starting or running, and the driver is not there any more
+
+_ANSWER_S = 5.0
+_CLOCK_S = 2.0  # by which a process's time of birth, counted from boot, may be off
+
+
+def run_status(run_dir: Path) -> dict[str, Any]:
+    """What is known of the run in ``run_dir``: its ``run.json``; on the run's own Ray, the coordinator's view over it.
+
+    ``state`` is a RunState's value, or ``"lost"``. Raises ConfigError when no run was recorded there.
+    """
+    record = read_record(run_dir)
+    if record is None:
+        raise ConfigError(f"{run_dir} holds no run: there is no {RECORD}")
+    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
+        return record
+    if not _driver_lives(record):
+        return record | {"state": LOST}
+    live = _ask_coordinator(record) if ray.is_initialized() else None
+    return record | {key: value for key, value in (live or {}).items() if value is not None}
+
+
+def list_runs(storage_path: Path) -> list[dict[str, Any]]:
+    """The records of all runs under ``storage_path``, oldest first."""
+    if not storage_path.is_dir():
+        return []
+    records = [read_record(path.parent) for path in sorted(storage_path.glob(f"*/{RECORD}"))]
+    return sorted((record for record in records if record), key=lambda record: float(record["started_at"]))
+
+
+def _ask_coordinator(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The ledger of a run on the Ray that this process is on; None when it has no such coordinator."""
+    try:
+        coordinator = ray.get_actor(coordinator_name(record["run"]), namespace=NAMESPACE)
+        described: dict[str, Any] = ray.get(coordinator.describe.remote(), timeout=_ANSWER_S)
+        return described
+    except (ValueError, ray.exceptions.RayError):
+        return None
+
+
+def _driver_lives(record: dict[str, Any]) -> bool:
+    """True unless the driver ran on this host and is gone; one that has its pid now must not be younger than it."""
+    driver = record["driver"]
+    if driver["host"] != socket.gethostname():
+        return True
+    try:
+        process = psutil.Process(driver["pid"])
+        born: float = process.create_time()
+        return process.status() != psutil.STATUS_ZOMBIE and born <= record["started_at"] + _CLOCK_S
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+    except psutil.AccessDenied:
+        return True

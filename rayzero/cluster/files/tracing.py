@@ -1,0 +1,105 @@
+"""A run's trace: the spans of its ranks and owners, asked for while it runs, or what it left when it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rayzero.cluster.files.status import run_status
+from rayzero.cluster.processes.coordinator import RunState
+from rayzero.cluster.processes.exposure import TRACE_PATH
+from rayzero.errors import ConfigError, RunFailedError
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import discover, read_pages
+from rayzero.telemetry.spans import ASKED_S, Recorded
+from rayzero.telemetry.trace_file import trace_of
+
+__all__ = ["TRACE_FILE", "trace_run", "write_trace"]
+
+TRACE_FILE = "trace.json"  # in the folder of a run that kept one
+
+_ANSWER_S = 10.0  # for a whole page, however slowly its bytes come
+_TRACED = (Role.RANK, Role.OPTIMIZER)  # the coordinator has no part in a step
+
+
+def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
+    """What the run in ``run_dir`` does in the next ``seconds``, or more where it keeps spans all along: by process.
+
+    Raises ConfigError where it does not run or tells nothing of itself, RunFailedError where it does not answer."""
+    record = run_status(run_dir)
+    name = record["run"]
+    if record["state"] != RunState.RUNNING:
+        raise ConfigError(_not_running(name, record["state"], run_dir / TRACE_FILE))
+    if not record.get("telemetry"):
+        raise ConfigError(f"run {name!r} tells nothing of itself: it has run.telemetry.enabled=false")
+    addresses = _traced(record["telemetry"]["http_sd"], name)
+    found = _ask_all(addresses, name)
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, ASKED_S / 2))
+        found = _ask_all(addresses, name)
+    return found
+
+
+def _not_running(name: str, state: str, kept: Path) -> str:
+    if state == RunState.STARTING:
+        return f"run {name!r} is still starting, and nothing is traced yet; ask again when it trains"
+    if kept.is_file():
+        return f"run {name!r} does not run any more ({state}); its trace is in {kept}"
+    return (
+        f"run {name!r} does not run any more ({state}) and kept no trace: ask while it runs, or start it with "
+        "run.telemetry.trace_steps=10 for a trace of its last 10 steps"
+    )
+
+
+def _traced(http_sd: str, run: str) -> dict[str, str]:
+    """By who it is, the address of every process that has spans: ranks first."""
+    try:
+        targets = discover(http_sd, timeout_s=_ANSWER_S)
+    except OSError as error:
+        raise _silent(f"the coordinator of run {run!r}", http_sd, error) from error
+    except ValueError as error:
+        raise RunFailedError(f"run {run!r} does not tell of its processes at {http_sd}: {error}") from error
+    found = sorted((one for one in targets if one.role in _TRACED), key=lambda one: (one.role != Role.RANK, one.index))
+    if not found:
+        raise RunFailedError(f"run {run!r} tells of no rank or owner at {http_sd} yet; ask again when it trains")
+    return {one.who: one.address for one in found}
+
+
+def _ask_all(addresses: Mapping[str, str], run: str) -> dict[str, Recorded]:
+    pages = _pages({who: f"http://{address}{TRACE_PATH}" for who, address in addresses.items()}, run)
+    return {who: _recorded(who, page, run) for who, page in pages.items()}
+
+
+def _recorded(who: str, page: bytes, run: str) -> Recorded:
+    try:
+        return Recorded.from_json(json.loads(page))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunFailedError(f"{who} of run {run!r} answers with no spans: {type(error).__name__}: {error}") from error
+
+
+def _pages(urls: Mapping[str, str], run: str) -> dict[str, bytes]:
+    """By who it is, what each one answers; all are asked at once, and one that does not answer is named."""
+    found: dict[str, bytes] = {}
+    for (who, url), page in zip(urls.items(), read_pages([*urls.values()], timeout_s=_ANSWER_S), strict=True):
+        if isinstance(page, str):
+            raise _silent(f"{who} of run {run!r}", url, page)
+        found[who] = page
+    return found
+
+
+def _silent(who: str, url: str, why: object) -> RunFailedError:
+    return RunFailedError(f"{who} does not answer at {url}: {why}; has the run just ended, or is this another network?")
+
+
+def write_trace(path: Path, run: str, processes: Mapping[str, Recorded]) -> None:
+    """The file that Perfetto shows, whole or not at all. Raises ConfigError where it cannot be written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(trace_of(run, processes)) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from error

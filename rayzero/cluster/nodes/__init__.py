@@ -1,0 +1,1 @@
+"""Ray and its nodes: joining a cluster, and which process gets a place where."""

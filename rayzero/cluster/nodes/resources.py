@@ -1,0 +1,296 @@
+"""What each process of a run gets, and what is missing when a cluster is too small. Pure arithmetic, no Ray.
+
+A run is placed as *groups* of processes that are reserved together. With ``placement="beside_rank"`` a group is a rank
+worker and the optimizer actors beside it on the same node (optimizer ``k`` beside rank ``k % num_workers``); otherwise
+every rank is a group of its own and all optimizer actors are another, close together (``"packed"``) or spread over the
+nodes that carry the labels of ``scaling_config.optimizer_labels`` (``"cpu_nodes"``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from rayzero.cluster.nodes.labels import in_words, matches
+from rayzero.config import ScalingConfig
+from rayzero.quantities import count, format_bytes
+
+__all__ = [
+    "Group",
+    "Node",
+    "ResourcePlan",
+    "Share",
+    "Strategy",
+    "describe_nodes",
+    "missing_resources",
+    "plan_optimizers",
+    "plan_resources",
+]
+
+_LEAST_CPUS = 0.01  # Ray counts CPUs in steps of 0.0001; a bundle with none may be placed anywhere
+
+Strategy = Literal["STRICT_PACK", "PACK", "SPREAD"]  # Ray's words: one node; few nodes; many nodes
+Placement = Literal["beside_rank", "packed", "cpu_nodes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What one node of the cluster has in all, used or not."""
+
+    cpus: float
+    gpus: float = 0.0
+    memory: float = 0.0  # bytes that Ray gives out
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one process gets."""
+
+    cpus: float  # that Ray reserves
+    gpus: int  # that Ray reserves
+    threads: int  # that compute in it
+    memory: int = 0  # bytes that Ray reserves; 0: none are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Processes that are reserved together: a rank worker, if any, then optimizer actors."""
+
+    rank: int | None  # None: optimizer actors alone
+    optimizers: tuple[int, ...]
+    shares: tuple[Share, ...]  # of the rank first, then of the optimizers
+    strategy: Strategy
+    labels: Mapping[str, str] = field(default_factory=dict)  # that every node of the group must carry
+
+    @cached_property
+    def cpus(self) -> float:
+        """CPUs of all its processes."""
+        return round(math.fsum(share.cpus for share in self.shares), 4)
+
+    @cached_property
+    def gpus(self) -> int:
+        """GPUs of all its processes."""
+        return sum(share.gpus for share in self.shares)
+
+    @cached_property
+    def memory(self) -> int:
+        """Bytes reserved for all its processes."""
+        return sum(share.memory for share in self.shares)
+
+    def pieces(self) -> Iterator[tuple[Share, ...]]:
+        """Its processes, cut where they may be on different nodes."""
+        if self.strategy == "STRICT_PACK":
+            yield self.shares
+        else:
+            yield from ((share,) for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourcePlan:
+    """The share of every process of a run, and which processes stand together."""
+
+    worker: Share
+    optimizer: Share
+    num_workers: int
+    num_optimizers: int
+    groups: tuple[Group, ...]  # those with ranks first, in rank order
+    bind_numa: bool
+
+    @property
+    def cpus(self) -> float:
+        """CPUs of all processes."""
+        return math.fsum(group.cpus for group in self.groups)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all processes."""
+        return sum(group.gpus for group in self.groups)
+
+    @property
+    def memory(self) -> int:
+        """Bytes reserved for all processes."""
+        return sum(group.memory for group in self.groups)
+
+    def place_of_optimizer(self, optimizer: int) -> tuple[int, int]:
+        """(group, place in the group's shares) of an optimizer actor; a rank's is (rank, 0)."""
+        for index, group in enumerate(self.groups):
+            if optimizer in group.optimizers:
+                return index, group.optimizers.index(optimizer) + (group.rank is not None)
+        raise IndexError(f"optimizer {optimizer} of {self.num_optimizers}")
+
+
+def plan_resources(scaling: ScalingConfig, nodes: Sequence[Node], placement: Placement = "beside_rank") -> ResourcePlan:
+    """Shares for every process of a run on these nodes.
+
+    CPUs that the config leaves open are the largest equal share with which all groups fit (whole CPUs, or
+    hundredths of one on a small cluster); where nothing fits it is one CPU, so that ``missing_resources`` can say
+    what one would need.
+    """
+
+    def planned(share: float) -> ResourcePlan:
+        return _plan(scaling, share, placement)
+
+    return planned(_largest_share(scaling, nodes, planned))
+
+
+def plan_optimizers(scaling: ScalingConfig) -> ResourcePlan:
+    """Shares for optimizer actors alone, close together, of a run whose ranks others place. ``cpus_per_optimizer``: 1
+    where the config leaves it open."""
+    plan = _plan(scaling, 1.0, "packed")
+    return replace(plan, num_workers=0, groups=tuple(group for group in plan.groups if group.rank is None))
+
+
+def missing_resources(plan: ResourcePlan, nodes: Sequence[Node]) -> str | None:
+    """What the nodes lack for the plan, and the setting to change; None when every group has a place."""
+    if _fits(plan.groups, nodes):
+        return None
+    if plan.gpus > (gpus := sum(node.gpus for node in nodes)):
+        need = f"{count(plan.gpus, 'GPU')} (scaling_config.use_gpu: 1 for each of {count(plan.num_workers, 'rank')})"
+        return f"the run needs {need}, the cluster has {gpus:g}; lower num_workers or set use_gpu=False"
+    for group in plan.groups:
+        if not any(matches(group.labels, node.labels) for node in nodes):
+            return _no_such_node(group, nodes)
+    if plan.cpus > (cpus := sum(node.cpus for node in nodes)):
+        return f"the run needs {_cpu_demand(plan)}, the cluster has {count(cpus, 'CPU')}; {_LOWER}"
+    if plan.memory > (memory := sum(node.memory for node in nodes)):
+        return f"the run needs {_memory_demand(plan)}, the cluster has {format_bytes(int(memory))}; {_LESS_MEMORY}"
+    together = "a rank and the optimizers beside it need one node" if _stand_together(plan) else "each needs one node"
+    demand = _cpu_demand(plan) + (f" and {_memory_demand(plan)}" if plan.memory else "")
+    return (
+        f"the run needs {demand}, and {together}: no way to place {_groups_in_words(plan)} on "
+        f"{describe_nodes(nodes)}; {_LOWER}"
+    )
+
+
+def describe_nodes(nodes: Sequence[Node]) -> str:
+    """``2 nodes (8 CPUs, 1 GPU; 4 CPUs)``: for error messages."""
+    inside = "; ".join(
+        count(node.cpus, "CPU") + (f", {count(node.gpus, 'GPU')}" if node.gpus else "") for node in nodes
+    )
+    return f"{count(len(nodes), 'node')} ({inside})"
+
+
+_LOWER = "lower scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
+_LESS_MEMORY = "lower scaling_config.memory_per_worker, memory_per_optimizer, num_workers or num_optimizers"
+
+
+def _no_such_node(group: Group, nodes: Sequence[Node]) -> str:
+    wanted = in_words(group.labels)
+    seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in group.labels})
+    have = f"they carry {', '.join(seen)}" if seen else "none carries such a label"
+    return (
+        f"placement='cpu_nodes' puts optimizer actors on nodes with {wanted}, and the cluster's {len(nodes)} have "
+        f"none: {have}; start nodes with ray start --labels={wanted}, set scaling_config.optimizer_labels, or use "
+        "placement='packed'"
+    )
+
+
+def _stand_together(plan: ResourcePlan) -> bool:
+    return any(len(group.shares) > 1 and group.strategy == "STRICT_PACK" for group in plan.groups)
+
+
+def _cpu_demand(plan: ResourcePlan) -> str:
+    return (
+        f"{count(plan.cpus, 'CPU')} ({count(plan.num_workers, 'rank')} x {plan.worker.cpus:g} + "
+        f"{count(plan.num_optimizers, 'optimizer')} x {plan.optimizer.cpus:g})"
+    )
+
+
+def _memory_demand(plan: ResourcePlan) -> str:
+    return (
+        f"{format_bytes(plan.memory)} of memory ("
+        f"{count(plan.num_workers, 'rank')} x {format_bytes(plan.worker.memory)} + "
+        f"{count(plan.num_optimizers, 'optimizer')} x {format_bytes(plan.optimizer.memory)})"
+    )
+
+
+def _groups_in_words(plan: ResourcePlan) -> str:
+    def words(piece: tuple[Share, ...]) -> str:
+        cpus, gpus, memory = _sum(piece)
+        parts = [count(cpus, "CPU")] + [count(gpus, "GPU")] * bool(gpus) + [format_bytes(int(memory))] * bool(memory)
+        return " and ".join(parts)
+
+    return ", ".join(dict.fromkeys(words(piece) for group in plan.groups for piece in group.pieces()))
+
+
+def _plan(scaling: ScalingConfig, share: float, placement: Placement) -> ResourcePlan:
+    """The plan in which open CPU counts are ``share``."""
+    worker = _share(
+        scaling.cpus_per_worker or share,
+        scaling.threads_per_worker,
+        gpus=int(scaling.use_gpu),
+        memory=scaling.memory_per_worker,
+    )
+    optimizer = _share(
+        scaling.cpus_per_optimizer or share, scaling.threads_per_optimizer, gpus=0, memory=scaling.memory_per_optimizer
+    )
+    return ResourcePlan(
+        worker=worker,
+        optimizer=optimizer,
+        num_workers=scaling.num_workers,
+        num_optimizers=scaling.num_optimizers,
+        groups=tuple(_groups(scaling, worker, optimizer, placement)),
+        bind_numa=scaling.bind_numa,
+    )
+
+
+def _groups(scaling: ScalingConfig, worker: Share, optimizer: Share, placement: Placement) -> Iterator[Group]:
+    beside = placement == "beside_rank"
+    for rank in range(scaling.num_workers):
+        own = tuple(range(rank, scaling.num_optimizers, scaling.num_workers)) if beside else ()
+        shares = (worker, *(optimizer for _ in own))
+        yield Group(rank=rank, optimizers=own, shares=shares, strategy="STRICT_PACK")
+    if not beside:
+        everyone = tuple(range(scaling.num_optimizers))
+        yield Group(
+            rank=None,
+            optimizers=everyone,
+            shares=tuple(optimizer for _ in everyone),
+            strategy="PACK" if placement == "packed" else "SPREAD",
+            labels={} if placement == "packed" else scaling.optimizer_labels,
+        )
+
+
+def _share(cpus: float, threads: int | None, *, gpus: int, memory: int | None) -> Share:
+    return Share(cpus=round(cpus, 4), gpus=gpus, threads=threads or max(1, math.floor(cpus)), memory=memory or 0)
+
+
+def _largest_share(scaling: ScalingConfig, nodes: Sequence[Node], planned: Callable[[float], ResourcePlan]) -> float:
+    """The largest CPU share with which the groups fit; a node's CPUs split among 1, 2, ... processes are tried."""
+    processes = range(1, scaling.num_workers + scaling.num_optimizers + 1)
+    shares = {_round_down(node.cpus / count) for node in nodes for count in processes}
+    left_open = scaling.num_workers * (scaling.cpus_per_worker is None)
+    left_open += scaling.num_optimizers * (scaling.cpus_per_optimizer is None)
+    cpus = sum(node.cpus for node in nodes)
+    possible = [share for share in shares if share * left_open <= cpus + 1e-9]  # laying out thousands of groups is slow
+    fitting = (share for share in sorted(possible, reverse=True) if _fits(planned(share).groups, nodes))
+    return next(fitting, 1.0)
+
+
+def _round_down(cpus: float) -> float:
+    """Whole CPUs, or hundredths of one below that; never 0."""
+    return float(math.floor(cpus)) if cpus >= 1 else max(math.floor(cpus * 100) / 100, _LEAST_CPUS)
+
+
+def _fits(groups: Iterable[Group], nodes: Sequence[Node]) -> bool:
+    """First fit, those with GPUs and labels first, then the largest: True when every piece has a node."""
+    free = [[node.cpus, node.gpus, node.memory] for node in nodes]
+    pieces = [(_sum(piece), group.labels) for group in groups for piece in group.pieces()]
+    for (cpus, gpus, memory), labels in sorted(pieces, key=lambda p: (p[0][1], bool(p[1]), p[0]), reverse=True):
+        for node, have in zip(nodes, free, strict=True):
+            if have[0] + 1e-9 >= cpus and have[1] >= gpus and have[2] >= memory and matches(labels, node.labels):
+                have[0], have[1], have[2] = have[0] - cpus, have[1] - gpus, have[2] - memory
+                break
+        else:
+            return False
+    return True
+
+
+def _sum(piece: Sequence[Share]) -> tuple[float, int, int]:
+    """CPUs, GPUs and bytes."""
+    cpus = round(math.fsum(share.cpus for share in piece), 4)
+    return cpus, sum(share.gpus for share in piece), sum(share.memory for share in piece)

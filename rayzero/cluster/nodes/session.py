@@ -1,0 +1,98 @@
+"""Being on a Ray cluster for the length of a run: the one at hand, or a local one that we start and end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import ray
+from ray._private import utils as ray_utils
+
+from rayzero.cluster.interrupts import interruptible, postponed, shielded
+from rayzero.cluster.nodes.ray_address import find_ray
+from rayzero.cluster.nodes.resources import Node
+from rayzero.cluster.processes.coordinator import NAMESPACE
+from rayzero.errors import RunFailedError
+
+__all__ = ["alive_nodes", "free_resources", "ray_session", "started_here"]
+
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
+    """Join Ray, and leave it as it was found. ``say`` hears what is done, in a few words, before it is done.
+
+    In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS``
+    (as under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without
+    dashboard, which ends with the session; that one, too, where what ``ray start`` left is a file only. Raises
+    ConfigError where nobody answers at ``RAY_ADDRESS``, RunFailedError when the cluster cannot be reached, and what a
+    signal raises (KeyboardInterrupt, SystemExit(143)): at once while a cluster is joined, and once Ray has started
+    where it is started here.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    found = find_ray()
+    if found.ignored:
+        log.warning("%s", found.ignored)
+    say("starting Ray on this machine" if found.joined is None else f"joining Ray at {found.joined}")
+    try:
+        _start() if found.joined is None else _join(found.joined)
+        yield
+    finally:
+        with shielded():
+            ray.shutdown()
+
+
+def _start() -> None:
+    """Signals wait: what a raylet has just started stays for ever when its driver goes away in the middle."""
+    with postponed(), _handlers_kept():
+        _init("local", "the local machine")
+
+
+def _join(address: str) -> None:
+    with interruptible(), _handlers_kept():
+        _init(None, address)  # it is found once more, by Ray: only then does Ray look for a token by itself
+
+
+def _init(address: str | None, where: str) -> None:
+    try:
+        ray.init(address=address, include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises a bare Exception where a node does not start in time
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise RunFailedError(f"cannot join Ray at {where}: {said}") from error
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray's own handlers for SIGTERM, which it sets while it starts, exit in the middle of that, and what a raylet has
+    just started then stays for ever."""
+    theirs, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = theirs
+
+
+def started_here() -> bool:
+    """True when this process started the Ray it is connected to: such a cluster never grows."""
+    from ray._private.worker import _global_node
+
+    return _global_node is not None and bool(_global_node.is_head())
+
+
+def alive_nodes() -> list[Node]:
+    """What each node of the cluster has in all."""
+    return [_node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+
+
+def free_resources() -> Node:
+    """What nobody uses just now, all nodes together."""
+    return _node(ray.available_resources(), {})
+
+
+def _node(has: Mapping[str, float], labels: Mapping[str, str]) -> Node:
+    return Node(cpus=has.get("CPU", 0.0), gpus=has.get("GPU", 0.0), memory=has.get("memory", 0.0), labels=labels)

@@ -1,0 +1,175 @@
+"""What one process of a run shows to Prometheus: its recorder, its memory and its node's, behind one port."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayzero.cluster.processes.heartbeats import Pulse
+from rayzero.config import TelemetryConfig
+from rayzero.memory.heap import heap_use
+from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
+from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.process_memory import node_memory, process_memory
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.metric import Role
+from rayzero.telemetry.names import (
+    HEAP_BYTES,
+    HOST_MEMORY_HEADROOM_BYTES,
+    HOST_MEMORY_LIMIT_BYTES,
+    MEMORY_BYTES,
+    PROCESS_MEMORY_BYTES,
+    SHM_LIMIT_BYTES,
+    SHM_USED_BYTES,
+)
+from rayzero.telemetry.pages import Page
+from rayzero.telemetry.recorder import MemoryRecorder, Reading
+from rayzero.telemetry.spans import SpanRing
+
+if TYPE_CHECKING:
+    from rayzero.cluster.processes.coordinator import Member
+
+__all__ = ["LOOPBACK", "TRACE_PATH", "ExposeSettings", "Exposure", "MemorySource", "plan_exposure"]
+
+LOOPBACK = "127.0.0.1"
+TRACE_PATH = "/trace"
+
+_MEASURE_S = 5.0  # a process's pages are counted at most as often: the kernel walks all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposeSettings:
+    """What one process's exporter is opened with."""
+
+    run: str
+    role: Role
+    who: str  # "rank 0", "optimizer 1", "coordinator"
+    index: int | None  # of a rank or an owner
+    node: str  # its host's address
+    host: str  # to listen on
+    port: int  # 0: any free one
+    slab_dir: Path  # where this run's slabs are made
+    trace: bool  # keep spans all along, not only while somebody asks for them
+
+    def target(self, address: str) -> Target:
+        """What discovery says of it."""
+        return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index)
+
+
+def plan_exposure(
+    run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path
+) -> dict[str, ExposeSettings]:
+    """Who listens where. ``members``: the coordinator first, then the others in the order of their ports."""
+    everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
+    found: dict[str, ExposeSettings] = {}
+    for number, (who, member) in enumerate(members.items()):
+        kind, _, index = who.partition(" ")
+        port = config.port if not number else config.exporter_ports and config.exporter_ports + number - 1
+        found[who] = ExposeSettings(
+            run=run,
+            role=Role(kind),
+            who=who,
+            index=int(index) if index else None,
+            node=member.host,
+            host=member.host if everywhere else LOOPBACK,
+            port=port,
+            slab_dir=slab_dir,
+            trace=config.trace_steps is not None,
+        )
+    return found
+
+
+class MemorySource:
+    """This process's and its node's memory, counted when somebody looks. See ``Recorder.watch``.
+
+    Puts into the ledger what nobody else can tell of: what the process was before, and its heap. [Note: the ledger]"""
+
+    def __init__(
+        self, slab_dir: Path, told: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``told()``: bytes of the heap that the ledger has from others; none at first."""
+        self._slab_dir = slab_dir
+        self._told = told
+        self._clock = clock
+        self._now = self._before = LedgerCount(process_memory(), heap_use(), 0.0)
+        self._measured = clock()
+
+    def begin_run(self, model_bytes: int) -> None:
+        """What the process is now, less ``model_bytes`` of its heap, is what it was before the run."""
+        give_back_freed()  # else it would be the process's for ever
+        self._before = without_model(self._before, LedgerCount(process_memory(), heap_use(), 0.0), model_bytes)
+        self._measured = -_MEASURE_S  # who looks next sees both of the same time
+
+    def __call__(self) -> Iterator[Reading]:
+        now = self._count()
+        for kind, size in ledger_rest(self._before, now).items():
+            yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": "ram"})
+        for kind in ("rss", "pss", "uss", "shm"):
+            yield Reading(PROCESS_MEMORY_BYTES, getattr(now.process, kind), {"kind": kind})
+        if now.heap is not None:
+            yield Reading(HEAP_BYTES, now.heap.used, {"kind": "used"})
+        node = node_memory(self._slab_dir)
+        yield Reading(SHM_USED_BYTES, node.shm_used, {})
+        yield Reading(SHM_LIMIT_BYTES, node.shm_limit, {})
+        yield Reading(HOST_MEMORY_HEADROOM_BYTES, node.headroom, {})
+        for source, limit in node.limits.items():
+            yield Reading(HOST_MEMORY_LIMIT_BYTES, limit, {"source": source})
+
+    def _count(self) -> LedgerCount:
+        if self._clock() - self._measured >= _MEASURE_S:
+            self._now = LedgerCount(process_memory(), heap_use(), self._told())
+            self._measured = self._clock()
+        return self._now
+
+
+class Exposure:
+    """One process's exporter and, where there is a coordinator to tell, its heartbeat."""
+
+    def __init__(
+        self,
+        settings: ExposeSettings,
+        recorder: MemoryRecorder,
+        *,
+        coordinator: Any = None,
+        update_seconds: Callable[[], float] | None = None,
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
+        """Listen; ``target`` says where. Also serves the recorder's spans: who asks for them has them kept for a while.
+
+        ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError where
+        the port cannot be had."""
+        if settings.trace:
+            recorder.spans.keep()
+        all_pages = {TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {})
+        exporter = Exporter(
+            recorder, settings.role, host=settings.host, port=settings.port, who=settings.who, pages=all_pages
+        )
+        memory = MemorySource(settings.slab_dir, lambda: _told(recorder, memory))
+        recorder.watch(memory)
+        self.begin_run = memory.begin_run
+        self.target = settings.target(exporter.address)
+        self._exporter = exporter
+        self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)
+
+    def close(self) -> None:
+        """Free the port, end the heartbeat. Idempotent."""
+        self._exporter.close()
+        if self._pulse is not None:
+            self._pulse.close()
+
+
+def _told(recorder: MemoryRecorder, memory: MemorySource) -> float:
+    """Bytes of the heap whose purpose the recorder's other sources tell."""
+    series = recorder.gauges(without=memory).get(MEMORY_BYTES, {})
+    return sum(size for labels, size in series.items() if dict(labels)["tier"] == "ram")
+
+
+def _spans(ring: SpanRing) -> bytes:
+    ring.ask()
+    return json.dumps(ring.recorded().to_json()).encode()

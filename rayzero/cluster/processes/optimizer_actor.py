@@ -1,0 +1,104 @@
+"""The optimizer actor: a process that holds shards and serves them; the Ray shell around a plain object."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rayzero.cluster.nodes.numa import bind
+from rayzero.cluster.processes.coordinator import Member, this_process
+from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
+from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+from rayzero.cluster.supervision import optimizer_name
+from rayzero.kernels.bandwidth import measure_bandwidth
+from rayzero.memory.malloc import keep_message_buffers
+from rayzero.memory.process_memory import own_bytes
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.names import (
+    HOST_BANDWIDTH_LIMIT,
+    OPTIMIZER_CORES,
+    OPTIMIZER_CPU_SECONDS,
+    OPTIMIZER_THREADS,
+    OPTIMIZER_UPDATE_SECONDS,
+    PLAN_ERROR_RATIO,
+)
+from rayzero.telemetry.recorder import MemoryRecorder, Reading
+
+__all__ = ["OptimizerActor"]
+
+_PLAN_STEPS = 20  # after which every page has been used
+
+
+class OptimizerActor:
+    """One owner, alone in its process.
+
+    Born idle: ``serve`` opens the port, ``watch`` lasts until ``stop``."""
+
+    def __init__(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> None:
+        """``measure_bandwidth``: of the host's memory, when it starts. ``bind_numa``: to one node's CPUs."""
+        if bind_numa:
+            bind(optimizer_name(settings.owner), settings.owner, settings.threads)
+        self._settings = settings
+        self._measure_bandwidth = measure_bandwidth
+        self._recorder = MemoryRecorder()
+        self._stopped = threading.Event()
+        torch.set_num_threads(settings.threads)
+        keep_message_buffers()
+        self._owner = ServedOwner(settings, self._recorder)
+        self._exposure: Exposure | None = None
+
+    def hello(self) -> Member:
+        """Who and where this is."""
+        return this_process(optimizer_name(self._settings.owner))
+
+    def serve(self, host: str) -> str:
+        """Start serving on a free port of ``host``; the address for ranks and other owners."""
+        return self._owner.serve(host)
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        """Know where all owners listen, itself included: before the first rank attaches."""
+        self._owner.connect_peers(addresses)
+
+    def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
+        """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
+
+        def update_seconds() -> float:
+            return self._recorder.timing(OPTIMIZER_UPDATE_SECONDS).total
+
+        self._recorder.set(OPTIMIZER_THREADS, self._settings.threads)
+        self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
+        bandwidth = measure_bandwidth(self._settings.threads) if self._measure_bandwidth else None
+        if bandwidth is not None:
+            self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
+        self._recorder.watch(partial(_process_readings, self._owner.models, own_bytes()))
+        self._exposure = Exposure(settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds)
+        return self._exposure.target
+
+    def watch(self) -> None:
+        """Last as long as the owner serves: who waits for this call learns of the process's death at once."""
+        self._stopped.wait()
+
+    def stop(self) -> Measured:
+        """Close the port, free the shards, end ``watch``; what was measured. Idempotent."""
+        if not self._stopped.is_set():
+            self._owner.stop()
+            if self._exposure is not None:
+                self._exposure.close()
+            self._stopped.set()
+        return Measured.of(self._recorder)
+
+
+def _process_readings(models: HostedModels, before: int) -> Iterator[Reading]:
+    """Processor time; and, once all of the planned memory is in use for certain, what the plan was worth."""
+    yield Reading(OPTIMIZER_CPU_SECONDS, time.process_time(), {})
+    if models.planned_bytes and models.decided_steps >= _PLAN_STEPS:
+        grown = own_bytes() - before
+        yield Reading(PLAN_ERROR_RATIO, grown / models.planned_bytes - 1, {"what": "host"})

@@ -1,0 +1,65 @@
+"""What a process of a run needs to be an owner: its prepared models' shards, and the server in front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import OwnerServer, serve_models
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.recorder import Recorder
+
+__all__ = ["OwnerSettings", "ServedOwner"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerSettings:
+    """What one owner is started with."""
+
+    owner: int
+    num_owners: int
+    threads: int  # that compute updates
+    memory_budget: int  # bytes its plan may use
+    share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
+    norms_every: int | None  # steps between measurements of norms by layer group; None: never
+    device: str = "cpu"  # where masters and states lie
+    token: str = field(repr=False)  # every call to the owner carries it
+
+
+class ServedOwner:
+    """An owner in this process. Born idle: ``serve`` opens the port."""
+
+    def __init__(self, settings: OwnerSettings, recorder: Recorder) -> None:
+        self._settings = settings
+        share = settings.share if settings.share is not None and why_no_sharing(settings.share) is None else None
+        self.models = HostedModels(
+            settings.owner,
+            settings.num_owners,
+            share=share,
+            threads=settings.threads,
+            memory_budget=settings.memory_budget,
+            recorder=recorder,
+            norms_every=settings.norms_every,
+            device=torch.device(settings.device),
+        )
+        self._server: OwnerServer | None = None
+
+    def serve(self, host: str) -> str:
+        """Start serving on a free port of ``host``; the address for ranks and other owners."""
+        self._server = serve_models(self.models, token=self._settings.token, host=host)
+        return self._server.address
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        """Know where all owners listen, itself included: before the first rank attaches."""
+        assert self._server is not None, "serve() comes first"
+        self._server.connect_peers(addresses)
+
+    def stop(self) -> None:
+        """Close the port, free the shards. Idempotent."""
+        if self._server is not None:
+            self._server.stop()
+        self.models.close()

@@ -1,0 +1,148 @@
+"""The rank worker: a process that runs the user's training loop once; the Ray shell around a context and a loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from rayzero.cluster.loop import PackedLoop, unpack_loop
+from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
+from rayzero.cluster.processes.coordinator import Member, this_process
+from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
+from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+from rayzero.cluster.processes.reports import Report, ReportChannel, ReportGauges, plain_metrics
+from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
+from rayzero.config import CheckpointErrors, ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.protocol.messages import CheckpointInfo
+from rayzero.protocol.store import ParameterStore
+from rayzero.store.rank.select import connect_store
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.recorder import MemoryRecorder
+
+__all__ = ["RankSettings", "RankWorker"]
+
+_FLUSH_S = 30.0  # the longest a finished loop waits for its last reports to be taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What one rank's loop is run with."""
+
+    rank: int
+    world_size: int
+    run: str
+    run_dir: Path
+    resume: Path | None
+    on_checkpoint_error: CheckpointErrors
+    use_gpu: bool
+    bind_numa: bool
+    config: ZeroConfig
+    addresses: tuple[str, ...]  # of the owners, by index
+    token: str = field(repr=False)  # owners ask for it in every call
+
+
+class RankWorker:
+    """One rank: a context, the user's loop in it, the channel its reports leave by; and, where a part of the optimizer
+    stays on its device, the owner of that part."""
+
+    def __init__(self, rank: int, threads: int, owner: OwnerSettings | None) -> None:
+        """``owner``: of the owner beside it; None: there is none."""
+        self._rank = rank
+        self._threads = threads
+        self._recorder = MemoryRecorder()
+        self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
+        self._context: RankContext | None = None
+        self._channel: ReportChannel | None = None
+        self._exposure: Exposure | None = None  # until the process ends: a loop that has returned is still shown
+
+    def hello(self) -> Member:
+        """Who and where this is."""
+        return this_process(rank_name(self._rank))
+
+    def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
+        """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
+        self._exposure = Exposure(settings, self._recorder, coordinator=coordinator)
+        return self._exposure.target
+
+    def serve(self, host: str) -> str:
+        """Start serving as the owner beside this rank; see ``ServedOwner.serve``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        return self._owner.serve(host)
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        """See ``ServedOwner.connect_peers``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        self._owner.connect_peers(addresses)
+
+    def stop_owner(self) -> None:
+        """End the owner beside this rank, if there is one: after every rank's loop. Idempotent."""
+        if self._owner is not None:
+            self._owner.stop()
+
+    def run(self, settings: RankSettings, packed_loop: PackedLoop, coordinator: Any) -> RankOutcome:
+        """Run the loop to its end, well or not; what it raises is in the outcome, never raised from here."""
+        if settings.bind_numa:
+            near = cpus_near_gpu(0) if settings.use_gpu else None
+            bind(rank_name(self._rank), self._rank, self._threads, near)
+        torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
+        channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
+        context = self._context = _context(settings, channel, self._recorder)
+        context.handing_over = None if self._exposure is None else self._exposure.begin_run
+        failure = None
+        try:
+            with running_in(context):
+                unpack_loop(packed_loop)()
+        except BaseException as error:  # supervision: the driver is told, whatever the user's loop raised
+            failure = failure_of(rank_name(self._rank), error)
+        channel.close(_FLUSH_S)
+        return RankOutcome(rank=self._rank, failure=failure, measured=Measured.of(self._recorder))
+
+    def stop(self, reason: str) -> None:
+        """Make the loop end: its reports are refused and everything it waits for fails with ``reason``."""
+        if self._channel is not None:
+            self._channel.refuse()
+        if self._context is not None:
+            self._context.close(reason)
+
+
+def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRecorder) -> RankContext:
+    gauges = ReportGauges(recorder)
+
+    def sink(metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
+        plain = plain_metrics(metrics)
+        gauges.show(plain)
+        path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
+        channel.put(Report(rank=settings.rank, step=context.steps_done, metrics=plain, checkpoint=path))
+
+    def connect(model: int) -> ParameterStore:
+        return connect_store(
+            settings.rank,
+            settings.addresses,
+            token=settings.token,
+            config=settings.config,
+            recorder=recorder,
+            model=model,
+        )
+
+    context = RankContext(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
+        run=settings.run,
+        run_dir=settings.run_dir,
+        resume=settings.resume,
+        on_checkpoint_error=settings.on_checkpoint_error,
+        config=settings.config,
+        connect=connect,
+        sink=sink,
+        recorder=recorder,
+    )
+    return context

@@ -1,0 +1,1 @@
+"""Threads, locks and futures: what every room waits with. Knows nothing of models."""

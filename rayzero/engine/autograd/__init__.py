@@ -1,0 +1,1 @@
+"""Module and autograd events, turned into the engine's calls."""

@@ -1,0 +1,133 @@
+"""Saved-tensor hooks: what autograd saves of a weight is a handle, not the weight.
+
+[Note: handles] While a unit's forward or a touch runs, whatever autograd saves of any parameter's storage is packed
+as (unit, slot, size, stride, offset, versions); unpacking unshards. Backward, recomputation, double backward and
+retain_graph therefore fetch by themselves. Every other tensor goes to the hooks that were on the stack before,
+or, where there are none, is kept with its version, because torch's own check for in-place changes is off under
+hooks. A checkpoint counts what is saved, and must count the same in the forward and in its recomputation, whoever is
+on top of it then: it is shown the weights too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from rayzero.engine.private_torch import (
+    PackHook,
+    UnpackHook,
+    is_checkpoints,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_below,
+    storage_key,
+)
+from rayzero.engine.units.param_unit import ParamUnit
+
+Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
+
+
+class Handle:
+    """A weight that autograd saved: where to find it again."""
+
+    __slots__ = ("content", "dtype", "offset", "size", "slot", "stride", "unit", "version")
+
+    def __init__(self, unit: ParamUnit, slot: int, saved: Tensor, content: int) -> None:
+        self.unit = unit
+        self.slot = slot
+        self.dtype = saved.dtype
+        self.size = saved.size()
+        self.stride = saved.stride()
+        self.offset = saved.storage_offset()
+        self.version = unit.writes_of(slot)
+        self.content = content  # published version of the weights
+
+
+class SavedWeights:
+    """The pack and unpack hooks of one rank.
+
+    Knows which storages are weights; not when units come or go: ``fetch(unit)`` has the unit up on return."""
+
+    def __init__(self, slots: Slots, fetch: Callable[[ParamUnit], None], content: Callable[[], int]) -> None:
+        self._slots = slots
+        self._fetch = fetch
+        self._content = content
+        self._plain = self._plain_hooks()
+
+    def push(self) -> None:
+        """Put hooks on the stack that pass other tensors to the ones below."""
+        below = saved_tensor_hooks_below()
+        if below is None:
+            pack, unpack = self._plain
+        elif getattr(below[0], "weights_of", None) is self:
+            pack, unpack = below  # ours are on top already
+        else:
+            pack, unpack = self._delegating_hooks(*below)
+        push_saved_tensor_hooks(pack, unpack)
+
+    def pop(self) -> None:
+        """Take them off again."""
+        pop_saved_tensor_hooks()
+
+    def pack(self, saved: Tensor) -> Handle | None:
+        """A handle for a weight; None for any other tensor."""
+        found = self._slots.get(storage_key(saved.untyped_storage()))
+        if found is None:
+            return None
+        return Handle(found[0], found[1], saved, self._content())
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """The weight, its unit up; RuntimeError where it has been written or is of another step."""
+        unit = handle.unit
+        if handle.content != self._content() or handle.version != unit.writes_of(handle.slot):
+            raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
+        self._fetch(unit)
+        return unit.tensor(handle.slot, handle)
+
+    def below(self, hooks: tuple[PackHook, UnpackHook]) -> tuple[bool, tuple[PackHook, UnpackHook] | None]:
+        """Whether ``hooks`` are these, and if so those that other tensors go to."""
+        ours = getattr(hooks[0], "weights_of", None) is self
+        return ours, getattr(hooks[0], "below", None) if ours else hooks
+
+    def _plain_hooks(self) -> tuple[PackHook, UnpackHook]:
+        def pack(saved: Tensor) -> Any:
+            return self.pack(saved) or (saved, saved._version)
+
+        def unpack(packed: Any) -> Tensor:
+            if type(packed) is Handle:
+                return self.unpack(packed)
+            saved, version = packed
+            if saved._version != version:
+                raise _modified(tuple(saved.shape), version, None)
+            return saved  # type: ignore[no-any-return]
+
+        return self._mark(pack, None), unpack
+
+    def _delegating_hooks(self, pack_below: PackHook, unpack_below: UnpackHook) -> tuple[PackHook, UnpackHook]:
+        show = is_checkpoints(pack_below) or hasattr(pack_below, "weights_of")
+
+        def pack(saved: Tensor) -> Any:
+            handle = self.pack(saved)
+            shown = pack_below(saved) if handle is None or show else None
+            return shown if handle is None else handle
+
+        def unpack(packed: Any) -> Tensor:
+            return self.unpack(packed) if type(packed) is Handle else unpack_below(packed)
+
+        return self._mark(pack, (pack_below, unpack_below)), unpack
+
+    def _mark(self, pack: Any, below: tuple[PackHook, UnpackHook] | None) -> PackHook:
+        """Say whose hook it is, and on top of which, for ``push`` and ``below``."""
+        pack.weights_of, pack.below = self, below
+        return cast(PackHook, pack)
+
+
+def _modified(shape: tuple[int, ...], expected: int, name: str | None) -> RuntimeError:
+    what = f"parameter {name!r} of shape {list(shape)}" if name else f"a tensor of shape {list(shape)}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is no longer at version {expected}. Hint: a step() or an in-place operation between forward and "
+        "backward changed it"
+    )

@@ -1,0 +1,107 @@
+"""A checkpoint loaded into a prepared model: what ``prepare()`` does for a run that resumes, in the middle of one.
+
+Owners take a checkpoint's files only when they begin. Here every rank reads them, one unit at a time, and gives the
+values to the owners as writes: masters, moments and step counts, with no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.state_values import unpack
+from rayzero.engine.checkpoint.param_groups import ResumedGroups
+from rayzero.engine.checkpoint.save import check_resume, names_of, of_model
+from rayzero.engine.context import get_context
+from rayzero.engine.engine import Engine
+from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
+from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.values.optimizer_state import State, StateFormat, check_states, write_states
+from rayzero.errors import CheckpointError
+from rayzero.layout.model_layout import ParamSlot
+from rayzero.protocol.messages import COMPUTE, MASTER, STEP
+
+
+def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
+    """Put what ``save_checkpoint`` wrote to ``directory`` in place of the model's parameters and buffers, and of the
+    optimizer's states and parameter groups' options. Every rank calls it between two steps, with the same directory.
+
+    The run's count of steps, the loop's own state and random generators stay as they are. Any number of ranks and
+    owners may have written it. A rank that has no file in it takes rank 0's buffers and groups. Raises CheckpointError,
+    before anything is changed, where the checkpoint is missing, damaged or of another model."""
+    engine, rank = optimizer.engine, get_context().rank
+    directory = of_model(Path(directory), engine.number)
+    check_resume(directory, engine.model)
+    with CheckpointReader(directory) as reader:
+        _check_optimizer(reader, optimizer.optimizer_class)
+        _check_parameters(reader, engine.units)
+        form = StateFormat(optimizer.optimizer_class, hyper_of(optimizer))
+        states = _SavedStates(reader, engine, form)
+        check_states(engine, form, states)
+        file = rank if rank < reader.world_size else 0
+        state = unpack(*reader.rank_state(file))
+        engine.drain()
+        engine.cache.write_back()
+        for unit in engine.units:
+            engine.values.load(unit, {i: _value(reader, unit, slot) for i, slot in enumerate(unit.layout.slots)})
+        write_states(engine, form, states)
+        fill_buffers(engine.model, reader.buffers(file))
+    ResumedGroups(state["groups"], names_of(engine.model), str(directory)).restore(optimizer.param_groups)
+
+
+def _check_optimizer(reader: CheckpointReader, ours: type) -> None:
+    saved, name = reader.spec.optimizer, f"{ours.__module__}:{ours.__qualname__}"
+    if saved != name:
+        raise CheckpointError(
+            f"{reader.directory} was written with optimizer {saved!r}, this run has {name!r}; use the same class"
+        )
+
+
+def _check_parameters(reader: CheckpointReader, units: list[ParamUnit]) -> None:
+    saved = {slot.name: (slot.shape, unit.trainable) for unit in reader.layout.units for slot in unit.slots}
+    for unit in units:
+        for slot in unit.layout.slots:
+            ours = (slot.shape, unit.layout.trainable)
+            if saved.get(slot.name) != ours:
+                raise CheckpointError(
+                    f"{reader.directory} has {_described(saved.get(slot.name))} as {slot.name!r}, the model has "
+                    f"{_described(ours)}: it is a checkpoint of another model"
+                )
+
+
+def _described(param: tuple[tuple[int, ...], bool] | None) -> str:
+    return "nothing" if param is None else f"a {'trained' if param[1] else 'frozen'} parameter of shape {param[0]}"
+
+
+def _value(reader: CheckpointReader, unit: ParamUnit, slot: ParamSlot) -> Tensor:
+    kind = MASTER if unit.layout.trainable else COMPUTE
+    return reader.read_slice(slot.name, kind, 0, slot.numel).view(slot.shape)
+
+
+class _SavedStates(Mapping[int, State]):
+    """Each trained Parameter's optimizer state by its id, read from the checkpoint when it is asked for."""
+
+    def __init__(self, reader: CheckpointReader, engine: Engine, form: StateFormat) -> None:
+        self._reader, self._form = reader, form
+        self._slots = {
+            id(engine.units[index].params[i]): (engine.units[index].layout.slots[i], group)
+            for index in engine.trained.of_unit
+            for i, group in engine.trained.groups_of(index).items()
+        }
+
+    def __getitem__(self, param: int) -> State:
+        slot, group = self._slots[param]
+        steps = self._reader.slot_step(slot.name)
+        kinds = self._form.of(group, steps).keys() - {STEP}
+        state = {k: self._reader.read_slice(slot.name, k, 0, slot.numel).view(slot.shape) for k in sorted(kinds)}
+        return state | ({STEP: steps} if STEP in self._form.of(group, steps) else {})
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)

@@ -1,0 +1,179 @@
+"""What a model starts with: where the first value of each parameter and buffer comes from, and its way to the owners.
+
+[Note: starting] A parameter's first value is, in this order: the checkpoint's, where the run resumes; that in
+``weights``; what ``init`` wrote; what the Parameter holds. A Parameter on the meta device holds nothing, so one of
+the others must give it a value, on rank 0: the other ranks' parameters never count, and may all be on meta. Buffers
+are each rank's own. Everything is looked at before anything changes; then one unit's vector at a time is filled and
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.checkpoint.fit import Wanted, misfits
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.weights import NamedWeights, Weights
+from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.start.unit_init import Init, UnitInit
+from rayzero.engine.start.weight_stream import Load, require_fit, take_stream, unit_vector
+from rayzero.engine.units.partition import UnitPlan
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.layout.model_layout import UnitLayout, dtype_name
+
+
+class Start:
+    """The first values of one rank's model. Knows names and sources; not owners or steps. [Note: starting]"""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: UnitPlan,
+        rank: int,
+        resume: Path | None,
+        weights: Weights | None,
+        init: Init | None,
+    ) -> None:
+        """``resume``: the model's checkpoint to continue from; None: a fresh start.
+
+        Raises CheckpointError, ConfigError or UnsupportedError, naming all that does not fit; changes nothing."""
+        self._model = model
+        self._plan = plan
+        self._wanted = wanted_by(model)
+        self._params = dict(model.named_parameters())
+        self._resumed = _buffers_of(resume)  # None: a fresh start
+        if self._resumed is not None:
+            weights = None  # the owners restore; what was started from is of no interest
+        self._stream = weights if weights is not None and weights.is_stream else None
+        self._weights = weights.open() if weights is not None and self._stream is None else None
+        self._strict = weights is None or weights.strict
+        self._init = init
+        self._source_name = _source_names(self._wanted, self._weights)
+        self._check_sources(weights)
+        self._check_values(rank)
+
+    # ---- looking
+
+    def _check_sources(self, weights: Weights | None) -> None:
+        if self._init is not None and weights is not None and (self._strict or self._stream is not None):
+            raise ConfigError(
+                "prepare() was given weights= and init=, and weights must give every value; for init to give what they "
+                "lack, pass rayzero.Weights(source, strict=False) of files or a mapping, else leave init away"
+            )
+        if self._weights is not None:
+            problems = misfits(self._wanted, self._weights.decls, strict=self._strict)
+            require_fit(self._weights, self._model, problems or _unequal_ties(self._wanted, self._weights))
+
+    def _check_values(self, rank: int) -> None:
+        """Raise UnsupportedError for what is on meta while nothing gives it a value."""
+        if self._stream is not None:
+            return
+        for name, param in self._params.items():
+            if param.is_meta and rank == 0 and not (self._init or self._given(name)):
+                raise UnsupportedError(
+                    f"parameter {name!r} is on the meta device and nothing gives it a value: pass rayzero.prepare("
+                    "weights=...), a safetensors file, a Hugging Face directory or named tensors, or init=..., a "
+                    "function of a module as for model.apply"
+                )
+        for name in self._empty_buffers():
+            if not self._init:
+                raise UnsupportedError(
+                    f"buffer {name!r} is on the meta device and nothing gives it a value: build the model under "
+                    "rayzero.empty_parameters(), which leaves buffers real, or pass an init= that writes it"
+                )
+
+    def _empty_buffers(self) -> list[str]:
+        """Buffers on meta that neither a checkpoint nor weights fill."""
+        return [name for name, buffer in self._model.named_buffers() if buffer.is_meta and not self._given(name)]
+
+    def _given(self, name: str) -> bool:
+        """Whether a checkpoint or weights have the value of a parameter or buffer."""
+        if self._resumed is not None:
+            return name in self._params or name in self._resumed
+        return name in self._source_name
+
+    # ---- bringing
+
+    def bring(self, load: Load | None) -> None:
+        """Fill units one by one and ``load`` them; None: nobody wants this rank's parameters. Then fill buffers.
+
+        Where this fails, parameters are as they were."""
+        if self._stream is not None:
+            fill_buffers(self._model, take_stream(self._stream, self._model, self._plan, self._wanted, load))
+        elif self._init is not None and (self._resumed is None or self._empty_buffers()):
+            UnitInit(self._model, self._plan, self._init, lambda unit: self._send(unit, load), self._given).run()
+        else:
+            for unit in self._plan.layout.units:
+                self._send(unit, load)
+        if self._weights is not None:
+            given = [name for name, _ in self._model.named_buffers() if self._given(name)]
+            fill_buffers(self._model, {name: self._weights.read(self._source_name[name]) for name in given})
+
+    def _send(self, unit: UnitLayout, load: Load | None) -> None:
+        if load is None:
+            return
+        flat = unit_vector(unit)
+        for slot in unit.slots:
+            flat[slot.start : slot.stop].view(slot.shape).copy_(self._value(slot.name))
+        load(unit.index, flat).result()
+
+    def _value(self, name: str) -> Tensor:
+        if self._weights is not None and self._given(name):
+            return self._weights.read(self._source_name[name])
+        return self._params[name].detach()
+
+
+def wanted_by(model: nn.Module) -> list[Wanted]:
+    """The parameters and persistent buffers that ``state_dict`` has, each once, with all of its names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(id(tensor), []).append(dot + name)
+                tensors[id(tensor)] = tensor
+    return [
+        Wanted(names=tuple(names[key]), shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+        for key, tensor in tensors.items()
+    ]
+
+
+def require_weights(model: nn.Module, path: str) -> None:
+    """Raise CheckpointError, naming all, where the weights at ``path`` do not fit; the model may be on meta."""
+    weights = Weights(path).open()
+    require_fit(weights, model, misfits(wanted_by(model), weights.decls, strict=True))
+
+
+def _buffers_of(resume: Path | None) -> frozenset[str] | None:
+    """Names of the buffers in the checkpoint to resume from; None: there is none."""
+    if resume is None:
+        return None
+    with CheckpointReader(resume) as reader:
+        return frozenset(reader.buffers())
+
+
+def _source_names(wanted: Iterable[Wanted], weights: NamedWeights | None) -> dict[str, str]:
+    """The model's name, each of them -> one that ``weights`` have."""
+    held = () if weights is None else weights.decls
+    return {
+        name: found
+        for one in wanted
+        if (found := next((n for n in one.names if n in held), None))
+        for name in one.names
+    }
+
+
+def _unequal_ties(wanted: Iterable[Wanted], weights: NamedWeights) -> list[str]:
+    problems = []
+    for one in wanted:
+        held = [name for name in one.names if name in weights]
+        for first, second in pairwise(held):
+            if not torch.equal(weights.read(first), weights.read(second)):
+                problems.append(f"{first!r} and {second!r} differ there, and are one tensor in the model")
+    return problems

@@ -1,0 +1,206 @@
+"""``model.apply(init)`` for a model that is nowhere whole: a unit's parameters exist while its modules are visited.
+
+[Note: init by unit] Modules are visited by torch's own ``apply``: the same modules in the same order, so that random
+numbers are drawn as on a whole model. A unit's meta parameters get memory when the first module that holds one of them
+is visited, or when something touches one earlier, and lose it after the last visit that may write to them: that of the
+unit's own module, and of every module that holds one. All bits of new memory are set, which is a NaN in each float
+dtype: what is still NaN at the end was not initialised, and is refused. So is a touch of a unit that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.private_torch import swap_tensors
+from rayzero.engine.start.meta import materialise, replace_buffers
+from rayzero.engine.units.partition import UnitPlan
+from rayzero.errors import UnsupportedError
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.tensor_metadata import METADATA, of_class, plain
+
+Init = Callable[[nn.Module], object]
+
+
+class UnitInit:
+    """One run of ``init`` over a model. Knows which units' parameters have memory; not who wants their values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: UnitPlan,
+        init: Init,
+        complete: Callable[[UnitLayout], None],
+        given: Callable[[str], bool],
+    ) -> None:
+        """complete: takes a unit whose parameters have their values, before their memory goes. given: whether a
+        parameter's value comes from elsewhere, so that ``init`` need not write it."""
+        self._model = model
+        self._init = init
+        self._complete = complete
+        self._given = given
+        self._units = plan.layout.units
+        self._params = dict(model.named_parameters())
+        self._unit_of = {id(self._params[slot.name]): unit for unit in self._units for slot in unit.slots}
+        self._early = {unit.index for unit in self._units if any(self._params[s.name].is_meta for s in unit.slots)}
+        order: list[nn.Module] = []
+        model.apply(order.append)
+        self._ending = _ending(model, plan, order, self._unit_of)  # visit -> the units it ends
+        self._visits = 0
+        self._module = ""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._over: set[int] = set()
+        self._empty: dict[int, nn.Parameter] = {}  # of parameters that have memory now: their meta tensors
+        self._classes = {name: type(param) for name, param in self._params.items()}
+        self._absent = _absent_class(self._bring)
+
+    def run(self) -> None:
+        """Visit every module. However it ends, parameters that were on meta are there again; buffers that were are
+        real once it ends well."""
+        before = _real_buffers(self._model)
+        try:
+            for param in self._params.values():
+                if param.is_meta:
+                    param.__class__ = self._absent
+            self._model.apply(self._visit)
+            for unit in self._units:
+                if unit.index not in self._early:
+                    self._complete(unit)
+            self._require_buffers(before)
+        except BaseException:
+            replace_buffers(self._model, {id(real): empty for real, empty in before.values()})
+            raise
+        finally:
+            for name, param in self._params.items():
+                param.__class__ = self._classes[name]
+                if id(param) in self._empty:
+                    swap_tensors(param, self._empty.pop(id(param)))
+
+    def _visit(self, module: nn.Module) -> None:
+        self._module = self._names[id(module)]
+        held = {name: param for name, param in module._parameters.items() if param is not None}
+        self._bring([param for param in held.values() if isinstance(param, self._absent)])
+        self._init(module)
+        for name, param in held.items():
+            if module._parameters.get(name) is not param:
+                raise UnsupportedError(
+                    f"init exchanged the Parameter {name!r} of module {self._module!r} for another object, which the "
+                    "optimizer does not know; write into it instead"
+                )
+        for unit in self._ending.get(self._visits, ()):
+            if unit in self._early:
+                self._end(self._units[unit])
+        self._visits += 1
+
+    def _bring(self, absent: Sequence[nn.Parameter]) -> None:
+        """Give memory to the units of these parameters."""
+        for unit in {unit.index: unit for unit in (self._unit_of[id(param)] for param in absent)}.values():
+            if unit.index in self._over:
+                names = [slot.name for slot in unit.slots if any(self._params[slot.name] is param for param in absent)]
+                raise UnsupportedError(
+                    f"init, visiting {repr(self._module) if self._module else 'the model itself'}, used "
+                    f"{', '.join(map(repr, names))} of unit {unit.name!r}, whose values have gone to the owners; write "
+                    "a parameter when its own module is visited, or pass units= that keep the two together"
+                )
+            for slot in unit.slots:
+                param = self._params[slot.name]
+                if isinstance(param, self._absent):
+                    param.__class__ = self._classes[slot.name]
+                    self._empty[id(param)] = materialise(param, _unwritten(param))
+
+    def _end(self, unit: UnitLayout) -> None:
+        params = [self._params[slot.name] for slot in unit.slots]
+        self._bring([param for param in params if isinstance(param, self._absent)])
+        for slot, param in zip(unit.slots, params, strict=True):
+            if id(param) in self._empty and not self._given(slot.name) and _is_unwritten(param.detach()):
+                raise UnsupportedError(
+                    f"init left parameter {slot.name!r} unwritten, or wrote NaN into it; it is on the meta device and "
+                    "has no other value. Have init write it, or pass weights="
+                )
+        self._complete(unit)
+        self._over.add(unit.index)
+        for param in params:
+            if id(param) in self._empty:
+                swap_tensors(param, self._empty.pop(id(param)))
+            param.__class__ = self._absent
+
+    def _require_buffers(self, before: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        for name, (real, _) in before.items():
+            if not self._given(name) and now.get(name) is real and _is_unwritten(real):
+                raise UnsupportedError(
+                    f"init left buffer {name!r} unwritten, and it was on the meta device; build the model under "
+                    "rayzero.empty_parameters(), which leaves buffers real"
+                )
+
+
+def _ending(
+    model: nn.Module, plan: UnitPlan, order: list[nn.Module], unit_of: Mapping[int, UnitLayout]
+) -> dict[int, list[int]]:
+    """Visit (index in ``order``) -> units that no later visit may write to. [Note: init by unit]"""
+    own = {index: id(model.get_submodule(name)) for index, name in enumerate(plan.modules)}
+    last: dict[int, int] = {}
+    for visit, module in enumerate(order):
+        held = {unit_of[id(param)].index for param in module._parameters.values() if param is not None}
+        for unit in held | {unit for unit, its in own.items() if its == id(module)}:
+            last[unit] = visit
+    ending: dict[int, list[int]] = {}
+    for unit, visit in sorted(last.items()):
+        ending.setdefault(visit, []).append(unit)
+    return ending
+
+
+def _absent_class(bring: Callable[[Sequence[nn.Parameter]], None]) -> type[nn.Parameter]:
+    """The class of a parameter without memory: the first operation that wants its values brings its unit."""
+
+    class AbsentParameter(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in METADATA:
+                with plain():
+                    return func(*args, **kwargs)
+            bring(list(of_class(cls, (args, kwargs))))
+            return func(*args, **kwargs)
+
+    return AbsentParameter
+
+
+# ---- memory that nobody has written -----------------------------------------------------------------------------
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    """CPU memory of the same dtype and strides, every bit set."""
+    with torch.no_grad(), plain():
+        tensor = torch.empty_like(like, device="cpu").detach()
+        storage: Any = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        storage.fill_(255)
+    return tensor
+
+
+def _is_unwritten(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor._version == 0 and tensor.numel() > 0
+
+
+def _real_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Give memory to the buffers on meta: name -> the real tensor, and what was there."""
+    empty = {id(buffer): buffer for buffer in model.buffers() if buffer.is_meta}
+    made = {key: _unwritten(buffer) for key, buffer in empty.items()}
+    named = {
+        name: (made[id(buffer)], buffer)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if id(buffer) in made
+    }
+    replace_buffers(model, made)
+    return named

@@ -1,0 +1,175 @@
+"""A fetch on its way: what was asked of the store, when each part of it came, and what waiting for it cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from rayzero.concurrency.futures import fail, settle
+from rayzero.engine.units.residency import UnitBuffer
+from rayzero.telemetry.spans import Over, nothing
+
+
+class Waited(NamedTuple):
+    """Seconds that the host stood still for a fetch, by cause."""
+
+    optimizer: float  # the version was not published yet
+    fetch: float  # its bytes were on their way
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.optimizer + self.fetch
+
+
+_NOTHING = Waited(0.0, 0.0)
+
+
+class Request(Protocol):
+    """What the store was asked for."""
+
+    def cancel(self) -> bool:
+        """Call it off; True when it will write nothing any more."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Fetching:
+    """A fetch in flight. It owns its buffer until it is waited for or dropped.
+
+    Knows its futures; not units, or which bytes they are."""
+
+    version: int
+    published: Future[int]  # the version is there to be read
+    done: Future[Any]  # every byte is in the buffer, or its copy is queued on the lane's stream
+    request: Request | None  # None: the buffer is the owners' memory, nothing is asked for
+    buffer: UnitBuffer
+    ahead: bool  # True: prefetched, False: asked for when it was needed
+    ready: torch.cuda.Event | None = None  # CUDA: recorded after the copy to the device
+    _asked: float = 0.0
+    _published_at: float | None = None
+    _done_at: float | None = None
+    _arrived: Over = nothing
+
+    def __post_init__(self) -> None:
+        if self.request is not None:
+            self._asked = time.perf_counter()
+            self.published.add_done_callback(self._note_published)
+        self.done.add_done_callback(self._note_done)
+
+    def _note_published(self, _: Future[int]) -> None:
+        self._published_at = time.perf_counter()
+
+    def _note_done(self, _: Future[Any]) -> None:
+        self._done_at = time.perf_counter()
+
+    def follow(self, arrived: Over) -> None:
+        """Have ``arrived`` called once the bytes are there, and before whoever waits for them goes on; often twice."""
+        self._arrived = arrived
+        self.done.add_done_callback(lambda _: arrived())
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the bytes were on their way, once they are there: from when they were asked for and published.
+
+        None where none had to come."""
+        held = isinstance(self.request, Renewal) and not self.request.renewed
+        if self.request is None or held or self._done_at is None:
+            return None
+        return max(0.0, self._done_at - max(self._asked, self._published_at or 0.0))
+
+    @property
+    def lead(self) -> float:
+        """Seconds since it was done; 0 where it is not."""
+        return 0.0 if self._done_at is None else time.perf_counter() - self._done_at
+
+    def cancel(self) -> bool:
+        """Call it off; True when nothing will be written to the buffer any more, also by the device."""
+        if self.request is None or self.request.cancel():
+            return True
+        if not self.done.done():
+            return False
+        if self.ready is not None:
+            self.ready.synchronize()
+        return True
+
+    def wait(self) -> Waited:
+        """Block until the bytes are there, also on the device."""
+        waited = self._wait()
+        self._arrived()
+        if self.ready is not None:
+            torch.cuda.current_stream(self.buffer.flat.device).wait_event(self.ready)
+        return waited
+
+    def _wait(self) -> Waited:
+        if self.done.done():
+            self.done.result()
+            return _NOTHING
+        start = time.perf_counter()
+        wait_for([self.published, self.done], return_when=FIRST_COMPLETED)  # a fetch may fail before
+        published = time.perf_counter()
+        if self.done is self.published:
+            self.done.result()
+            return Waited(published - start, 0.0)
+        self.done.result()
+        return Waited(published - start, time.perf_counter() - published)
+
+
+class Renewal:
+    """A fetch that is asked for once it is known to bring something new.
+
+    Knows what is held and what is published; not whose bytes they are. ``done`` ends as the fetch does, or at once
+    where the copy that is held is still good."""
+
+    def __init__(self, published: Future[int], held: int, ask: Callable[[], Future[None]]) -> None:
+        """``held``: the version that the copy is right for. ``ask`` is called at most once, by whoever brings the
+        news of the publication."""
+        self.done: Future[None] = Future()
+        self._held = held
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._fetch: Future[None] | None = None
+        published.add_done_callback(self._begin)
+
+    @property
+    def renewed(self) -> bool:
+        """Whether the bytes are, or will be, other ones than those held."""
+        return self._fetch is not None
+
+    def _begin(self, published: Future[int]) -> None:
+        try:
+            if published.result() <= self._held:
+                settle(self.done, None)
+                return
+            with self._lock:
+                if self._cancelled:
+                    return
+                self._fetch = self._ask()
+        except Exception as exc:  # who brings the news must not end here; the rank's wait raises it
+            fail(self.done, exc)
+            return
+        self._fetch.add_done_callback(self._follow)
+
+    def _follow(self, fetch: Future[None]) -> None:
+        error = CancelledError() if fetch.cancelled() else fetch.exception()
+        if error is None:
+            settle(self.done, None)
+        else:
+            fail(self.done, error)
+
+    def cancel(self) -> bool:
+        """Call it off; True when nothing will be written any more."""
+        with self._lock:
+            if self._fetch is not None:
+                return self._fetch.cancel()
+            self._cancelled = True
+        self.done.cancel()
+        return True

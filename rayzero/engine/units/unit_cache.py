@@ -1,0 +1,461 @@
+"""Which units are up: asked for ahead of their use, kept as long as the budget has room for them.
+
+[Note: eviction] A unit stays up after its use until another one needs its bytes. Then the one whose next use is the
+farthest goes first (Belady's rule, with the recorded schedule as the foretelling): what forward used last is still
+there when backward begins. The units of the root, the one in use and those that were asked for ahead of a nearer use
+never make room for a prefetch. A model that fits as a whole stays up from its first use to the step.
+
+[Note: versions] The step makes trained units' parameters out of date. Their memory is kept for the next version until
+others need it, and fetched into only if the owners changed the content (a skipped step, a unit without gradients:
+they did not). Frozen units stay up over the step, which does not change them.
+
+[Note: pinned units] A unit that somebody holds (views, graphs) cannot go down at the step: the next version is fetched
+under it, at once, as views must read it. One for which that failed is behind: what it has is no version, and nothing
+computes with it, writes it back or keeps it before it was fetched after all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+
+import torch
+from torch import Tensor
+
+from rayzero.config import ZeroConfig
+from rayzero.engine.step_clock import StepClock
+from rayzero.engine.units.fetch import Fetching, Waited
+from rayzero.engine.units.lane import Lane
+from rayzero.engine.units.pace import PrefetchPace
+from rayzero.engine.units.param_unit import ParamUnit, UnitState
+from rayzero.engine.units.residency import Residency
+from rayzero.engine.units.schedule import Phase, UnitSchedule
+from rayzero.engine.values.edits import WrittenUnits
+from rayzero.errors import MemoryPlanError
+from rayzero.memory.pool import buffer_bytes
+from rayzero.protocol.bits import same_bits
+from rayzero.protocol.messages import COMPUTE
+from rayzero.protocol.store import ParameterStore
+from rayzero.telemetry.names import (
+    PINNED_UNITS,
+    PREFETCH_DEPTH,
+    PREFETCH_GROUP_LATE_SECONDS,
+    PREFETCH_INFLIGHT_BYTES,
+    PREFETCH_LATE_SECONDS,
+    PREFETCH_LEAD_SECONDS,
+    PREFETCH_REQUESTS,
+    PREFETCH_WINDOW_BYTES,
+    PREFETCH_WINDOW_LIMIT_BYTES,
+    VERSION_LAG,
+)
+from rayzero.telemetry.recorder import Reading, Recorder
+from rayzero.telemetry.spans import nothing
+
+log = logging.getLogger(__name__)
+
+Note = Callable[[str, str], None]  # verb, unit name
+
+
+class UnitCache:
+    """One rank's gathered units, at the present version.
+
+    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. ``version``
+    is the published version that units are read at. Called on the thread that computes."""
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        root: Collection[int],
+        trained: Collection[int],
+        *,
+        store: ParameterStore,
+        lane: Lane,
+        residency: Residency,
+        config: ZeroConfig,
+        recorder: Recorder,
+        clock: StepClock,
+        version: int,
+        keeps: bool,
+        groups: Sequence[str],
+        note: Note,
+        check: Callable[[], None],
+    ) -> None:
+        """``root``: units of the root module. ``trained``: units that an optimizer trains; no step changes
+        others. ``keeps``: keep out-of-date memory for the next version. ``groups``: each unit's name where
+        measurements are told. ``check`` raises where the run has failed."""
+        self.version = self._first = version
+        self.schedule = UnitSchedule(len(units), always=root)
+        self.writes = WrittenUnits()
+        self._units = units
+        self._root = frozenset(root)
+        self._trained = set(trained)
+        self._store = store
+        self._lane = lane
+        self._residency = residency
+        self._recorder = recorder
+        self._clock = clock
+        self._budget = config.gpu_param_memory_budget
+        self._keeps = keeps
+        self._groups = groups
+        self._note = note
+        self._check = check
+        self._prefetches = config.async_prefetch and config.overlap_computation
+        self._most_ahead = config.prefetch_buffer_size if self._prefetches else 0
+        self._pace = PrefetchPace() if config.prefetch_adaptive else None
+        self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
+        self._behind: set[int] = set()  # units that are up, with what is not this version yet. [Note: pinned units]
+        self._dropped: list[Fetching] = []  # fetches nobody wants, still writing. freed by: _reap
+        self._up = 0  # units that are not SHARDED
+        self._current: int | None = None  # the unit last used
+        self._wraps = False  # whether another forward follows before the step
+        self.depth = 0
+        self._set_depth(self._most_ahead)
+
+    # ---- up
+
+    def use(self, unit: ParamUnit, phase: Phase) -> None:
+        """Something computes with the unit: have it up, and ask for what comes next."""
+        if unit.index == self._current and unit.state is UnitState.UNSHARDED and not self._behind:
+            return
+        if unit.index != self._current and unit.index not in self._root:
+            self._current = unit.index
+            self.schedule.used(phase, unit.index)
+            if self._pace is not None:
+                self._pace.used(phase)
+            if self._up < len(self._units):
+                if unit.state is UnitState.SHARDED:
+                    self._fetch(unit, ahead=False)  # before any prefetch
+                self.prefetch()
+        if unit.state is not UnitState.UNSHARDED:
+            self._bring_up(unit)
+        elif unit.index in self._behind:
+            self._refresh(unit)
+
+    def _bring_up(self, unit: ParamUnit) -> None:
+        if unit.state is UnitState.SHARDED:
+            self._fetch(unit, ahead=False)
+        fetching = unit.fetching
+        assert fetching is not None
+        there = fetching.done.done()
+        try:
+            waited = unit.wait_unsharded()
+        except BaseException:
+            self._drop(unit)
+            raise
+        self.writes.put_back(unit)
+        self._note("unshard", unit.name)
+        self._count_use(unit, fetching, there, waited)
+
+    def _count_use(self, unit: ParamUnit, fetching: Fetching, there: bool, waited: Waited) -> None:
+        result = "miss" if not fetching.ahead else "hit" if there else "late"
+        self._recorder.add(PREFETCH_REQUESTS, 1, result=result)
+        if result == "hit":
+            self._recorder.observe(PREFETCH_LEAD_SECONDS, fetching.lead)
+        else:
+            self._recorder.add(PREFETCH_GROUP_LATE_SECONDS, waited.total, group=self._groups[unit.index])
+        if result == "late":
+            self._recorder.observe(PREFETCH_LATE_SECONDS, waited.total)
+        if waited.optimizer:
+            self._clock.waited("optimizer", waited.optimizer, ago=waited.fetch)
+        if waited.fetch:
+            self._clock.waited("fetch", waited.fetch)
+        if self._pace is not None:
+            self._pace.waited(waited.total)
+            if fetching.seconds is not None:
+                self._pace.fetched(fetching.seconds)
+
+    def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
+        """Ask for a unit; a prefetch (``ahead``) only where there is room: returns whether it was asked for."""
+        self._check()
+        buffer = unit.take_kept()
+        held = None if buffer is None else unit.version
+        if buffer is None:
+            buffer = self._residency.acquire(unit.index)
+        while buffer is None:
+            if not self._make_room(unit, ahead):
+                if ahead:
+                    return False
+                raise MemoryPlanError(self._no_room(unit))
+            buffer = self._residency.acquire(unit.index)
+        arrived = self._recorder.spans.begin("fetch", unit.name, self.version)
+        published = self._published(unit.index)
+        fetching = self._lane.fetch(unit.layout, self.version, buffer, published=published, held=held, ahead=ahead)
+        if arrived is not nothing:
+            fetching.follow(arrived)
+        unit.unshard(fetching)
+        self._up += 1
+        self._note("prefetch" if ahead else "fetch", unit.name)
+        return True
+
+    def _published(self, unit: int) -> Future[int]:
+        """The unit's publication, asked for once a version."""
+        known = self._publications.get(unit)
+        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+            known = self._publications[unit] = self._store.published(unit, self.version)
+            if unit in self._trained:
+                known.add_done_callback(lambda _: self._clock.published())
+        return known
+
+    def prefetch(self) -> None:
+        """Ask for what is coming, as far as the depth and the budget go."""
+        if self._up < len(self._units):
+            self._prefetch(self.schedule.upcoming(self.depth, wrap=self._wraps))
+
+    def prefetch_first(self) -> None:
+        """Ask for what the next forward begins with."""
+        if self._most_ahead:
+            self._prefetch(self.schedule.first(self.depth))
+
+    def prefetch_all(self) -> None:
+        """Ask for every unit, whatever the depth."""
+        self._prefetch(range(len(self._units)))
+
+    def _prefetch(self, units: Sequence[int]) -> None:
+        for index in units:
+            unit = self._units[index]
+            if unit.state is UnitState.SHARDED and not self._fetch(unit, ahead=True):
+                return
+
+    def _set_depth(self, depth: int) -> None:
+        self._recorder.set(PREFETCH_DEPTH, depth)
+        self.depth = depth
+
+    def train(self, unit: int) -> None:
+        """An optimizer trains the unit from now on."""
+        self._trained.add(unit)
+        self._publications.pop(unit, None)
+
+    # ---- down
+
+    def _make_room(self, wanted: ParamUnit, ahead: bool) -> bool:
+        """Have some other unit go, the least needed first; False where none may. [Note: eviction]"""
+        if self._dropped and self._reap(wait=False):
+            return True
+        ranks = self._ranks()
+        for unit in sorted(self._units, key=lambda unit: ranks[unit.index], reverse=True):
+            if ahead and ranks[unit.index] <= ranks[wanted.index]:
+                return False
+            if unit is not wanted and self._release(unit, ahead):
+                return True
+        return self._reap(wait=True) if self._dropped else False
+
+    def _ranks(self) -> list[int]:
+        """Per unit how far its next use is: out-of-date memory is the farthest, then what the step puts out of date
+        before it is used again."""
+        count = len(self._units)
+        soon = {unit: i for i, unit in enumerate(self.schedule.upcoming(count, wrap=self._wraps))}
+        later = {unit: i for i, unit in enumerate(self.schedule.upcoming(count, wrap=True))}
+
+        def rank(unit: ParamUnit) -> int:
+            index = unit.index
+            if index in self._root:
+                return -2
+            if index == self._current:
+                return -1
+            if unit.kept is None and index in soon:
+                return soon[index]
+            lost = 3 if unit.kept is not None else 2 if index in self._trained else 1
+            return lost * count + later.get(index, count)
+
+        return [rank(unit) for unit in self._units]
+
+    def _release(self, unit: ParamUnit, ahead: bool) -> bool:
+        """Take a unit's memory if that can be: returns whether some is free now."""
+        kept = unit.take_kept()
+        if kept is not None:
+            self._residency.release(kept)
+            return True
+        if unit.state is UnitState.UNSHARDING:
+            free = self._drop(unit)
+            return free or self._reap(wait=not ahead)
+        if unit.state is UnitState.SHARDED or not unit.can_reshard():
+            return False
+        self._reshard(unit, keep=False)
+        return True
+
+    def _reshard(self, unit: ParamUnit, *, keep: bool) -> None:
+        if unit.index in self._behind:  # what is there is neither the user's nor any version's
+            self._behind.remove(unit.index)
+            self.writes.settle(unit)
+            keep = False
+        self.writes.set_aside(unit)
+        buffer = unit.reshard()
+        if (
+            buffer.mapped
+        ):  # also what nobody saw: a write through .data in forward would hide the owners' pages for ever
+            self._store.revert(unit.index)
+        if keep and self._keeps and not buffer.mapped:
+            unit.kept = buffer
+        else:
+            self._residency.release(buffer)
+        self._up -= 1
+        self._note("reshard", unit.name)
+
+    def _drop(self, unit: ParamUnit) -> bool:
+        """Give up a unit's fetch; its buffer is free once nobody writes to it: returns whether it is."""
+        fetching = unit.abandon()
+        self._up -= 1
+        self._note("cancel", unit.name)
+        if not fetching.cancel():
+            self._dropped.append(fetching)
+            return False
+        self._residency.release(fetching.buffer)
+        return True
+
+    def _reap(self, *, wait: bool) -> bool:
+        """Free the buffers of dropped fetches that are over: returns whether there were some."""
+        if wait:
+            wait_for([fetching.done for fetching in self._dropped])
+        over = [fetching for fetching in self._dropped if fetching.done.done()]
+        self._dropped = [fetching for fetching in self._dropped if fetching not in over]
+        for fetching in over:
+            if fetching.ready is not None and not fetching.done.cancelled() and fetching.done.exception() is None:
+                fetching.ready.synchronize()
+            self._residency.release(fetching.buffer)
+        return bool(over)
+
+    def _no_room(self, wanted: ParamUnit) -> str:
+        held = [
+            f"{unit.name} ({unit.size_bytes:,} bytes, {'in use' if unit.open_calls else 'held by views or graphs'})"
+            for unit in self._units
+            if unit.state is UnitState.UNSHARDED
+        ]
+        needed = self._residency.used + buffer_bytes(wanted.size_bytes)
+        return (
+            f"gpu_param_memory_budget={self._budget:,} bytes has no room for unit {wanted.name!r} "
+            f"({wanted.size_bytes:,} bytes) beside {', '.join(held)}; set it to at least {needed:,}"
+        )
+
+    # ---- writes
+
+    def write_back(self) -> None:
+        """Give the owners what the user wrote; every rank calls it before its finish. [Note: writes, in written.py]"""
+        for unit in self._units:
+            if unit.index in self._behind:
+                self._refresh(unit)
+            values = self.writes.values(unit)
+            if values is None:
+                continue
+            if not self._is_published(unit, values):
+                self._write(unit, COMPUTE, values)
+            if unit.buffer is not None and unit.buffer.mapped:
+                self._store.revert(unit.index)
+            self.writes.settle(unit)
+
+    def overwrite(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
+        """Put other values into a unit (1D, unit.numel elements, host memory; see ``ParameterStore.write``); every rank
+        calls it, after ``write_back``."""
+        self._write(unit, kind, values)
+        if unit.state is UnitState.UNSHARDED:
+            self._refresh(unit)
+
+    def fetch_flat(self, unit: ParamUnit, kind: str) -> Tensor:
+        """What the owners have: 1D, unit.numel elements, host memory, the unit's dtype for COMPUTE, else fp32."""
+        with torch.inference_mode(False):
+            out = torch.empty(unit.layout.numel, dtype=unit.layout.dtype if kind == COMPUTE else torch.float32)
+        self._store.fetch(unit.index, self.version, kind, out).result()
+        return out
+
+    def _is_published(self, unit: ParamUnit, values: Tensor) -> bool:
+        return bool(same_bits(values, self.fetch_flat(unit, COMPUTE)).all())
+
+    def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
+        """Nothing of the unit may be on its way, or be kept, that is older."""
+        if unit.state is UnitState.UNSHARDING:
+            self._drop(unit)
+        self._reap(wait=True)
+        kept = unit.take_kept()
+        if kept is not None:
+            self._residency.release(kept)
+        self._store.write(unit.index, self.version, kind, values).result()
+        self._note("write", unit.name)
+
+    def _refresh(self, unit: ParamUnit) -> None:
+        """Put the present version under a unit that somebody holds."""
+        buffer = unit.buffer
+        assert buffer is not None
+        self._behind.add(unit.index)
+        published = self._published(unit.index)
+        if buffer.mapped:
+            self._store.revert(unit.index)
+        self._lane.fetch(unit.layout, self.version, buffer, published=published, held=None, ahead=False).wait()
+        unit.refreshed(self.version)
+        self.writes.settle(unit)
+        self._behind.remove(unit.index)
+        self._note("refresh", unit.name)
+
+    # ---- passes and steps
+
+    def begin_pass(self, wraps: bool, most_ahead: Callable[[int], int]) -> None:
+        """A root forward starts. ``wraps``: another one follows before the step. ``most_ahead(depth)``: how much of
+        the configured depth memory pressure leaves."""
+        self._wraps = wraps
+        self.schedule.begin_pass()
+        self._current = None
+        if self._dropped:
+            self._reap(wait=False)
+        if self._most_ahead:
+            limit = most_ahead(self._most_ahead)
+            self._set_depth(limit if self._pace is None else self._pace.depth(limit))
+            self.prefetch_first()
+        if self._pace is not None:
+            self._pace.pause()
+
+    def backward_over(self, wraps: bool) -> None:
+        """A backward has ended; ``wraps``: a forward follows before the step."""
+        self._wraps = wraps
+        self.prefetch()
+
+    def fence(self) -> None:
+        """No fetch of this version is left, nobody reads the owners' memory but holders of views, and no trained unit
+        is up that could be taken down."""
+        for unit in self._units:
+            if unit.state is UnitState.UNSHARDING:
+                self._drop(unit)
+            elif unit.index in self._trained and unit.can_reshard():
+                self._reshard(unit, keep=True)
+        self._reap(wait=True)
+        self._lane.drain()
+
+    def advance(self) -> None:
+        """The step's finish is out: units are of the next version."""
+        self.version += 1
+        self._wraps = False
+        self.schedule.begin_pass()
+        self._current = None
+        trained = [unit for unit in self._units if unit.index in self._trained]
+        for unit in trained:
+            self._publications.pop(unit.index, None)
+        pinned = [unit for unit in trained if unit.state is UnitState.UNSHARDED]
+        self._behind.update(unit.index for unit in pinned)
+        for unit in pinned:
+            self._recorder.add(PINNED_UNITS, 1, group=self._groups[unit.index])
+            log.debug("unit %s is pinned over step %d: refreshed in place", unit.name, self.version)
+            self._refresh(unit)
+
+    def wait_published(self) -> None:
+        """Block until every unit of this version is published."""
+        start = time.perf_counter()
+        for unit in self._units:
+            self._published(unit.index).result()
+        self._clock.waited("optimizer", time.perf_counter() - start)
+
+    def readings(self) -> Iterator[Reading]:
+        """What is up, on its way and waited for now; from any thread."""
+        coming = [unit.size_bytes for unit in self._units if unit.state is UnitState.UNSHARDING]
+        yield Reading(PREFETCH_INFLIGHT_BYTES, sum(coming), {})
+        yield Reading(PREFETCH_WINDOW_BYTES, self._residency.used, {})
+        yield Reading(PREFETCH_WINDOW_LIMIT_BYTES, self._budget, {})
+        publications = [self._publications.get(unit) for unit in list(self._trained)]
+        lags = any(known is None or not known.done() for known in publications)
+        yield Reading(VERSION_LAG, lags and self.version > self._first, {})
+
+    def cancel(self) -> None:
+        """Call off what is on its way; from any thread."""
+        for unit in self._units:
+            fetching = unit.fetching
+            if fetching is not None:
+                fetching.cancel()

@@ -1,0 +1,1 @@
+"""Values of parameters and optimizer states that users read or write."""

@@ -1,0 +1,56 @@
+"""Finds Parameters that were exchanged behind the engine's back, before a forward computes with them.
+
+``model.half()``, ``p.data = tensor``, ``module.weight = nn.Parameter(...)`` and the like put another storage or
+another object where the owners' bytes come and go. Training would go on, silently without that parameter.
+Plain tensors in a Parameter's place are let through: only ``torch.func.functional_call`` puts them there, for one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from rayzero.engine.private_torch import storage_keys
+from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.errors import UnsupportedError
+from rayzero.tensor_metadata import plain
+
+
+class Registered:
+    """Where each Parameter of each unit was registered at prepare().
+
+    Knows modules' tables and storages' identities; not what is up or who uses it."""
+
+    def __init__(self, model: nn.Module, units: Sequence[ParamUnit]) -> None:
+        places = {id(param): (unit, i) for unit in units for i, param in enumerate(unit.params)}
+        found = [
+            (module._parameters, name, param)
+            for module in model.modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
+        self._entries = [(table, name) for table, name, _ in found]
+        self._params = [param for _, _, param in found]
+        self._places = [places[id(param)] for param in self._params]
+        self._keys = [unit.keys[slot] for unit, slot in self._places]
+
+    def check(self) -> None:
+        """Raise UnsupportedError naming the first Parameter that is another object, or has other memory, than at
+        prepare()."""
+        with plain():
+            now = [table.get(name) for table, name in self._entries]
+            keys = storage_keys(self._params)
+            same = [
+                ours is theirs or (isinstance(theirs, Tensor) and not isinstance(theirs, nn.Parameter))
+                for ours, theirs in zip(self._params, now, strict=True)
+            ]
+        if keys == self._keys and all(same):
+            return
+        exchanged = [not kept or key != its for kept, key, its in zip(same, keys, self._keys, strict=True)].index(True)
+        unit, slot = self._places[exchanged]
+        raise UnsupportedError(
+            f"parameter {unit.layout.slots[slot].name!r} was exchanged after rayzero.prepare() (by "
+            "model.to/half/double, param.data = ..., or a new nn.Parameter); its dtype, device and values "
+            "are the owners': change them before prepare(), and give functional_call plain tensors"
+        )

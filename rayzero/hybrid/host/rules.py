@@ -1,0 +1,320 @@
+"""What updates a bucket: Adam by the tile kernels, or any torch optimizer class as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.hybrid.host.buckets import Bucket
+from rayzero.hybrid.host.tails import Tails, lines
+from rayzero.hybrid.hyper import Group
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment
+from rayzero.owner.update.elementwise import build, probe
+
+State = dict[str, Any]
+Groups = Mapping[int, Group]  # index of a parameter group -> its options
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Rule(Protocol):
+    """The optimizer of one bucket. ``param_groups`` and ``state`` are like a torch optimizer's, over the masters."""
+
+    group_indices: list[int]  # which parameter group each of param_groups stands for
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """With the options that the next update takes."""
+        ...
+
+    @property
+    def state(self) -> Mapping[Tensor, State]:
+        """Per master that has one, its state."""
+        ...
+
+    def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
+        """Update the masters of the pieces ``present`` (ascending) by their gradients, multiplied by each scale."""
+        ...
+
+    def state_of(self, index: int) -> State:
+        """Piece ``index``'s state as torch has it, the live tensors; empty before its first update."""
+        ...
+
+    def load(self, states: Sequence[State]) -> None:
+        """Take every piece's state, copied; empty: as before the first update."""
+        ...
+
+    def prepare(self) -> None:
+        """Make the state of pieces that have none, as before an update; weights stay."""
+        ...
+
+
+def grouped(bucket: Bucket, group_of: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Parameter groups that a bucket has pieces of, and those pieces, group by group."""
+    used = sorted({group_of[piece.param] for piece in bucket.pieces})
+    return used, [[i for i, piece in enumerate(bucket.pieces) if group_of[piece.param] == g] for g in used]
+
+
+class TileAdam:
+    """Adam or AdamW over a whole bucket, bit-equal to torch's fused kernel on the parameters. See [Note: tails].
+
+    Knows moments and step counts; not gradients' ways. Moments are made at the first update."""
+
+    def __init__(
+        self, bucket: Bucket, groups: Groups, group_of: Sequence[int], kernel: Kernel, *, decoupled: bool
+    ) -> None:
+        """``group_of``: parameter index -> group. ``decoupled``: AdamW's weight decay."""
+        self._bucket, self._kernel, self._decoupled = bucket, kernel, decoupled
+        self.group_indices, members = grouped(bucket, group_of)
+        self.param_groups: list[Group] = [
+            {"params": [bucket.master_views[i] for i in own], **groups[g]}
+            for g, own in zip(self.group_indices, members, strict=True)
+        ]
+        self._group_at = {i: at for at, own in enumerate(members) for i in own}
+        self._lengths = [lines(piece.numel) for piece in bucket.pieces]
+        self._steps = [0] * len(bucket.pieces)
+        self._begun = [False] * len(bucket.pieces)
+        self._moments: dict[str, Tensor] = {}  # kind -> fp32, flat like the bucket
+        self._views: dict[str, list[Tensor]] = {}
+        self._tails: Tails | None = None
+        self._options()  # refused now, not at the first step
+
+    @property
+    def state(self) -> Mapping[Tensor, State]:
+        """See ``Rule.state``."""
+        views = self._bucket.master_views
+        return {views[i]: self.state_of(i) for i in range(len(views)) if self._begun[i]}
+
+    def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
+        """See ``Rule.update``."""
+        options = self._options()
+        self._allocate(amsgrad=any(option.amsgrad for option in options))
+        gradients, scale = _scaled(self._bucket, scales)
+        for index in present:
+            self._steps[index] += 1
+            self._begun[index] = True
+        bucket = self._bucket
+        memory = AdamMemory(
+            master=bucket.master,
+            exp_avg=self._moments["exp_avg"],
+            exp_avg_sq=self._moments["exp_avg_sq"],
+            max_exp_avg_sq=self._moments.get("max_exp_avg_sq"),
+            params=None if bucket.params is bucket.master else bucket.params,
+        )
+        self._kernel.update(memory, [gradients], self._segments(present, options), scale, lambda done, total: None)
+        assert self._tails is not None, "they are made with the moments"
+        self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
+
+    def _options(self) -> list[AdamOptions]:
+        return [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in self.param_groups]
+
+    def _segments(self, present: Sequence[int], options: Sequence[AdamOptions]) -> list[Segment]:
+        """What is updated, neighbours that are updated alike as one: thousands of small pieces are few segments."""
+        runs: list[tuple[int, int, int, int]] = []  # start, end, group, step
+        for index in present:
+            start, at, step = self._bucket.offsets[index], self._group_at[index], self._steps[index]
+            end = start + self._lengths[index]
+            if runs and runs[-1][1:] == (start, at, step):
+                runs[-1] = runs[-1][0], end, at, step
+            elif end > start:
+                runs.append((start, end, at, step))
+        return [
+            Segment(offset=start, length=end - start, ranks=(0,), options=options[at], step=step)
+            for start, end, at, step in runs
+        ]
+
+    def _allocate(self, *, amsgrad: bool) -> None:
+        for kind in _MOMENTS[: 3 if amsgrad else 2]:
+            if kind not in self._moments:
+                self._moments[kind] = torch.zeros(self._bucket.numel)
+                self._views[kind] = self._bucket.views(self._moments[kind])
+                self._tails = Tails(self._bucket, self._moments)
+
+    def _kinds(self, index: int) -> tuple[str, ...]:
+        return _MOMENTS if self.param_groups[self._group_at[index]].get("amsgrad") else _MOMENTS[:2]
+
+    def state_of(self, index: int) -> State:
+        """See ``Rule.state_of``; "step" is a 0-dim fp32 tensor, as torch has it."""
+        if not self._begun[index]:
+            return {}
+        moments = {kind: self._views[kind][index] for kind in self._kinds(index) if kind in self._views}
+        return {"step": torch.tensor(float(self._steps[index])), **moments}
+
+    def load(self, states: Sequence[State]) -> None:
+        """See ``Rule.load``. Raises ConfigError naming what an Adam state lacks."""
+        for index, state in enumerate(states):
+            self._load(index, state)
+
+    def _load(self, index: int, state: State) -> None:
+        self._begun[index], self._steps[index] = bool(state), int(state.get("step", 0))
+        kinds = self._kinds(index)
+        lacking = [kind for kind in ("step", *kinds) if kind not in state]
+        if state and lacking:
+            raise ConfigError(
+                f"the state to load has no {', '.join(lacking)} (it has {', '.join(state)}): "
+                "it was saved by another optimizer than Adam or AdamW with these options"
+            )
+        if state or self._moments:
+            self._allocate(amsgrad="max_exp_avg_sq" in kinds)
+        for kind, views in self._views.items():
+            views[index].zero_()
+            if kind in state:
+                views[index].copy_(state[kind].view_as(views[index]))
+
+    def prepare(self) -> None:
+        """See ``Rule.prepare``."""
+        self._allocate(amsgrad=any(group.get("amsgrad") for group in self.param_groups))
+        self._begun = [True] * len(self._begun)
+
+
+class ClassRule:
+    """One instance of a torch optimizer class over a bucket's masters. Its states are made by the class, at the first
+    update."""
+
+    def __init__(
+        self, bucket: Bucket, groups: Groups, group_of: Sequence[int], cls: type[torch.optim.Optimizer]
+    ) -> None:
+        """``group_of``: parameter index -> group."""
+        self._bucket = bucket
+        self._params = [nn.Parameter(view) for view in bucket.master_views]
+        self.group_indices, members = grouped(bucket, group_of)
+        self._at = [i for own in members for i in own]  # pieces in the optimizer's order
+        self._optimizer = build(
+            cls, [groups[g] for g in self.group_indices], [[self._params[i] for i in own] for own in members]
+        )
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """See ``Rule``."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, State]:
+        """See ``Rule.state``."""
+        return self._optimizer.state
+
+    @torch.no_grad()
+    def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
+        """See ``Rule.update``."""
+        _, scale = _scaled(self._bucket, scales)
+        for index in present:
+            grad = self._bucket.grad_views[index].to(self._params[index].dtype)
+            self._params[index].grad = grad if scale == 1.0 else grad * scale
+        self._optimizer.step()
+        for index in present:
+            self._params[index].grad = None
+        self._bucket.publish()
+
+    def state_of(self, index: int) -> State:
+        """See ``Rule.state_of``."""
+        return dict(self._optimizer.state.get(self._params[index], {}))
+
+    def load(self, states: Sequence[State]) -> None:
+        """See ``Rule.load``: by the class's own ``load_state_dict``."""
+        load_into(self._optimizer, [states[index] for index in self._at])
+
+    def prepare(self) -> None:
+        """See ``Rule.prepare``."""
+        prepare_states(self._optimizer)
+
+
+def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
+    """The bucket's gradients and what is still to multiply them by: one fp32 product is the kernel's, others are
+    rounded where the gradients lie, as torch would have rounded them on the device."""
+    grads = bucket.grads
+    assert grads is not None, "a bucket is updated after gradients came"
+    if not scales:
+        return grads, 1.0
+    now = len(scales) if grads.dtype is not torch.float32 else len(scales) - 1
+    for scale in scales[:now]:
+        grads.mul_(scale)
+    return grads, 1.0 if now == len(scales) else scales[now]
+
+
+# ---- states of torch optimizers ---------------------------------------------------------------------------------
+
+
+def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None:
+    """Give an optimizer the states of its parameters, in its own order, copied; its groups stay."""
+    copies = {
+        at: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for at, state in enumerate(states)
+        if state
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": copies, "param_groups": groups})
+
+
+@torch.no_grad()
+def prepare_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states that parameters lack: those of copies, stepped once with zero gradients, the step count zero."""
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for param in group["params"]:
+            if not optimizer.state.get(param):
+                optimizer.state[param] = zero_state(type(optimizer), options, param)
+
+
+def zero_state(cls: type[torch.optim.Optimizer], options: Group, like: Tensor) -> State:
+    """The state that ``cls`` makes for a parameter, its step count set to zero."""
+    copy = nn.Parameter(like.detach().clone())
+    copy.grad = torch.zeros_like(copy)
+    stepped = build(cls, [options], [[copy]])
+    stepped.step()
+    state = dict(stepped.state[copy])
+    if "step" in state:
+        state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
+    return state
+
+
+# ---- what a class can do ----------------------------------------------------------------------------------------
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer], options: Group) -> bool:
+    """Whether the class gives the same bits on a parameter in pieces: found out by running it."""
+    try:
+        probe(cls, options)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def state_names(cls: type[torch.optim.Optimizer], options: Group) -> set[str]:
+    """What the class keeps for a parameter, by name."""
+    return set(zero_state(cls, options, torch.ones(2, 2)))
+
+
+def require_whole(cls: type[torch.optim.Optimizer], options: Group) -> None:
+    """Raise UnsupportedError, naming the class and why, unless it steps dense tensors alone and twice alike."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        first, second = _trial(cls, options), _trial(cls, options)
+    except Exception as exc:  # a foreign class may raise anything: all of it means that it cannot be used so
+        raise UnsupportedError(
+            f"{name} cannot be offloaded: a trial step without a closure, on a dense matrix, raised {exc!r}; "
+            "use a class that steps from .grad alone"
+        ) from exc
+    if not torch.equal(first, second):
+        raise UnsupportedError(f"{name} cannot be offloaded: two equal trial steps gave different weights")
+
+
+def _trial(cls: type[torch.optim.Optimizer], options: Group) -> Tensor:
+    draws = torch.Generator().manual_seed(2026)
+    param = nn.Parameter(torch.randn(16, 24, generator=draws))
+    optimizer = build(cls, [options], [[param]])
+    for _ in range(2):
+        param.grad = torch.randn(16, 24, generator=draws)
+        optimizer.step()
+    return param.detach()
+
+
+def state_bytes(cls: type[torch.optim.Optimizer], options: Group, dtype: torch.dtype) -> int:
+    """Bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 and rounded up."""
+    numel = 4096
+    plain = {key: value for key, value in options.items() if key not in ("fused", "capturable")}  # those need a device
+    state = zero_state(cls, plain, torch.ones(64, 64, dtype=dtype))
+    return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)

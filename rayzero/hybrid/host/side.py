@@ -1,0 +1,199 @@
+"""The host side: buckets on their way. Gradients land, the worker updates, parameters go back.
+
+::
+
+    backward     send ──────▶ gradients land ─▶ (in_backward="step": update)
+    step()       what is missing is sent ─▶ update, bucket by bucket, in the order of the last first use ─▶ bring
+    first use    wait for the bucket
+
+[Note: what was sent] A copy of a gradient counts until ``.grad`` is another tensor or torch has counted a write to it
+(``_version``): accumulation, clipping or ``mul_`` after the copy make ``step()`` send it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from rayzero.hybrid.host.buckets import Bucket, range_of
+from rayzero.hybrid.host.lane import Inline, Lane, Moment, Ticket
+from rayzero.hybrid.host.rules import Rule
+from rayzero.hybrid.hyper import HyperLink
+from rayzero.hybrid.split import Piece
+from rayzero.tensor_metadata import plain
+
+GradientOf = Callable[[Tensor], Tensor | None]
+
+
+class BucketRun:
+    """One bucket, its optimizer, and what is under way for it.
+
+    Knows the bucket's parameters and gradients of this step; not other buckets."""
+
+    def __init__(self, bucket: Bucket, rule: Rule, link: HyperLink, params: Sequence[Tensor], lane: Lane) -> None:
+        """``params``: of each piece of the bucket. ``lane``: to where they are."""
+        self.bucket, self.rule, self.link, self.params, self.lane = bucket, rule, link, tuple(params), lane
+        self.arrived: set[int] = set()  # parameters (ids) whose gradient is complete in this backward
+        self.wanted = {id(param) for param in params}
+        self.sent: dict[int, tuple[Tensor, int]] = {}  # piece -> the gradient that was copied, its version then
+        self.sends: list[Ticket] = []  # copies that may still read gradients; freed by: finish()
+        self.scales: list[float] = []  # what the gradients were multiplied by since they were sent
+        self.present: list[int] = []  # the pieces that the running update is for, ascending
+        self.update: Future[None] | None = None  # in flight; freed by: finish()
+        self.back: Future[Ticket] | None = None  # in flight; freed by: finish()
+
+    def current(self, index: int, grad: Tensor) -> bool:
+        """Whether the copy that was sent of ``grad`` still counts. See [Note: what was sent]."""
+        copied = self.sent.get(index)
+        return copied is not None and copied[0] is grad and copied[1] == grad._version
+
+    def forget(self) -> None:
+        """No copy counts any more."""
+        self.sent.clear()
+        self.scales.clear()
+        self.arrived.clear()
+
+
+class HostSide:
+    """All buckets of one optimizer, and the worker thread that updates them.
+
+    Knows the order of work; not parameter groups, modules, or when a step begins."""
+
+    def __init__(self, runs: Sequence[BucketRun], gradient_of: GradientOf, *, threads: bool) -> None:
+        """``threads=False``: updates run in the caller."""
+        self.runs = list(runs)
+        self._gradient_of = gradient_of
+        self._worker: Executor = ThreadPoolExecutor(1, "rayzero-hybrid-adam") if threads else Inline()
+        self._runs_of: dict[int, list[BucketRun]] = {}
+        for run in runs:
+            for param in run.wanted:
+                self._runs_of.setdefault(param, []).append(run)
+        self.busy_s = 0.0  # seconds of updates since take_times()
+        self.stall_s = 0.0  # seconds that callers waited for parameters since then
+
+    # ---- gradients
+
+    def arrive(self, param: Tensor) -> list[BucketRun]:
+        """A gradient is complete; what it completes is sent and returned."""
+        complete = []
+        for run in self._runs_of.get(id(param), ()):
+            run.arrived.add(id(param))
+            if run.arrived == run.wanted:
+                self.send(run)
+                complete.append(run)
+        return complete
+
+    def runs_of(self, param: Tensor) -> Sequence[BucketRun]:
+        """The buckets that have pieces of it."""
+        return self._runs_of.get(id(param), ())
+
+    def stale(self, run: BucketRun) -> tuple[dict[int, Tensor], list[int]]:
+        """(pieces that have a gradient -> it, those of them of which no copy counts)."""
+        grads = [self._gradient_of(param) for param in run.params]
+        found = {index: grad for index, grad in enumerate(grads) if grad is not None}
+        return found, [index for index, grad in found.items() if not run.current(index, grad)]
+
+    def send(self, run: BucketRun) -> list[int]:
+        """Send every gradient of which no copy counts; the pieces that have a gradient."""
+        found, stale = self.stale(run)
+        present = list(found)
+        dtype = _common_dtype(found.values())
+        if stale and (run.scales or run.bucket.grads is None or run.bucket.grads.dtype is not dtype):
+            run.forget()  # copies that are kept were scaled, or lie in memory that is replaced
+            stale = present
+            for ticket in run.sends:
+                ticket.join()
+            run.bucket.gradient_memory(dtype)
+        if stale:
+            pieces = [_sent_range(found[index], run.bucket.pieces[index]) for index in stale]
+            run.sends.append(run.lane.send(run.bucket, stale, pieces))
+            run.sent |= {index: (found[index], found[index]._version) for index in stale}
+        return present
+
+    def rescale(self, scale: float, multiply: Callable[[], None]) -> None:
+        """``multiply`` multiplies all gradients by ``scale`` in place: copies that count are multiplied with them."""
+        self.wait_sent()
+        counting = [run for run in self.runs if run.sent and not self.stale(run)[1]]
+        multiply()
+        for run in self.runs:
+            if run not in counting:
+                run.forget()
+                continue
+            run.sent = {index: (grad, grad._version) for index, (grad, _) in run.sent.items()}
+            run.scales.append(scale)
+
+    def wait_sent(self) -> None:
+        """Order what the caller does next to gradients after the copies of them, those of running updates too."""
+        for run in self.runs:
+            for ticket in run.sends:
+                ticket.wait()
+
+    def forget(self) -> None:
+        """Gradients were dropped or changed unseen: nothing sent counts."""
+        for run in self.runs:
+            run.forget()
+
+    # ---- updates
+
+    def start_update(self, run: BucketRun, present: Sequence[int]) -> None:
+        """Queue the bucket's update for the worker."""
+        run.present = list(present)
+        run.update = self._worker.submit(self._update, run, list(run.sends), list(run.scales))
+
+    def _update(self, run: BucketRun, sends: Sequence[Ticket], scales: Sequence[float]) -> None:
+        for ticket in sends:
+            ticket.join()
+        begin = time.perf_counter()
+        run.rule.update(run.present, scales)
+        self.busy_s += time.perf_counter() - begin
+
+    def start_return(self, run: BucketRun) -> None:
+        """Queue the way back of what the update changed: behind it, and behind what the caller has computed."""
+        assert run.update is not None, "an update comes first"
+        run.back = self._worker.submit(self._return, run, run.update, run.lane.now())
+
+    def _return(self, run: BucketRun, update: Future[None], after: Moment) -> Ticket:
+        update.result()
+        with torch.no_grad():
+            params = [_target(run.params[index], run, index) for index in run.present]
+        return run.lane.bring(run.bucket, run.present, params, after)
+
+    def finish(self, run: BucketRun) -> None:
+        """Wait until the bucket's parameters are back; raises what its update or copies raised."""
+        assert run.back is not None, "nothing is under way"
+        begin = time.perf_counter()
+        run.back.result().wait()
+        self.stall_s += time.perf_counter() - begin
+        run.back = run.update = None
+        run.present = []
+        run.sends = []  # the update has waited for them
+
+    def take_times(self) -> tuple[float, float]:
+        """(seconds of updates, seconds of waiting) since the last call."""
+        found = self.busy_s, self.stall_s
+        self.busy_s = self.stall_s = 0.0
+        return found
+
+    def close(self) -> None:
+        """Finish what is queued; no thread is left. Idempotent."""
+        self._worker.shutdown(wait=True)
+
+
+def _sent_range(grad: Tensor, piece: Piece) -> Tensor:
+    """``range_of`` a gradient: itself where it is whole and has no graph, which saves a call for each parameter."""
+    return grad if piece.whole and not grad.requires_grad else range_of(grad, piece)
+
+
+def _target(param: Tensor, run: BucketRun, index: int) -> Tensor:
+    """What is written: the parameter's own memory. It may be away, and so of a class that would wait for this."""
+    with plain():
+        return range_of(param, run.bucket.pieces[index])
+
+
+def _common_dtype(grads: Iterable[Tensor]) -> torch.dtype:
+    dtypes = {grad.dtype for grad in grads}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32

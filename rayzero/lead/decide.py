@@ -1,0 +1,119 @@
+"""What a step does, as pure functions: reports, inputs and norm parts in; norm, decision or error out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rayzero.errors import NonFiniteGradientError, StepMismatchError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.protocol.messages import Action, Decision, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def total_norm(step: int, parts: Iterable[NormParts], world_size: int) -> Norm:
+    """The L2 norm of the averaged gradients: parts of all owners, added in shard and slot order.
+
+    ``world_size``: 1 for parts of gradients that are averaged already."""
+    total = 0.0
+    for _, _, square in sorted(part for owner in parts for part in owner.parts):
+        total += square
+    finite = math.isfinite(total)
+    return Norm(step=step, total=math.sqrt(total) / world_size if finite else total, finite=finite)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """The step's gradients after some edits."""
+
+    scale: float  # multiplies the rank-summed gradient ...
+    limit: float  # ... whose elements are then clamped to within +- this
+    norm: float | None  # None: known only after another pass over the gradients
+
+
+def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Edited:
+    """Fold a rank's edits into one: clamping and then scaling is scaling and then clamping to the scaled limit, so any
+    order of calls is one multiplication and one clamp.
+
+    ``norms``: of the averaged gradients, then of each pass that clipping by norm after clipping by value asked for.
+    Clip factors are torch's."""
+    later = iter(norms)
+    norm: float | None = next(later)
+    factor, limit = 1.0, math.inf
+    for edit in edits:
+        if edit.kind is EditKind.CLIP_VALUE:
+            limit, norm = min(limit, edit.value), None
+            continue
+        by = edit.value
+        if edit.kind is EditKind.CLIP_NORM:
+            norm = next(later) if norm is None else norm
+            by = min(1.0, edit.value / (norm + _EPSILON))
+        factor, limit = factor * by, limit * by
+        norm = None if norm is None else norm * by
+    return Edited(scale=factor / world_size, limit=limit, norm=next(later, None) if norm is None else norm)
+
+
+def unscaling(edits: Iterable[Edit]) -> float:
+    """What the gradients were multiplied by for the loss scale: one over it; 1 without."""
+    return math.prod(edit.value for edit in edits if edit.kind is EditKind.UNSCALE)
+
+
+def clip_factor(decision: Decision, edits: Iterable[Edit], world_size: int) -> float:
+    """What clipping by norm multiplied the gradients of an applied step by; 1, but for rounding, where it did not."""
+    rest = unscaling(edits) / world_size
+    return decision.scale / rest if rest else 1.0
+
+
+def decide(norms: Sequence[Norm], reports: Mapping[int, FinishReport], inputs: StepInputs, world_size: int) -> Decision:
+    """The decision of a step whose ranks agree; a norm that is not finite skips it for all, whatever clipping made of
+    it. ``norms``: as ``edited`` takes them."""
+    first = norms[0]
+    what = edited(inputs.edits, [norm.total for norm in norms], world_size) if first.finite else None
+    return Decision(
+        step=first.step,
+        attempts=tuple(reports[rank].attempt for rank in range(world_size)),
+        action=Action.SKIP if what is None else Action.APPLY,
+        scale=0.0 if what is None else what.scale,
+        limit=math.inf if what is None else what.limit,
+        norm=first.total * unscaling(inputs.edits),
+        hyper=inputs.hyper,
+    )
+
+
+def agreed(step: int, inputs: Mapping[int, StepInputs]) -> StepInputs:
+    """The inputs all ranks sent. Raises StepMismatchError naming the ranks and what differs."""
+    first_rank = min(inputs)
+    first = inputs[first_rank]
+    for rank in sorted(inputs):
+        if inputs[rank].digest != first.digest:
+            raise StepMismatchError(
+                f"step {step} was not decided: ranks {first_rank} and {rank} sent different inputs: "
+                f"{_difference(first, inputs[rank])}; every rank must clip, unscale and set hyper-parameters alike"
+            )
+    return first
+
+
+def _difference(ours: StepInputs, theirs: StepInputs) -> str:
+    if ours.edits != theirs.edits:
+        return f"edits of the gradients {list(map(str, ours.edits))} against {list(map(str, theirs.edits))}"
+    if len(ours.hyper) != len(theirs.hyper):
+        return f"{len(ours.hyper)} against {len(theirs.hyper)} parameter groups"
+    for group, (a, b) in enumerate(zip(ours.hyper, theirs.hyper, strict=True)):
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                return f"{key} of parameter group {group} is {a.get(key)} against {b.get(key)}"
+    return f"digest {ours.digest[:8]} against {theirs.digest[:8]}"
+
+
+def nonfinite_error(step: int, parts: Iterable[NormParts], layout: ModelLayout) -> NonFiniteGradientError:
+    """What ``nonfinite="raise"`` raises, naming the first parameter in forward order whose gradient is inf or nan."""
+    for shard, slot, square in sorted((s, i, v) for owner in parts for s, i, v in owner.parts):
+        if not math.isfinite(square):
+            name = layout.units[layout.shards[shard].unit].slots[slot].name
+            return NonFiniteGradientError(
+                f"step {step}: the gradient of {name!r} is inf or nan; nothing was updated. "
+                'nonfinite="skip" would go on with the next step'
+            )
+    return NonFiniteGradientError(f"step {step}: the gradient norm overflows although each parameter's is finite")

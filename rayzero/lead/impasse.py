@@ -1,0 +1,132 @@
+"""Steps that can never be decided, as pure functions: what ranks have said in; None, or the error that names them, out.
+
+They do not know what becomes of the error: the lead fails the step with it, for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rayzero.errors import RankLeftError, StepMismatchError
+from rayzero.lead.round import Pass, Round
+from rayzero.lead.saves import have
+from rayzero.lead.writes import WriteRequests
+from rayzero.protocol.messages import FinishReport, ModelSpec
+
+Asked = tuple[int, frozenset[int]] | None  # the version that is to be saved, and the ranks that have asked for it
+
+
+def impasse(
+    current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
+) -> StepMismatchError | None:
+    """Some ranks wait for what others will not do any more. ``asked``: for a checkpoint; ``in_means``: the ranks that
+    wait in each mean over ranks that is open."""
+    return (
+        _gone_on_without_saving(current, asked, spec)
+        or _gone_on_without_writing(current, asked, writes, spec)
+        or _waits_in_a_mean(current, asked, writes, in_means, spec)
+        or _torn(current)
+        or _left_behind(current)
+    )
+
+
+def _gone_on_without_saving(current: Round, asked: Asked, spec: ModelSpec) -> StepMismatchError | None:
+    """A rank that has not asked for a checkpoint has committed its step, or waits for the norm that those who ask have
+    yet to finish."""
+    if asked is None or asked[0] != current.step or len(asked[1]) == spec.world_size:
+        return None
+    step, savers = asked
+    gone = current.gone_on_without(savers)
+    if not gone:
+        return None
+    return StepMismatchError(
+        f"{have(sorted(savers))} asked to save v{step}, but {have(gone)} finished step {step} without saving it; "
+        "every rank must save at the same step"
+    )
+
+
+def _gone_on_without_writing(
+    current: Round, asked: Asked, writes: WriteRequests, spec: ModelSpec
+) -> StepMismatchError | None:
+    """A rank has finished the step, or waits for a checkpoint, without a write that others ask for."""
+    writers = writes.ranks
+    if not writers or len(writers) == spec.world_size:
+        return None
+    saving = sorted(asked[1] - writers) if asked is not None and asked[0] == current.step else []
+    gone = current.gone_on_without(writers)
+    if not gone and not saving:
+        return None
+    done = f"{have(gone)} finished the step" if gone else f"{have(saving)} asked to save it"
+    return StepMismatchError(
+        f"{writes.describe(spec.layout)}, but {done} without; every rank must write the same values to the same "
+        "parameters"
+    )
+
+
+def _waits_in_a_mean(
+    current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
+) -> StepMismatchError | None:
+    """A rank waits for the others in a mean, and one that has not called it waits for that rank in something else."""
+    last = current.passes[-1]
+    reported = frozenset(last.reports) if last.norm is None else frozenset()
+    saving = asked[1] if asked is not None else frozenset()
+    waits = (  # who has asked, who of them stands still until all have, and for what
+        (reported, reported - current.inputs.keys(), f"asked for the norm of step {current.step}"),
+        (saving, saving, f"asked to save v{asked[0]}" if asked is not None else ""),
+        (writes.ranks, writes.ranks, writes.action(spec.layout) if writes.ranks else ""),
+    )
+    for there in in_means:
+        for have_asked, stand_still, what in waits:
+            stuck, elsewhere = stand_still - there, there - have_asked
+            if stuck and elsewhere:
+                return StepMismatchError(
+                    f"{have(sorted(stuck))} {what}, but {have(sorted(elsewhere))} called mean_over_ranks() before "
+                    "that; every rank must call them in the same order"
+                )
+    return None
+
+
+def _torn(current: Round) -> StepMismatchError | None:
+    if not (current.discarded and current.inputs):
+        return None
+    return StepMismatchError(
+        f"step {current.step} cannot be decided: ranks {sorted(current.discarded)} discarded it (zero_grad) and "
+        f"ranks {sorted(current.inputs)} committed it (step); after clip_grad_norm_() all ranks must do the same"
+    )
+
+
+def _left_behind(current: Round) -> StepMismatchError | None:
+    if not current.gone_on:
+        return None
+    return StepMismatchError(
+        f"step {current.step} cannot be decided: ranks {sorted(current.passes[-1].reports)} clipped by norm after "
+        f"clipping by value and wait for ranks {sorted(current.gone_on)}, which went on without; every rank must clip "
+        "alike"
+    )
+
+
+def clipped_unlike(asked: Pass, report: FinishReport) -> StepMismatchError | None:
+    """A rank asks for the norm of other gradients than those before it did."""
+    for other in asked.reports.values():
+        if other.clamp != report.clamp:
+            return StepMismatchError(
+                f"step {report.step} was not decided: ranks {other.rank} and {report.rank} clip different "
+                f"gradients by norm: {other.clamp} against {report.clamp}; every rank must clip alike"
+            )
+    return None
+
+
+def rank_left(current: Round, reasons: Mapping[int, str], writers: frozenset[int]) -> RankLeftError | None:
+    """A rank that others wait for has left, for one of ``reasons`` (by rank). ``writers``: ranks that wait in a write.
+
+    None as long as nobody has finished the step or waits in a write: others may still be reading the last decided
+    version, and be about to leave too."""
+    waited = {rank for rank in reasons if rank not in current.inputs and rank not in current.discarded}
+    others = (current.reports.keys() | writers) - set(reasons)
+    if not waited or not others:
+        return None
+    gone, step = min(waited), current.step
+    after = f"after step {step - 1}" if step else "before the first step"
+    return RankLeftError(
+        f"rank {gone} left {after} ({reasons[gone]}), rank {min(others)} is in step {step}; "
+        "every rank must take the same number of steps"
+    )

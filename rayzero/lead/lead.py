@@ -1,0 +1,468 @@
+"""The lead owner's part: from all ranks' reports and inputs to one decision record.
+
+::
+
+    finish of all ranks -> collect at every owner -> norm to the ranks
+    inputs of all ranks -> they agree -> the record is written (the commit point) -> apply at every owner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.concurrency.deferring_lock import AfterLock
+from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
+from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
+from rayzero.lead.decide import agreed, decide, nonfinite_error, total_norm
+from rayzero.lead.early import EarlyCalls
+from rayzero.lead.hyper import check_hyper
+from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
+from rayzero.lead.means import Means
+from rayzero.lead.measures import tell_decision
+from rayzero.lead.records import Records
+from rayzero.lead.round import Pass, Round
+from rayzero.lead.saves import SaveRequests, owing
+from rayzero.lead.writes import WriteRequests
+from rayzero.protocol.messages import (
+    CheckpointInfo,
+    Decision,
+    FileEntry,
+    FinishReport,
+    Hyper,
+    MeanInput,
+    ModelSpec,
+    Norm,
+    NormParts,
+    StepInputs,
+    Write,
+)
+from rayzero.protocol.owner import OwnerPeer
+from rayzero.telemetry.recorder import NullRecorder, Recorder
+
+T = TypeVar("T")
+
+
+class StepLead:
+    """Decides each step, once, and remembers what was decided.
+
+    Knows when a step moves on, and owners as peers; no shard, gradient or transport, nor which steps can never be
+    decided (``impasse``). Thread-safe: no future is settled and no peer is called under its lock."""
+
+    def __init__(
+        self,
+        peers: Sequence[OwnerPeer],
+        record: Callable[[Decision], None] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``peers``: every owner, by index. ``record`` keeps each decision where it outlives this process."""
+        self._peers = list(peers)
+        self._lock = AfterLock()
+        self._spec: ModelSpec | None = None
+        self._left: dict[int, str] = {}  # rank -> reason
+        self._round = Round(0)
+        self._next: Round | None = None  # reports for the next try, of ranks that discarded before others did
+        self._records = Records(record)
+        self._early = EarlyCalls()  # of ranks that are a step ahead
+        self._telling: list[Future[Decision]] | None = None  # commits of the decision that owners are being told:
+        # until all of them know it, they cannot collect the next step
+        self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
+        self._recorder = recorder or NullRecorder()
+        self._saves = SaveRequests(self._peers, self._recorder)
+        self._writes = WriteRequests()
+        self._means = Means()
+        self._failure: StoreError | None = None
+
+    # ---- membership
+
+    def attach(self, rank: int, spec: ModelSpec, version: int = 0) -> None:
+        """A rank has shaken hands with every owner; ``version`` is what they start at."""
+        with self._lock:
+            if self._spec is None:
+                self._spec, self._round = spec, Round(version)
+            self._check_left()
+
+    def leave(self, rank: int, reason: str) -> None:
+        """A rank goes. A step it has delivered everything for is still decided; the others' next one fails."""
+        with self._lock:
+            self._left.setdefault(rank, reason)
+            self._check_left()
+            self._end_means()
+
+    def _check_left(self) -> None:
+        """Fail the open step if it waits for a rank that is gone."""
+        error = rank_left(self._round, self._left, self._writes.ranks) if self._failure is None else None
+        if error is not None:
+            self._fail(error)
+
+    # ---- a step
+
+    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+        """A rank has pushed all it counted; with ``inputs`` it commits too. Done when the norm is known."""
+        try:
+            with self._lock:
+                if self._is_ahead(report.rank, report.step):
+                    return self._early.wait(report.step, lambda: self.finish(report, inputs))
+                current = self._round_of(report)
+                asked = self._pass_of(current, report)
+                if report.rank in asked.reports:
+                    return asked.norms[report.rank]
+                self._check_inputs(inputs)
+                asked.reports[report.rank] = report
+                future = asked.norms[report.rank] = Future[Norm]()
+                if inputs is not None:
+                    current.inputs[report.rank] = inputs
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _is_ahead(self, rank: int, step: int) -> bool:
+        """True when a rank has committed the open step and is already in a later one: it used no parameters."""
+        return self._failure is None and step > self._round.step and rank in self._round.inputs
+
+    def _open_round(self, step: int) -> None:
+        self._round = Round(step)
+        for call in self._early.take(step):
+            self._lock.after(call)
+
+    def _round_of(self, report: FinishReport) -> Round:
+        """The round a report belongs to. Raises StepMismatchError naming the ranks that are elsewhere."""
+        self._check_open(report.step, report.rank)
+        if report.rank not in self._round.discarded:
+            return self._round
+        if report.attempt <= self._round.discarded[report.rank]:
+            raise StepMismatchError(
+                f"rank {report.rank} finished attempt {report.attempt} of step {report.step}, which it discarded"
+            )
+        if self._next is None:
+            self._next = Round(report.step)
+        return self._next
+
+    def _check_open(self, step: int, rank: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._spec is None or rank not in range(self._spec.world_size):
+            raise StoreError(f"rank {rank} has not attached")
+        if step != self._round.step:
+            error = StepMismatchError(
+                f"rank {rank} is in step {step}, but step {self._round.step} is not decided yet: "
+                f"{self._waits_for()}; every rank must take the same steps"
+                if step > self._round.step
+                else f"rank {rank} is in step {step}, but step {self._round.step - 1} is decided already"
+            )
+            self._fail(error)
+            raise error
+
+    def _pass_of(self, current: Round, report: FinishReport) -> Pass:
+        """The pass a report belongs to. Raises StepMismatchError; ranks that clip differently fail the step for all."""
+        asked = current.pass_of(report)
+        error = clipped_unlike(asked, report)
+        if error is not None:
+            self._fail(error)
+            raise error
+        return asked
+
+    def commit(self, rank: int, step: int, inputs: StepInputs) -> Future[Decision]:
+        """A rank wants the step decided, after a finish without inputs."""
+        try:
+            with self._lock:
+                if (known := self._records.of(step)) is not None:
+                    return settled(known)
+                if self._is_ahead(rank, step):
+                    return self._early.wait(step, lambda: self.commit(rank, step, inputs))
+                self._check_open(step, rank)
+                current = self._next if rank in self._round.discarded and self._next else self._round
+                if rank not in current.reports:
+                    raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
+                self._check_inputs(inputs)
+                current.inputs[rank] = inputs
+                future = current.commits.setdefault(rank, Future())
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _check_inputs(self, inputs: StepInputs | None) -> None:
+        assert self._spec is not None
+        if inputs is not None:
+            check_hyper(self._spec, inputs.hyper)
+
+    def discard(self, rank: int, step: int, attempt: int) -> Future[None]:
+        """A rank takes back its finish. Once all ranks have, the step is open again; a rank that commits instead
+        fails it for all."""
+        try:
+            with self._lock:
+                self._check_open(step, rank)
+                report = self._round.reports.get(rank)
+                if report is None or report.attempt != attempt or rank in self._round.inputs:
+                    raise StepMismatchError(f"rank {rank} discards attempt {attempt} of step {step}, not finished so")
+                if self._round.norm is None:
+                    raise StepMismatchError(f"rank {rank} discards step {step} before it has its norm")
+                self._round.discarded[rank] = attempt
+                self._advance()
+                return settled(None)
+        except RayZeroError as exc:
+            return failed(exc)
+
+    # ---- writes
+
+    def write(self, rank: int, write: Write) -> Future[None]:
+        """A rank wants a unit changed, before its commit. Once all ranks have asked for the same, owners do it; ranks
+        that differ fail the step for all."""
+        try:
+            with self._lock:
+                if self._is_ahead(rank, write.version):
+                    return self._early.wait(write.version, lambda: self.write(rank, write))
+                self._check_open(write.version, rank)
+                assert self._spec is not None
+                try:
+                    if rank in self._round.inputs:
+                        raise StepMismatchError(f"rank {rank} writes at step {write.version}, which it has committed")
+                    future = self._writes.ask(rank, write, self._spec.layout)
+                except StepMismatchError as exc:
+                    self._fail(exc)
+                    raise
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _begin_write(self) -> None:
+        """Have owners make the write that all ranks have asked for; they must know the last decision before."""
+        assert self._spec is not None
+        begun = self._writes.begin(self._spec.world_size) if self._telling is None else None
+        if begun is not None:
+
+            def ask() -> None:
+                answers = tuple(peer.write(*begun) for peer in self._peers)
+                self._writes.told(answers)
+                when_all(answers, lambda _: self._written(), self._peer_failed)
+
+            self._lock.after(ask)
+
+    def _written(self) -> None:
+        with self._lock:
+            for future in self._writes.end():
+                self._lock.after(settle, future, None)
+            self._advance()
+
+    # ---- the state machine
+
+    def _advance(self) -> None:
+        """Do what can be done now. Called under the lock, after every event."""
+        if self._spec is None or self._failure is not None:
+            return
+        current, everyone = self._round, self._spec.world_size
+        never = impasse(current, self._saves.asked(), self._writes, self._means.waiting(), self._spec)
+        self._begin_write()
+        if never is not None:
+            self._fail(never)
+        elif len(current.discarded) == everyone:
+            self._round, self._next = self._next or Round(current.step), None
+            self._advance()
+        elif len(current.inputs) > 1 and not self._agree(current):
+            return
+        elif len(current.passes[-1].reports) == everyone and current.passes[-1].parts is None:
+            if self._telling is not None:
+                return
+            current.passes[-1].parts = ()
+            self._collect(current, current.passes[-1])
+        elif len(current.inputs) == everyone and current.norm is not None and not self._is_held(current.step):
+            self._decide(current)
+        else:
+            self._check_left()
+
+    def _is_held(self, step: int) -> bool:
+        """Whether the version that the step changes is still being saved or written to."""
+        return self._saves.holds(step) or bool(self._writes.ranks)
+
+    def _agree(self, current: Round) -> bool:
+        try:
+            agreed(current.step, current.inputs)
+        except StepMismatchError as exc:
+            self._fail(exc)
+            return False
+        return True
+
+    def _collect(self, current: Round, asked: Pass) -> None:
+        reports = tuple(asked.reports[rank] for rank in sorted(asked.reports))
+
+        def ask() -> None:
+            answers = asked.asked = tuple(peer.collect(current.step, reports) for peer in self._peers)
+            when_all(answers, partial(self._take_parts, current, asked), self._peer_failed)
+
+        self._lock.after(ask)
+
+    def _take_parts(self, current: Round, asked: Pass, parts: list[NormParts]) -> None:
+        with self._lock:
+            if current is not self._round or self._failure is not None:
+                return
+            assert self._spec is not None
+            asked.parts = tuple(parts)
+            averaged_over = self._spec.world_size if asked is current.passes[0] else 1
+            asked.norm = total_norm(current.step, parts, averaged_over)
+            error = self._nonfinite(current)
+            for future in asked.norms.values():
+                self._answer(future, asked.norm, error)
+            self._advance()
+
+    def _answer(self, future: Future[T], value: T, error: RayZeroError | None) -> None:
+        """Tell who waits, once the lock is free."""
+        if error is None:
+            self._lock.after(settle, future, value)
+        else:
+            self._lock.after(fail, future, error)
+
+    def _nonfinite(self, current: Round) -> RayZeroError | None:
+        assert self._spec is not None
+        assert current.norm is not None
+        if current.norm.finite or self._spec.nonfinite != "raise":
+            return None
+        return nonfinite_error(current.step, current.passes[0].parts or (), self._spec.layout)
+
+    def _decide(self, current: Round) -> None:
+        """Write the record, which is the commit point; only then tell owners and ranks."""
+        assert self._spec is not None
+        assert current.norm is not None
+        inputs = agreed(current.step, current.inputs)
+        norms = [each.norm for each in current.passes if each.norm is not None]
+        decision = decide(norms, current.reports, inputs, self._spec.world_size)
+        self._records.write(decision)
+        tell_decision(self._recorder, decision, inputs.edits, self._spec.world_size)
+        self._telling = list(current.commits.values())
+        self._open_round(decision.step + 1)
+        error = self._nonfinite(current)
+
+        def tell() -> None:
+            acks = self._told = tuple(peer.apply(decision) for peer in self._peers)
+            when_all(acks, lambda _: self._tell_ranks(decision, error), self._peer_failed)
+
+        self._lock.after(tell)
+
+    def _tell_ranks(self, decision: Decision, error: RayZeroError | None) -> None:
+        with self._lock:
+            commits, self._telling = self._telling or [], None
+            for commit in commits:
+                self._answer(commit, decision, error)
+            for asker in self._records.take_askers(decision.step):
+                self._answer(asker, decision, None)
+            self._advance()
+
+    def decision(self, step: int) -> Future[Decision]:
+        """What was decided for ``step``, once it is recorded."""
+        with self._lock:
+            if (known := self._records.of(step)) is not None:
+                return settled(known)
+            if step < self._round.step:
+                return failed(StoreError(f"the decision of step {step} is no longer kept"))
+            if self._failure is not None:
+                return failed(self._failure)
+            return self._records.ask(step)
+
+    # ---- checkpoints
+
+    def save(self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+        """A rank wants version ``step`` written. When all do, owners write; the next decision waits for them, so
+        the content is exactly that version. A checkpoint that cannot be written fails its callers, not the run."""
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if step < self._round.step:
+                    raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._round.step - 1} is decided")
+                assert self._spec is not None
+                save, future = self._saves.ask(rank, step, directory, files)
+                if len(save.files) == self._spec.world_size:
+                    self._lock.after(self._saves.write, save, self._spec, self._hyper_at, self._saved)
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _hyper_at(self, version: int) -> tuple[Hyper, ...]:
+        """What version ``version`` was made with; before the first decision, what the run started with."""
+        assert self._spec is not None
+        last = self._records.of(version - 1)
+        if last is not None:
+            return last.hyper
+        if self._spec.restore_from is None:
+            return self._spec.hyper
+        with CheckpointReader(self._spec.restore_from) as reader:
+            return reader.hyper
+
+    def _saved(self) -> None:
+        """Owners have written, or failed to: decisions go on."""
+        with self._lock:
+            self._advance()
+
+    # ---- means over ranks
+
+    def mean(self, rank: int, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
+        """A rank's ``number``th mean, from 1. Done when all ranks have asked for it; waits for no step. What is wrong
+        with a mean fails those who ask for it, not the run."""
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if self._spec is None or rank not in range(self._spec.world_size):
+                    raise StoreError(f"rank {rank} has not attached")
+                future = self._means.ask(rank, number, given)
+                self._end_means()
+                self._advance()
+                return future
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _end_means(self) -> None:
+        if self._spec is not None:
+            for future, outcome in self._means.end(self._spec.world_size, self._left):
+                self._lock.after(fail if isinstance(outcome, RayZeroError) else settle, future, outcome)
+
+    # ---- failures and the end
+
+    def _peer_failed(self, error: BaseException) -> None:
+        with self._lock:
+            self._fail(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
+
+    def _fail(self, error: StoreError) -> None:
+        """The open step will never be decided: everyone who waits for it, here and at owners, is told."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        waiting = [*self._round.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
+        for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._records.take_all_askers()):
+            self._lock.after(fail, future, error)
+        for call in self._early.take_all():  # they find the failure
+            self._lock.after(call)
+        self._lock.after(self._saves.abandon, error)
+        for peer in self._peers:
+            self._lock.after(peer.abort, error)
+
+    def describe(self) -> str:
+        """Who is waited for, for messages about waits."""
+        with self._lock:
+            return self._waits_for()
+
+    def _waits_for(self) -> str:
+        if self._spec is None:
+            return "no rank has attached"
+        if self._telling is not None:
+            return f"{owing(self._told)} not taken in the decision of step {self._round.step - 1}"
+        if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # those who wait there do nothing else
+            return ranks
+        if self._saves.holds(self._round.step):  # before it is written, who asked for it does nothing else
+            return f"v{self._round.step} is being saved: {self._saves.waits_for(self._spec.world_size)}"
+        if self._writes.ranks:
+            return self._writes.waits_for(self._spec.layout, self._spec.world_size)
+        return self._round.waits_for(self._spec.world_size)
+
+    def close(self) -> None:
+        """Fail whoever waits; finish the checkpoint that is being committed. Idempotent."""
+        with self._lock:
+            self._fail(StoreClosedError("the store was closed"))
+        self._saves.close()

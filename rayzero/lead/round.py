@@ -1,0 +1,88 @@
+"""One try at one step: what ranks have said, and who waits for an answer."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rayzero.errors import StepMismatchError
+from rayzero.lead.saves import have, owing
+from rayzero.protocol.messages import Decision, FinishReport, Norm, NormParts, StepInputs
+
+
+@dataclass(eq=False)
+class Pass:
+    """One norm that all ranks ask for: first that of the averaged gradients, then of what clipping by value left."""
+
+    reports: dict[int, FinishReport] = field(default_factory=dict)
+    norms: dict[int, Future[Norm]] = field(default_factory=dict)  # each rank's finish
+    asked: tuple[Future[NormParts], ...] = ()  # owners, by index
+    parts: tuple[NormParts, ...] | None = None
+    norm: Norm | None = None
+
+
+@dataclass(eq=False)
+class Round:
+    """One try at one step: until it is decided, or every rank has discarded it.
+
+    Knows what each rank has reported, committed or discarded; not owners, nor what is decided."""
+
+    step: int
+    passes: list[Pass] = field(default_factory=lambda: [Pass()])  # at most the last one is not answered yet
+    inputs: dict[int, StepInputs] = field(default_factory=dict)
+    commits: dict[int, Future[Decision]] = field(default_factory=dict)  # each rank's commit
+    discarded: dict[int, int] = field(default_factory=dict)  # rank -> attempt
+
+    @property
+    def reports(self) -> dict[int, FinishReport]:
+        """What each rank pushed."""
+        return self.passes[0].reports
+
+    @property
+    def norm(self) -> Norm | None:
+        """That of the averaged gradients."""
+        return self.passes[0].norm
+
+    @property
+    def gone_on(self) -> set[int]:
+        """Ranks that committed or discarded while others wait for their part of the last pass."""
+        return (
+            (set(self.inputs) | set(self.discarded)) - set(self.passes[-1].reports) if len(self.passes) > 1 else set()
+        )
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """Everyone who waits for this round, or has waited."""
+        return [norm for each in self.passes for norm in each.norms.values()] + list(self.commits.values())
+
+    def pass_of(self, report: FinishReport) -> Pass:
+        """The pass a report belongs to: the one it repeats, or the rank's next. Raises StepMismatchError."""
+        mine = [each for each in self.passes if report.rank in each.reports]
+        if any(each.reports[report.rank] == report for each in mine):
+            return next(each for each in mine if each.reports[report.rank] == report)
+        if mine and (report.clamp is None or replace(mine[0].reports[report.rank], clamp=report.clamp) != report):
+            raise StepMismatchError(
+                f"rank {report.rank} finished step {report.step} twice with different counts; a backward between "
+                "clip_grad_norm_() and step() cannot be represented: call zero_grad() first"
+            )
+        if len(mine) == len(self.passes):
+            self.passes.append(Pass())
+        return self.passes[len(mine)]
+
+    def gone_on_without(self, waiting: frozenset[int]) -> list[int]:
+        """Ranks that will not do what ``waiting`` ranks wait for all to do: they have committed, or wait for the norm
+        that those have yet to finish."""
+        tried = set(self.reports) - set(self.discarded)
+        stuck = tried if self.norm is None and not waiting <= tried else set()
+        return sorted((stuck | set(self.inputs)) - waiting)
+
+    def waits_for(self, world_size: int) -> str:
+        """Who is waited for, for messages about waits."""
+        for what, seen in (("finished", self.passes[-1].reports), ("committed", self.inputs)):
+            missing = [rank for rank in range(world_size) if rank not in seen]
+            if missing and not (what == "committed" and self.norm is None):
+                return f"{have(missing)} not {what} step {self.step}"
+            if what == "finished" and self.passes[-1].norm is None:
+                return f"{owing(self.passes[-1].asked)} not answered with the norm of step {self.step}"
+        return f"step {self.step} is being decided"

@@ -1,0 +1,92 @@
+"""Writes of users into parameters and optimizer states, at the lead: made once every rank asks for the same one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rayzero.errors import StepMismatchError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.lead.saves import have, owing
+from rayzero.protocol.messages import COMPUTE, MASTER, Write
+
+
+@dataclass(eq=False)
+class _Asked:
+    write: Write
+    number: int
+    futures: dict[int, Future[None]] = field(default_factory=dict)  # per rank that asked
+    begun: bool = False
+    asked: tuple[Future[None], ...] = ()  # owners, by index
+
+
+class WriteRequests:
+    """The write that ranks are asking for, one at a time.
+
+    Knows who asked for what; not steps or owners. Called under the lead's lock."""
+
+    def __init__(self) -> None:
+        self._asked: _Asked | None = None
+        self._count = 0
+
+    def ask(self, rank: int, write: Write, layout: ModelLayout) -> Future[None]:
+        """Note that a rank asks. Raises StepMismatchError, naming both, where another asked for something else."""
+        if self._asked is None:
+            self._count += 1
+            self._asked = _Asked(write, self._count)
+        asked = self._asked
+        if write != asked.write or rank in asked.futures:
+            raise _disagreement(rank, write, min(asked.futures, default=rank), asked.write, layout)
+        return asked.futures.setdefault(rank, Future())
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Who waits for a write."""
+        return frozenset(self._asked.futures) if self._asked is not None else frozenset()
+
+    def begin(self, world_size: int) -> tuple[int, Write] | None:
+        """The write that all ranks have asked for, with its number, once."""
+        asked = self._asked
+        if asked is None or asked.begun or len(asked.futures) < world_size:
+            return None
+        asked.begun = True
+        return asked.number, asked.write
+
+    def told(self, owners: tuple[Future[None], ...]) -> None:
+        """Owners, by index, are making it."""
+        if self._asked is not None:
+            self._asked.asked = owners
+
+    def end(self) -> list[Future[None]]:
+        """It is done, or will never be: the futures of those who asked."""
+        asked, self._asked = self._asked, None
+        return list(asked.futures.values()) if asked is not None else []
+
+    def describe(self, layout: ModelLayout) -> str:
+        """Who asks for what, in words."""
+        return f"{have(sorted(self.ranks))} {self.action(layout)}"
+
+    def action(self, layout: ModelLayout) -> str:
+        """What those who ask have done."""
+        assert self._asked is not None
+        write = self._asked.write
+        return f"written to {_what(write, layout)} at step {write.version}"
+
+    def waits_for(self, layout: ModelLayout, world_size: int) -> str:
+        """Who is waited for, for messages about waits."""
+        missing = [rank for rank in range(world_size) if rank not in self.ranks]
+        owners = () if self._asked is None else self._asked.asked
+        return f"{self.describe(layout)}, {have(missing) if missing else owing(owners)} not"
+
+
+def _what(write: Write, layout: ModelLayout) -> str:
+    of = {COMPUTE: "", MASTER: "the masters of "}.get(write.kind, f"{write.kind} of ")
+    return f"{of}{layout.units[write.unit].name!r}"
+
+
+def _disagreement(rank: int, ours: Write, other: int, theirs: Write, layout: ModelLayout) -> StepMismatchError:
+    both, step = f"rank {other} wrote to {_what(theirs, layout)}", f"at step {ours.version}"
+    what = "other values" if _what(ours, layout) == _what(theirs, layout) else f"to {_what(ours, layout)}"
+    return StepMismatchError(
+        f"{both} and rank {rank} wrote {what} {step}; every rank must write the same values to the same parameters"
+    )

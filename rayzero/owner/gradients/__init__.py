@@ -1,0 +1,1 @@
+"""Gradients at the owner: where they land, what was counted, their norm."""

@@ -1,0 +1,86 @@
+"""Sums of squares whose bits depend on the gradients alone.
+
+[Note: fixed leaves] A slice is cut, from its own start, into leaves of 65,536 elements and a leaf into rows of 256.
+Squares are fp64; a row is one reduction, a leaf is one reduction of its rows, leaves are added in order. No cut
+depends on torch's threads, on tiles, on how many owners there are, or on when gradients arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rayzero.kernels.native import NativeKernel, NativeSquareSum, Range
+from rayzero.kernels.rank_sum import RankSum
+from rayzero.protocol.messages import Clamp
+
+ROW = 256  # elements
+LEAF = ROW * ROW  # elements
+_TILE = 8 * LEAF  # elements squared at once; any multiple of LEAF gives the same bits
+
+
+class Squares(Protocol):
+    """Who sums squares. One instance belongs to one thread."""
+
+    def parts(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+    ) -> list[float]:
+        """For each ``[start, stop)`` of ``ranges`` the sum of the squares of the sum of ``gradients[r]`` over ``ranks``
+        (not empty), of what ``clamp`` leaves of it as the update does, where that is given. Without it inf or nan
+        where a summed gradient is."""
+        ...
+
+
+def choose_squares(kernel: str) -> Squares:
+    """Who sums squares where ``kernel`` computes updates: C beside C. The bits differ, as the order of adding does."""
+    return NativeSquareSum() if kernel == NativeKernel.name else SquareSum()
+
+
+class SquareSum:
+    """Sums of squares of rank-summed gradients, in scratch memory it owns: one instance per thread."""
+
+    def __init__(self, tile: int = _TILE) -> None:
+        """``tile``: elements worked on at once, a multiple of ``LEAF``."""
+        assert tile % LEAF == 0, tile
+        self._tile = tile
+        self._ranks = RankSum(tile)
+        self._squares = torch.zeros(tile, dtype=torch.float64)
+        self._rows = torch.zeros(tile // ROW, dtype=torch.float64)
+        self._leaves = torch.zeros(tile // LEAF, dtype=torch.float64)
+
+    @torch.no_grad()
+    def parts(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+    ) -> list[float]:
+        """See ``Squares.parts``."""
+        return [self._part(gradients, ranks, start, stop, clamp) for start, stop in ranges]
+
+    def _part(
+        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None
+    ) -> float:
+        total = 0.0
+        for at in range(start, stop, self._tile):
+            end = min(at + self._tile, stop)
+            values = self._ranks.sum(gradients, ranks, at, end)
+            for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
+                total += leaf
+        return total
+
+    def _leaf_sums(self, values: Tensor) -> list[float]:
+        count = values.numel()
+        rows, leaves = -(-count // ROW), -(-count // LEAF)
+        self._squares[:count].copy_(values)
+        self._squares[count : rows * ROW].zero_()
+        squares = self._squares[: rows * ROW]
+        torch.mul(squares, squares, out=squares)
+        torch.sum(squares.view(rows, ROW), dim=1, out=self._rows[:rows])
+        self._rows[rows : leaves * ROW].zero_()
+        torch.sum(self._rows[: leaves * ROW].view(leaves, ROW), dim=1, out=self._leaves[:leaves])
+        return [float(leaf) for leaf in self._leaves[:leaves].tolist()]
+
+
+def _clamped(values: Tensor, clamp: Clamp) -> Tensor:
+    return values.mul(clamp.scale).clamp_(-clamp.limit, clamp.limit)

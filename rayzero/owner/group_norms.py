@@ -1,0 +1,86 @@
+"""Norms of gradients, updates and weights by layer group, in the owner's own pass over its shards, every so many steps.
+
+[Note: what it costs] A measured step copies each shard's master before its update (8 bytes a parameter), subtracts
+(12) and sums two squares (8). Native kernel, 16 shards of 2 Mi parameters, 2 threads, 15 pairs on a busy machine: such
+an update took 4.9 (2.9-7.5) times a plain one. Between measured steps it costs nothing. Gradient norms come from the
+parts that clipping needs anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rayzero.layout.groups import layer_groups
+from rayzero.owner.model import OwnedModel
+from rayzero.owner.shard import OwnedShard
+from rayzero.protocol.messages import NormParts
+from rayzero.telemetry.metric import Metric
+from rayzero.telemetry.names import GROUP_GRAD_NORM, GROUP_PARAM_NORM, GROUP_UPDATE_NORM, MAX_GROUPS
+from rayzero.telemetry.recorder import Recorder
+
+Squares = dict[str, float]  # by group
+
+
+class GroupNorms:
+    """Measures one step's update in one owner. Used by the updater thread alone, one ``GroupNorms`` an owner.
+
+    Knows shards and the groups they are of; not when an update is due."""
+
+    def __init__(self, model: OwnedModel, recorder: Recorder) -> None:
+        self._model = model
+        self._recorder = recorder
+        groups = layer_groups(model.spec.layout, MAX_GROUPS)
+        self._group_of = {index: groups[owned.shard.unit] for index, owned in model.shards.items()}
+        trained = [owned.shard.numel for owned in model.shards.values() if owned.trainable]
+        self._before = torch.empty(max(trained, default=0))
+        self._updates: Squares = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What it keeps between steps."""
+        return self._before.nbytes
+
+    def before(self, owned: OwnedShard) -> None:
+        """A shard's update comes next."""
+        assert owned.master is not None
+        self._scratch(owned).copy_(owned.master)
+
+    def after(self, owned: OwnedShard) -> None:
+        """It is done."""
+        assert owned.master is not None
+        change = self._scratch(owned)
+        torch.sub(owned.master.cpu(), change, out=change)
+        self._add(self._updates, owned, change)
+
+    def _scratch(self, owned: OwnedShard) -> Tensor:
+        return self._before[: owned.shard.numel]
+
+    def _add(self, sums: Squares, owned: OwnedShard, values: Tensor) -> None:
+        group, square = (
+            self._group_of[owned.shard.index],
+            self._model.square_sum.parts([values], [0], [(0, len(values))])[0],
+        )
+        sums[group] = sums.get(group, 0.0) + square
+
+    def tell(self, parts: NormParts) -> None:
+        """All shards are updated. ``parts``: the step's sums of squares of gradients, over ranks."""
+        gradients: Squares = {}
+        for shard, _, square in parts.parts:
+            group = self._group_of[shard]
+            gradients[group] = gradients.get(group, 0.0) + square
+        weights: Squares = {}
+        for owned in self._model.shards.values():
+            if owned.master is not None:
+                self._add(weights, owned, owned.master.cpu())
+        updates, self._updates = self._updates, {}
+        self._set(GROUP_GRAD_NORM, gradients, 1 / self._model.spec.world_size)
+        self._set(GROUP_UPDATE_NORM, updates, 1.0)
+        self._set(GROUP_PARAM_NORM, weights, 1.0)
+
+    def _set(self, metric: Metric, squares: Mapping[str, float], scale: float) -> None:
+        for group, square in squares.items():
+            self._recorder.set(metric, math.sqrt(square) * scale, group=group)

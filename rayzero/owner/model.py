@@ -1,0 +1,146 @@
+"""Everything an owner keeps for a run: made at the first attach, from a plan that fits the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rayzero.errors import HandshakeError
+from rayzero.layout.model_layout import ModelLayout
+from rayzero.memory.planner import OwnerPlan, check_device, check_plan, host_limits, plan_owner
+from rayzero.owner.checkpoint import restore_snapshot
+from rayzero.owner.gradients.contributions import Contributions
+from rayzero.owner.gradients.norm import Squares, choose_squares
+from rayzero.owner.memory import DeviceMemory, HostMemory, MakeMemory
+from rayzero.owner.shard import OwnedShard, allocate
+from rayzero.owner.update.elementwise import ElementwiseRule
+from rayzero.owner.update.rules import AdamRule, UpdateRule
+from rayzero.protocol.hyper import resolve_optimizer
+from rayzero.protocol.messages import Hyper, ModelSpec, canonical_json
+from rayzero.protocol.ownership import owner_map
+from rayzero.quantities import count
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OwnedModel:
+    """One owner's part of a model."""
+
+    spec: ModelSpec
+    attached_by: int  # the rank whose spec this is
+    rule: UpdateRule
+    square_sum: Squares
+    shards: Mapping[int, OwnedShard]  # by shard index, ascending
+    contributions: Contributions
+    plan: OwnerPlan
+    memory: HostMemory
+    version: int  # what the shards start at: 0, or the checkpoint's step
+
+    @property
+    def needs_load(self) -> bool:
+        """True when rank 0 must send initial weights."""
+        return self.spec.restore_from is None
+
+
+def build_model(
+    spec: ModelSpec,
+    rank: int,
+    owner: int,
+    num_owners: int,
+    memory_budget: int | None,
+    make_memory: MakeMemory,
+    *,
+    memory_taken: int = 0,
+    own_gradients: bool,
+    measures_norms: bool,
+    device: torch.device,
+) -> OwnedModel:
+    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``, ``measures_norms``: see
+    ``plan_owner``. ``device``:
+    where an owner beside a rank (``ShardMap.on_device``) has its states.
+
+    Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
+    shards, CheckpointError for a checkpoint of another model."""
+    shard_map = owner_map(spec, num_owners)
+    on_device = shard_map.on_device(owner)
+    rule = choose_rule(spec, device if on_device else None)
+    plan = plan_owner(
+        spec.layout,
+        shard_map,
+        owner,
+        spec.world_size,
+        spec.accumulation_steps,
+        num_states=len(rule.state_kinds),
+        own_gradients=own_gradients,
+        measures_norms=measures_norms,
+    )
+    check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
+    check_device(plan, device)
+    memory = make_memory(spec, rule.kernel, plan)
+    memory = DeviceMemory(memory, device) if on_device else memory
+    shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory)
+    return OwnedModel(
+        spec=spec,
+        attached_by=rank,
+        rule=rule,
+        square_sum=choose_squares(rule.kernel),
+        shards=shards,
+        contributions=Contributions(shards, spec.world_size, spec.accumulation_steps),
+        plan=plan,
+        memory=memory,
+        version=0 if spec.restore_from is None else restore_snapshot(spec.restore_from, shards, rule, spec.optimizer),
+    )
+
+
+def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRule:
+    """Tile kernels for exactly Adam and AdamW, the generic path for every other class, subclasses included.
+    ``device``: where states lie; None: the host."""
+    cls = resolve_optimizer(spec.optimizer)
+    if cls in (torch.optim.Adam, torch.optim.AdamW):
+        return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
+    return ElementwiseRule(spec, cls)
+
+
+def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int) -> None:
+    """Raise HandshakeError, naming both sides and what differs, unless ``spec`` is what was attached before."""
+    for name in spec.__dataclass_fields__:
+        was, now = getattr(ours.spec, name), getattr(spec, name)
+        if name == "layout":
+            was, now = _layout_difference(was, now)
+        if canonical_json(was) != canonical_json(now):
+            what = _hyper_difference(was, now) if name == "hyper" else f"{name}: {now!r} against {was!r}"
+            raise HandshakeError(
+                f"optimizer {owner}: rank {rank} differs from rank {ours.attached_by} in {what}; "
+                "all ranks must run the same model and config"
+            )
+
+
+def _hyper_difference(ours: Sequence[Hyper], theirs: Sequence[Hyper]) -> str:
+    """The options that differ, in words: theirs against ours, by parameter group."""
+    if len(ours) != len(theirs):
+        return f"hyper: {len(theirs)} against {len(ours)} parameter groups"
+    found = []
+    for group, (was, now) in enumerate(zip(ours, theirs, strict=True)):
+        differing = [
+            f"{name} {now.get(name, 'absent')!r} against {was.get(name, 'absent')!r}"
+            for name in sorted(was.keys() | now.keys())
+            if canonical_json(was.get(name, "absent")) != canonical_json(now.get(name, "absent"))
+        ]
+        if differing:
+            found.append(f"{', '.join(differing)} in parameter group {group}")
+    return "; ".join(found)
+
+
+def _layout_difference(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, str]:
+    """What differs first, in words; two equal texts when nothing does."""
+    if ours.digest == theirs.digest:
+        return "", ""
+    ours_units, their_units = ours.to_json()["units"], theirs.to_json()["units"]
+    for a, b in zip(ours_units, their_units, strict=False):
+        if a != b:
+            return f"{a} ({ours.digest[:8]})", f"{b} ({theirs.digest[:8]})"
+    return (
+        f"{count(len(ours_units), 'unit')} in shards of {ours.shard_numel} elements ({ours.digest[:8]})",
+        f"{count(len(their_units), 'unit')} in shards of {theirs.shard_numel} elements ({theirs.digest[:8]})",
+    )

@@ -1,0 +1,159 @@
+"""One shard of an owner: its memory, its version, and where it is in its life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import StoreError
+from rayzero.kernels.stamps import TileStamps
+from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
+from rayzero.owner.memory import HostMemory, ShardJournal, Sizes
+from rayzero.protocol.messages import COMPUTE, MASTER
+
+
+class ShardState(Enum):
+    """What a shard's memory holds."""
+
+    EMPTY = auto()  # allocated, no values yet
+    PUBLISHED = auto()  # version `published`, readable; ranks land gradients of the open step
+    DECIDED = auto()  # still readable; decisions wait in the updater's queue, so its gradients are fixed
+    UPDATING = auto()  # tiles are being overwritten: nobody reads
+
+
+S = ShardState
+_MOVES = {
+    S.EMPTY: {S.PUBLISHED},
+    S.PUBLISHED: {S.DECIDED},
+    S.DECIDED: {S.UPDATING, S.PUBLISHED},  # straight to PUBLISHED: the content does not change
+    S.UPDATING: {S.PUBLISHED},
+}
+
+
+@dataclass(eq=False, kw_only=True)
+class OwnedShard:
+    """A shard of this owner.
+
+    Knows its memory, version and state; not gradients, other shards, or who computes the update. Its fields are
+    written by the service alone, under the service's lock; tensor contents by the updater thread alone."""
+
+    shard: Shard
+    unit: UnitLayout
+    slices: tuple[SlotSlice, ...]
+    groups: tuple[int, ...]  # parameter group of each slice
+    params: Tensor  # 1D, unit dtype: what COMPUTE reads
+    master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
+    states: dict[str, Tensor]  # kind -> 1D fp32; on a device where the master is
+    journal: ShardJournal | None = None  # of a trained shard in memory that outlives the process
+    filled: int = field(init=False)  # elements that are not padding
+    steps: list[int] = field(init=False)  # updates each slice's parameter has had
+    padding: tuple[tuple[int, int], ...] = field(init=False)  # ranges from a slice's end to a multiple of 64 elements
+    state: ShardState = field(default=S.EMPTY, init=False)
+    published: int = field(default=-1, init=False)
+    content: int = field(default=-1, init=False)  # the version at which the published parameters last changed
+    pending: int = field(default=0, init=False)  # decisions queued or being worked on
+    pending_reads: int = field(default=0, init=False)  # of them, those that still read this shard's gradients
+
+    def __post_init__(self) -> None:
+        self.filled = sum(part.numel for part in self.slices)
+        self.steps = [0] * len(self.slices)
+        self.padding = tuple((s.stop, s.start + aligned(s.numel)) for s in self.slices if s.numel % ALIGN)
+
+    @property
+    def trainable(self) -> bool:
+        """True when the shard has gradients, states and a master."""
+        return self.unit.trainable
+
+    def move(self, state: ShardState) -> None:
+        """Change state; raises StoreError when the table does not allow it."""
+        if state not in _MOVES[self.state]:
+            raise StoreError(f"shard {self.shard.index} of {self.unit.name!r} cannot go {self.state} -> {state}")
+        self.state = state
+
+    def stamps(self, version: int) -> TileStamps | None:
+        """For the update that makes ``version``."""
+        return TileStamps(self.journal.stamps, version) if self.journal is not None else None
+
+    def fill(self, values: Tensor) -> None:
+        """Take initial values (1D, the shard's elements): the master, and from it the published parameters."""
+        target = self.params if self.master is None else self.master
+        target.copy_(values)
+        for start, stop in self.padding:
+            target[start:stop].zero_()
+        self.publish_master()
+
+    def publish_master(self) -> None:
+        """Write the published parameters from the master, where they are two."""
+        if self.master is not None and self.master is not self.params:
+            self.params.copy_(self.master)
+
+    def step_counts(self) -> Tensor:
+        """How many updates each slice's parameter has had, all over its range: 1D fp32, the shard's elements."""
+        counts = torch.zeros(self.shard.numel)
+        for part, steps in zip(self.slices, self.steps, strict=True):
+            counts[part.start : part.stop] = steps
+        return counts
+
+    def read(self, kind: str) -> Tensor:
+        """The memory that holds ``kind``, or a copy of what is on a device; raises StoreError naming the kinds there
+        are."""
+        if kind == COMPUTE:
+            return self.params
+        found = self.master if kind == MASTER else self.states.get(kind)
+        if found is None:
+            kinds = [COMPUTE, *([MASTER] if self.master is not None else []), *self.states]
+            raise StoreError(f"{self.unit.name!r} has no {kind!r} to fetch; it has {', '.join(kinds)}")
+        return found.cpu()
+
+
+def allocate(
+    layout: ModelLayout,
+    shards: Sequence[int],
+    group_of: Sequence[Sequence[int]],
+    kinds: Sequence[str],
+    memory: HostMemory,
+) -> dict[int, OwnedShard]:
+    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind."""
+    owned = [layout.shards[index] for index in shards]
+    trained = [shard for shard in owned if layout.units[shard.unit].trainable]
+    params: dict[int, Tensor] = {}
+    for dtype in {layout.units[shard.unit].dtype for shard in owned}:
+        alike = [shard for shard in owned if layout.units[shard.unit].dtype is dtype]
+        params |= memory.params([_sizes(run) for run in runs(alike)], dtype)
+    mastered = [shard for shard in owned if layout.units[shard.unit].has_master]
+    apart = [s for s in mastered if memory.apart or layout.units[s.unit].dtype is not torch.float32]
+    master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
+    master |= memory.state(_sizes(apart), torch.float32)
+    states = {kind: memory.state(_sizes(trained), torch.float32) for kind in kinds}
+    found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
+    for shard in trained:
+        found[shard.index].journal = memory.journal(shard.index)
+    return found
+
+
+def _sizes(shards: Sequence[Shard]) -> Sizes:
+    return [(shard.index, shard.numel) for shard in shards]
+
+
+def _owned_shard(
+    layout: ModelLayout,
+    shard: Shard,
+    group_of: Sequence[Sequence[int]],
+    params: Tensor,
+    master: Mapping[int, Tensor],
+    states: Mapping[str, Mapping[int, Tensor]],
+) -> OwnedShard:
+    unit, slices = layout.units[shard.unit], layout.slices(shard)
+    return OwnedShard(
+        shard=shard,
+        unit=unit,
+        slices=slices,
+        groups=tuple(group_of[shard.unit][part.slot] for part in slices) if unit.trainable else (),
+        params=params,
+        master=master.get(shard.index),
+        states={kind: region[shard.index] for kind, region in states.items()} if unit.trainable else {},
+    )

@@ -1,0 +1,1 @@
+"""From a decision to new masters: the optimizers and what they change."""

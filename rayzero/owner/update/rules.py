@@ -1,0 +1,142 @@
+"""How a shard is updated: Adam by a tile kernel, or any other element-wise torch optimizer as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
+from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
+from rayzero.layout.model_layout import aligned
+from rayzero.owner.shard import OwnedShard
+from rayzero.protocol.hyper import require_numbers
+from rayzero.protocol.messages import STEP, Hyper, ModelSpec
+
+OnTile = Callable[[int, int], None]
+
+_ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork:
+    """What one decision does to one shard."""
+
+    gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
+    version: int  # that it makes
+    contributors: tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
+    scale: float
+    limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this
+    hyper: tuple[Hyper, ...]  # per parameter group
+
+
+class UpdateRule(Protocol):
+    """The optimizer of a run, as an owner applies it to one shard at a time. Used by the updater thread alone."""
+
+    kernel: str  # who computes, for handshakes and reports
+    state_kinds: tuple[str, ...]  # fp32 states that live in the owner's planned memory
+
+    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+        """Update master, states and published parameters; slices without contributors stay as they are."""
+        ...
+
+    def states(self, owned: OwnedShard) -> dict[str, Tensor]:
+        """Kind -> 1D fp32 over the shard's elements, for kinds outside planned memory; a copy."""
+        ...
+
+    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
+        """Kind -> 1D fp32 state of slice ``index``, for a checkpoint."""
+        ...
+
+    def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
+        """The inverse of ``slice_states``; ``owned.steps`` is restored already."""
+        ...
+
+    def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
+        """Replace one state of a shard (``values``: 1D fp32, its elements). STEP comes first, and is in
+        ``owned.steps`` already: a parameter without updates has no state. Raises StoreError for an unknown kind."""
+        ...
+
+    def regroup(self, owned: OwnedShard) -> None:
+        """``owned.groups`` has changed; states stay."""
+        ...
+
+
+class AdamRule:
+    """Adam or AdamW by a tile kernel."""
+
+    def __init__(self, spec: ModelSpec, *, decoupled: bool, device: torch.device | None = None) -> None:
+        """``decoupled``: AdamW's weight decay. ``device``: where masters and moments lie; None: the host.
+
+        On CUDA torch's fused kernel computes, with its own rounding; ``kernel`` is who sums squares on the host."""
+        host = choose_kernel(spec.kernel)
+        on_cuda = device is not None and device.type == "cuda"
+        self._kernel = TorchKernel(DEVICE_TILE, threads=1, device=device) if on_cuda else host
+        self._decoupled = decoupled
+        self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
+        self.kernel = host.name
+        amsgrad = any(options.amsgrad for options in self._options(spec.hyper))
+        self.state_kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+
+    def _options(self, hyper: tuple[Hyper, ...]) -> list[AdamOptions]:
+        if self._parsed[0] is not hyper:
+            for group, options in enumerate(hyper):
+                require_numbers(group, options, _ADAM_NUMBERS)
+            self._parsed = hyper, [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in hyper]
+        return self._parsed[1]
+
+    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+        """See ``UpdateRule.update``: one kernel call a shard."""
+        assert owned.master is not None
+        memory = AdamMemory(
+            master=owned.master,
+            exp_avg=owned.states["exp_avg"],
+            exp_avg_sq=owned.states["exp_avg_sq"],
+            max_exp_avg_sq=owned.states.get("max_exp_avg_sq"),
+            params=None if owned.params is owned.master else owned.params,
+            stamps=owned.stamps(work.version),
+        )
+        segments = list(self._segments(owned, work))
+        self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
+
+    def _segments(self, owned: OwnedShard, work: ShardWork) -> Iterator[Segment]:
+        """Neighbours that are updated alike together: what lies between two slices is padding, which is zero."""
+        options = self._options(work.hyper)
+        alike = zip(work.contributors, owned.groups, owned.steps, strict=True)
+        for (ranks, group, step), run in groupby(zip(alike, owned.slices, strict=True), key=itemgetter(0)):
+            if not ranks:
+                continue
+            first, *others = [part for _, part in run]
+            last = others[-1] if others else first
+            length = last.start - first.start + aligned(last.numel)
+            yield Segment(offset=first.start, length=length, ranks=ranks, options=options[group], step=step + 1)
+
+    def states(self, owned: OwnedShard) -> dict[str, Tensor]:
+        """None: all of Adam's states are planned."""
+        return {}
+
+    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
+        """Views of the moments."""
+        part = owned.slices[index]
+        return {kind: state[part.start : part.stop] for kind, state in owned.states.items()}
+
+    def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
+        """Moments back in place."""
+        for kind, view in self.slice_states(owned, index).items():
+            view.copy_(values[kind])
+
+    def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
+        """Moments in place; step counts are the shard's own."""
+        if kind != STEP:
+            state = owned.states[kind] if kind in owned.states else owned.read(kind)  # which raises
+            for part in owned.slices:
+                state[part.start : part.stop].copy_(values[part.start : part.stop])
+
+    def regroup(self, owned: OwnedShard) -> None:
+        """Options are looked up at every update."""

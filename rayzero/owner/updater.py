@@ -1,0 +1,55 @@
+"""The thread that computes: one task after the other, in the order they were handed in."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from rayzero.concurrency.exit import abandon_at_exit
+from rayzero.concurrency.threads import use_torch_threads
+
+Task = Callable[[], None]
+
+
+class Updater:
+    """One thread with its own torch thread count.
+
+    Knows tasks and their order; not what they do. A task that raises ends nothing: the error goes to ``on_error``."""
+
+    def __init__(self, name: str, threads: int, on_error: Callable[[BaseException], None]) -> None:
+        """``threads``: torch threads of each task, at least 1."""
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._on_error = on_error
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
+        self._thread.start()
+        abandon_at_exit(self)
+
+    @property
+    def queued(self) -> int:
+        """Tasks that wait for the one that runs."""
+        return self._tasks.qsize()
+
+    def submit(self, task: Task) -> None:
+        """Queue a task; tasks submitted after ``close`` are not run."""
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Let the queued tasks finish, then end the thread. Idempotent; not from a task."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Wait for the task that runs; no other begins. Idempotent; not from a task."""
+        self._abandoned = True
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self, threads: int) -> None:
+        while (task := self._tasks.get()) is not None and not self._abandoned:
+            use_torch_threads(threads)
+            try:
+                task()
+            except Exception as exc:  # the supervision loop of everything an owner computes
+                self._on_error(exc)

@@ -1,0 +1,264 @@
+"""What ranks and owners say to each other: frozen values, no behaviour.
+
+Ranks (``protocol/store.py``), owners (``owner/``), the lead (``lead/``) and every transport (``store/``) speak these.
+Steps count from 0; *version* ``v`` is the content after ``v`` decided steps, so step ``n`` reads version ``n`` and
+publishes version ``n + 1``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rayzero.layout.model_layout import ModelLayout
+
+PROTOCOL_VERSION = 3
+
+COMPUTE = "compute"  # fetch kinds: the published parameters in the unit's dtype ...
+MASTER = "master"  # ... the fp32 master, or the name of an optimizer state such as "exp_avg" ...
+STEP = "step"  # ... or how many updates each parameter has had, fp32, the same number all over its range
+GROUP = "group"  # a kind of write alone: each parameter's parameter group, fp32, the same number all over its range
+
+_NAMES_SHOWN = 8  # of a mapping, in messages
+MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
+
+Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no blanks: equal values give equal text (floats print exactly)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """All that an owner must know of a training; every rank of a run sends the same one at attach."""
+
+    run: str
+    layout: ModelLayout
+    world_size: int
+    optimizer: str  # import path of the torch optimizer class, "torch.optim.adamw:AdamW"
+    hyper: tuple[Hyper, ...]  # per parameter group, as of prepare()
+    group_of: tuple[tuple[int, ...], ...]  # [unit][slot] -> parameter group
+    accumulation_steps: int = 1  # backwards planned per step
+    nonfinite: str = "skip"  # "skip" | "raise"
+    shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
+    kernel: str = "auto"  # kernels/: who computes the update
+    offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
+    restore_from: str | None = None  # checkpoint directory the owners start from
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able description; ``from_json`` is its inverse."""
+        described = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "layout"}
+        return described | {"layout": self.layout.to_json()}
+
+    @classmethod
+    def from_json(cls, described: dict[str, Any]) -> ModelSpec:
+        """Rebuild a spec from ``to_json()``."""
+        return cls(
+            **described
+            | {
+                "layout": ModelLayout.from_json(described["layout"]),
+                "hyper": tuple(described["hyper"]),
+                "group_of": tuple(tuple(groups) for groups in described["group_of"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """An owner's answer to attach."""
+
+    version: int  # what it has published, or will publish once rank 0 has loaded every unit
+    needs_load: bool  # True: rank 0 must load the initial weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """The header of one push of one rank for one unit; the gradient bytes travel beside it."""
+
+    step: int
+    attempt: int  # this rank's discards within the step so far
+    rank: int
+    unit: int
+    seq: int  # this rank's push counter for this unit in this attempt, from 0
+    presence: bytes  # bit i (least significant first) set: slot i of the unit has a gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """All that one rank has pushed of one unit in an attempt, where the bytes lie in that rank's own memory and owners
+    read them there: the sum of its contributions so far."""
+
+    step: int
+    attempt: int
+    count: int  # contributions
+    presence: bytes  # bit i set: slot i has a gradient
+
+
+def pack_presence(present: list[bool]) -> bytes:
+    """Bits, least significant first, as ``Contribution.presence`` holds them."""
+    bits = sum(1 << i for i, p in enumerate(present) if p)
+    return bits.to_bytes((len(present) + 7) // 8, "little")
+
+
+def unpack_presence(presence: bytes, num_slots: int) -> list[bool]:
+    """The inverse of :func:`pack_presence`."""
+    bits = int.from_bytes(presence, "little")
+    return [bool(bits >> i & 1) for i in range(num_slots)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp:
+    """What is left of a rank-summed gradient: multiplied by ``scale``, then every element within +-``limit``."""
+
+    scale: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReport:
+    """What one rank pushed in a step: an owner is ready when it has every counted push."""
+
+    step: int
+    attempt: int
+    rank: int
+    counts: tuple[int, ...]  # pushes per unit, in unit order
+    clamp: Clamp | None = None  # whose norm is asked for; None: that of the averaged gradients, always asked first
+
+
+class EditKind(StrEnum):
+    """What a rank does to the step's averaged gradients before the update."""
+
+    UNSCALE = "unscale"  # multiply by the value: one over a loss scale
+    CLIP_NORM = "clip_norm"  # scale down until the global norm is at most the value
+    CLIP_VALUE = "clip_value"  # clamp every element to within +- the value
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One such call."""
+
+    kind: EditKind
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a step is decided with; every rank must send the same (compared by ``digest``)."""
+
+    edits: tuple[Edit, ...]  # in the order of the calls
+    hyper: tuple[Hyper, ...]  # per parameter group, read at step()
+
+    @property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when their inputs are equal."""
+        return hashlib.sha256(canonical_json([list(map(str, self.edits)), self.hyper]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """What a rank wants written into a unit; every rank must send the same."""
+
+    version: int  # the version that is changed
+    unit: int
+    kind: str  # COMPUTE, MASTER, STEP, GROUP or the name of an optimizer state
+    digest: str  # of the values
+
+
+def quoted(names: Sequence[str]) -> str:
+    """The first names, for messages."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanInput:
+    """What one rank adds to a mean over ranks."""
+
+    names: tuple[str, ...] = ()  # of the numbers of a mapping, sorted; empty: a number or a tensor
+    shape: tuple[int, ...] = ()  # of a tensor
+    values: tuple[float, ...]  # fp64: one for each name, or the tensor's elements
+    weight: float  # >= 0; a rank of weight 0 has no part in the mean
+
+    @property
+    def size_bytes(self) -> int:
+        """At most what it takes in a message, but for a few bytes that all have."""
+        return 8 * len(self.values) + sum(len(name.encode()) + 4 for name in self.names)
+
+    def __str__(self) -> str:
+        if self.names:
+            return quoted(self.names)
+        return f"a tensor of shape {self.shape}" if self.shape else "a number"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """The exact global L2 norm of a step's averaged gradients, before any clipping."""
+
+    step: int
+    total: float
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormParts:
+    """One owner's sums of squares of the rank-summed gradients (fp64), per shard and slot."""
+
+    step: int
+    parts: tuple[tuple[int, int, float], ...]  # (shard index, slot, sum of squares), in shard and slot order
+
+
+class Action(StrEnum):
+    """What a decision does."""
+
+    APPLY = "apply"
+    SKIP = "skip"  # publish the next version with unchanged content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one step does, the same for all shards. Its record in the lead owner is the commit point."""
+
+    step: int
+    attempts: tuple[int, ...]  # per rank: the attempt whose contributions count
+    action: Action
+    scale: float  # multiplies the rank-summed gradient: 1 / world_size x clip factors / loss scale
+    norm: float  # of the averaged and unscaled gradients, before clipping
+    hyper: tuple[Hyper, ...]
+    limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file that belongs to a checkpoint: written and fsynced, not yet named by a manifest."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    content: dict[str, Any] = field(default_factory=dict)  # tensor name -> what it holds (checkpoint/manifest.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A complete checkpoint: its directory, the step count it holds, and the digest of its content."""
+
+    path: str
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPaths:
+    """Where a process's slabs are, for those who join it."""
+
+    control: str
+    tensors: tuple[str, ...]  # params of an owner, grads of a rank, in order

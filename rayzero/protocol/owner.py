@@ -1,0 +1,34 @@
+"""An owner as the lead sees it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from rayzero.errors import StoreError
+from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Write
+
+
+class OwnerPeer(Protocol):
+    """An owner as the lead sees it: the lead's own service, or one behind a transport."""
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """See ``ShardService.collect``."""
+        ...
+
+    def apply(self, decision: Decision) -> Future[None]:
+        """See ``ShardService.apply``; done when the owner has taken the decision in, not when it has updated."""
+        ...
+
+    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+        """See ``ShardService.save``."""
+        ...
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """See ``ShardService.write``."""
+        ...
+
+    def abort(self, error: StoreError) -> None:
+        """See ``ShardService.abort``."""
+        ...

@@ -1,0 +1,118 @@
+"""Arena: many tensors carved out of as few slabs as hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rayzero.slabs.header import SlabFacts, header_bytes, lay_out_slab
+from rayzero.slabs.slab import SHARED_MEMORY, SLAB_BYTES, Progress, Slab, create_slabs
+
+REGION = "tensors"  # kind of the region that holds them
+_ELEMENTS = 64  # a tensor starts at a multiple of as many elements, as shards do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A tensor to be."""
+
+    key: Hashable
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Pieces that lie in one slab, one behind the other."""
+
+    pieces: tuple[Piece, ...]
+    align: int = 1  # bytes: a power of two up to a page, at which the first piece starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor is."""
+
+    slab: int
+    offset: int  # bytes from the slab's start
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaPlan:
+    """Places of all pieces, and what each slab holds. Equal groups give equal plans in every process."""
+
+    places: dict[Hashable, Place]
+    slabs: tuple[int, ...]  # bytes of each slab's region
+
+
+def plan_arena(groups: Sequence[Group], slab_bytes: int = SLAB_BYTES) -> ArenaPlan:
+    """Put groups into slabs in order. Each is at most ``slab_bytes``, but for a group that is larger alone."""
+    first = header_bytes(num_regions=1)
+    places: dict[Hashable, Place] = {}
+    ends: list[int] = []  # bytes from each slab's start
+    for group in groups:
+        offsets, end = _lay_out(group, ends[-1] if ends else first)
+        if not ends or (end > slab_bytes and ends[-1] > first):
+            offsets, end = _lay_out(group, first)
+            ends.append(first)
+        ends[-1] = end
+        for piece, offset in zip(group.pieces, offsets, strict=True):
+            assert piece.key not in places, f"two pieces have key {piece.key!r}"
+            places[piece.key] = Place(slab=len(ends) - 1, offset=offset, numel=piece.numel, dtype=piece.dtype)
+    return ArenaPlan(places=places, slabs=tuple(end - first for end in ends))
+
+
+def _lay_out(group: Group, start: int) -> tuple[list[int], int]:
+    """Offsets of the pieces, and the end, in bytes, where nothing lies from ``start`` on."""
+    at, offsets = _align(start, group.align), []
+    for piece in group.pieces:
+        at = _align(at, _ELEMENTS * piece.dtype.itemsize)
+        offsets.append(at)
+        at += piece.numel * piece.dtype.itemsize
+    return offsets, at
+
+
+def _align(offset: int, to: int) -> int:
+    return -(-offset // to) * to
+
+
+class Arena:
+    """Tensors by key, in slabs.
+
+    Knows where each lies; not what they are for. Tensors stay readable after ``close()``."""
+
+    def __init__(self, plan: ArenaPlan, slabs: Sequence[Slab]) -> None:
+        """Over slabs that were made or attached in the plan's order."""
+        self.plan, self.slabs = plan, tuple(slabs)
+
+    @classmethod
+    def create(
+        cls,
+        plan: ArenaPlan,
+        facts: SlabFacts,
+        directory: Path | None = SHARED_MEMORY,
+        *,
+        on_progress: Progress | None = None,
+    ) -> Arena:
+        """Make the slabs, zeroed; each has ``facts`` with its own number. Raises what ``create_slabs`` does."""
+        headers = [
+            lay_out_slab(replace(facts, number=facts.number + number), [(REGION, size, 0)])
+            for number, size in enumerate(plan.slabs)
+        ]
+        return cls(plan, create_slabs(headers, directory, on_progress=on_progress))
+
+    def tensor(self, key: Hashable) -> Tensor:
+        """1D, the piece's numel and dtype, in shared memory."""
+        place = self.plan.places[key]
+        return self.slabs[place.slab].tensor(place.offset, place.numel, place.dtype)
+
+    def close(self, *, unlink: bool = True) -> None:
+        """Close all slabs."""
+        for slab in self.slabs:
+            slab.close(unlink=unlink)

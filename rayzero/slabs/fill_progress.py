@@ -1,0 +1,36 @@
+"""Tells how far the making of slabs is: at a few GB/s, a large model's take a minute before anything is trained."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from rayzero.quantities import format_bytes
+
+log = logging.getLogger(__name__)
+
+_QUICK_S = 1.0  # what takes no longer is not worth a word
+_SAY_EVERY_S = 5.0
+
+
+class FillProgress:
+    """A log line once making takes more than a second, then every few seconds, and one at its end. A ``Progress``
+    (slabs/slab.py), for one call of ``create_slabs``."""
+
+    def __init__(self, who: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """``who`` makes them, for the log; ``clock``: seconds."""
+        self._who, self._clock = who, clock
+        self._began = clock()
+        self._next = self._began + _QUICK_S
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes are there."""
+        now, told = self._clock(), self._next > self._began + _QUICK_S
+        if now < self._next and not (done == total and told):
+            return
+        self._next = now + _SAY_EVERY_S
+        speed = done / (now - self._began) / 1e9
+        log.info(
+            "%s: %s of %s of shared memory made, %.1f GB/s", self._who, format_bytes(done), format_bytes(total), speed
+        )

@@ -1,0 +1,154 @@
+"""The first pages of a slab: whose it is, and a table of the regions in it.
+
+::
+
+    magic, format version, header bytes, slab bytes, pid | run, role, index, number, incarnation, layout digest, kernel
+    number of regions, crc32 of header and table | region table: {kind, offset, bytes, stride} each
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayzero.errors import HandshakeError, UnsupportedError
+from rayzero.slabs.mapping import whole_pages
+
+MAGIC = b"RZSLAB\r\n"
+FORMAT = 1
+_FIXED = struct.Struct("<8sIIQQ128s16sIIQ64s64sI")  # as drawn above, without the crc
+_CRC = struct.Struct("<I")
+_REGION = struct.Struct("<16sQQQ")
+_TABLE_AT = _FIXED.size + _CRC.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabFacts:
+    """Whose slab it is."""
+
+    run: str  # run id: at most 128 bytes
+    role: str  # "params" and "state" of an owner, "grads" of a rank: at most 16 bytes
+    index: int  # of the owner or rank
+    number: int = 0  # which of its slabs
+    incarnation: int  # life of the owner or rank: one that starts again has another, and slabs of its own
+    layout_digest: str
+    kernel: str  # with its instruction set: what made the bits of parameters and states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes of a slab with one purpose. Who does not know a kind leaves it alone."""
+
+    kind: str  # at most 16 bytes
+    offset: int  # bytes from the slab's start
+    bytes: int
+    stride: int = 0  # bytes from one entry to the next; 0: no entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabHeader:
+    """All that stands in the header."""
+
+    facts: SlabFacts
+    regions: tuple[Region, ...]
+    header_bytes: int
+    bytes: int  # of the whole slab, header included: whole pages
+    pid: int  # of the maker, as it sees itself
+
+    def regions_of(self, kind: str) -> tuple[Region, ...]:
+        """The regions of one kind, in table order."""
+        return tuple(region for region in self.regions if region.kind == kind)
+
+
+def header_bytes(num_regions: int) -> int:
+    """Bytes before the first region: whole pages."""
+    return whole_pages(_TABLE_AT + num_regions * _REGION.size)
+
+
+def lay_out_slab(facts: SlabFacts, wanted: Sequence[tuple[str, int, int]]) -> SlabHeader:
+    """Regions in order, each from a page of its own on. wanted: (kind, bytes, stride) of each."""
+    offset = first = header_bytes(len(wanted))
+    regions = []
+    for kind, size, stride in wanted:
+        regions.append(Region(kind=kind, offset=offset, bytes=size, stride=stride))
+        offset += whole_pages(size)
+    return SlabHeader(facts=facts, regions=tuple(regions), header_bytes=first, bytes=offset, pid=os.getpid())
+
+
+def encode_header(header: SlabHeader) -> bytes:
+    """The header's bytes, without the rest of its last page. Raises UnsupportedError on names that do not fit."""
+    facts = header.facts
+    fixed = _FIXED.pack(
+        MAGIC,
+        FORMAT,
+        header.header_bytes,
+        header.bytes,
+        header.pid,
+        _text("run", facts.run, 128),
+        _text("role", facts.role, 16),
+        facts.index,
+        facts.number,
+        facts.incarnation,
+        _text("layout digest", facts.layout_digest, 64),
+        _text("kernel", facts.kernel, 64),
+        len(header.regions),
+    )
+    table = b"".join(_REGION.pack(_text("kind", r.kind, 16), r.offset, r.bytes, r.stride) for r in header.regions)
+    return fixed + _CRC.pack(zlib.crc32(fixed + table)) + table
+
+
+def decode_header(source: str, data: bytes, file_bytes: int) -> SlabHeader:
+    """Read what ``encode_header`` wrote. ``data``: the slab's first bytes, at least its header; ``file_bytes``: of the
+    whole file. Raises HandshakeError, naming ``source``, on anything else."""
+    magic, version = struct.unpack_from("<8sI", data.ljust(12, b"\0"))
+    if magic != MAGIC:
+        raise HandshakeError(f"{source} begins with {magic!r}, a slab with {MAGIC!r}: it is no slab")
+    if version != FORMAT:
+        raise HandshakeError(f"{source} has slab format {version}, this rayzero reads {FORMAT}: install the same one")
+    if len(data) < _TABLE_AT:
+        raise HandshakeError(f"{source} ends after {len(data)} bytes, within its header")
+    _, _, size, total, pid, run, role, index, number, incarnation, digest, kernel, count = _FIXED.unpack_from(data)
+    table = data[_TABLE_AT : _TABLE_AT + count * _REGION.size]
+    (crc,) = _CRC.unpack_from(data, _FIXED.size)
+    if crc != (found := zlib.crc32(data[: _FIXED.size] + table)):
+        raise HandshakeError(f"{source} has a damaged header: its crc is {crc:08x}, its bytes give {found:08x}")
+    if total > file_bytes:
+        raise HandshakeError(f"{source} has {file_bytes:,} bytes, its header says {total:,}: it was cut off")
+    facts = SlabFacts(
+        run=_str(run),
+        role=_str(role),
+        index=index,
+        number=number,
+        incarnation=incarnation,
+        layout_digest=_str(digest),
+        kernel=_str(kernel),
+    )
+    rows = _REGION.iter_unpack(table)
+    regions = tuple(Region(kind=_str(kind), offset=at, bytes=n, stride=stride) for kind, at, n, stride in rows)
+    return SlabHeader(facts=facts, regions=regions, header_bytes=size, bytes=total, pid=pid)
+
+
+def check_header(source: str, header: SlabHeader, *, run: str, layout_digest: str) -> None:
+    """Raise HandshakeError, naming both sides, unless the slab belongs to this run and this layout."""
+    theirs = header.facts
+    if theirs.run != run:
+        raise HandshakeError(f"{source} belongs to run {theirs.run!r}, this is run {run!r}")
+    if theirs.layout_digest != layout_digest:
+        raise HandshakeError(
+            f"{source} has layout {theirs.layout_digest[:12]}, this process has {layout_digest[:12]}: "
+            "all processes of a run must build the same model and config"
+        )
+
+
+def _text(name: str, value: str, room: int) -> bytes:
+    encoded = value.encode()
+    if len(encoded) > room or "\0" in value:
+        raise UnsupportedError(f"{name} {value!r} takes {len(encoded)} bytes; a slab's header has room for {room}")
+    return encoded
+
+
+def _str(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,94 @@
+"""Windows: parts of several slabs side by side in one range of addresses, so that they are one tensor. No copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import StoreClosedError, UnsupportedError
+from rayzero.memory.page_lock import PageLock
+from rayzero.slabs.mapping import PAGE, Mapping, whole_pages
+from rayzero.slabs.slab import Slab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPiece:
+    """Part of a slab."""
+
+    slab: Slab
+    offset: int  # bytes from the slab's start
+    bytes: int
+
+
+def can_map(pieces: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether pieces (window offset, file offset, bytes), in window order, fill a window from its start without a gap
+    and each starts at a page in both."""
+    end = 0
+    for window_offset, file_offset, size in pieces:
+        if window_offset != end or window_offset % PAGE or file_offset % PAGE or size <= 0:
+            return False
+        end += size
+    return end > 0
+
+
+class Window:
+    """Pieces of slabs, one behind the other, as one 1D tensor of bytes.
+
+    Knows the range it maps; not what the bytes mean. Slabs may be closed while it is open. Pages are shared with all
+    who map the slabs; with private=True, a page that this process writes to is its own copy from then on, until
+    ``revert()``: what others write there meanwhile is not seen."""
+
+    def __init__(self, pieces: Sequence[WindowPiece], *, private: bool) -> None:
+        """Map them. Raises UnsupportedError unless ``can_map`` and each lies within its slab, OSError where the slab
+        was attached to be read only and private is False."""
+        starts = [sum(piece.bytes for piece in pieces[:index]) for index in range(len(pieces))]
+        _check([(at, piece.offset, piece.bytes) for at, piece in zip(starts, pieces, strict=True)], pieces)
+        self.private, self.bytes = private, sum(piece.bytes for piece in pieces)
+        mapping = Mapping.reserve(whole_pages(self.bytes))
+        for at, piece in zip(starts, pieces, strict=True):
+            mapping.place(at, piece.slab.fileno(), piece.offset, piece.bytes, private=private)
+        self._mapping: Mapping | None = mapping
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """1D, all of the window. It stays readable after ``close()``."""
+        return self._open().tensor(0, self.bytes // dtype.itemsize, dtype)
+
+    def page_lock(self) -> PageLock:
+        """Have CUDA copy from it by itself. See :class:`PageLock`."""
+        mapping = self._open()
+        return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
+
+    def revert(self) -> None:
+        """Throw away what this process wrote: the window shows the slabs again. Only of a private window. Costs little
+        where nothing was written."""
+        if not self.private:
+            raise UnsupportedError("a shared window cannot be reverted: what was written to it is in the slabs")
+        mapping = self._open()
+        if mapping.has_private(0, mapping.size):
+            mapping.drop_private(0, mapping.size)
+
+    def close(self) -> None:
+        """Unmap as soon as no tensor uses it. Idempotent."""
+        self._mapping = None
+
+    def _open(self) -> Mapping:
+        if self._mapping is None:
+            raise StoreClosedError("a window was used after close()")
+        return self._mapping
+
+
+def _check(offsets: Sequence[tuple[int, int, int]], pieces: Sequence[WindowPiece]) -> None:
+    if not can_map(offsets):
+        raise UnsupportedError(
+            f"pieces (window offset, file offset, bytes) {offsets} cannot be mapped side by side: all but the last "
+            f"must be whole pages of {PAGE} bytes and begin at one"
+        )
+    for piece in pieces:
+        if piece.offset + piece.bytes > piece.slab.header.bytes:
+            raise UnsupportedError(
+                f"bytes {piece.offset} to {piece.offset + piece.bytes} are not all in slab {piece.slab.path}, "
+                f"which has {piece.slab.header.bytes}"
+            )

@@ -1,0 +1,415 @@
+"""What an owner's gRPC server does for each call: unpack, call a plain object, pack.
+
+All of it runs on the process's one event loop. A call that waits for another client awaits, it never holds a
+thread; a call that computes or allocates runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import torch
+
+from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
+from rayzero.layout.model_layout import UnitLayout, dtype_name
+from rayzero.lead.lead import StepLead
+from rayzero.memory.malloc import give_back_freed
+from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.owner_state import OwnerState, Repeats, as_store_error, ended, result_of
+from rayzero.store.wire import translate
+from rayzero.store.wire.notices import News
+from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
+from rayzero.store.wire.rpc import (
+    MAX_CHUNK_BYTES,
+    OWNER_SERVICE,
+    POLL_MARGIN_S,
+    STORE_SERVICE,
+    from_failure,
+    methods,
+    model_of,
+    to_failure,
+    to_status,
+    token_matches,
+)
+from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
+from rayzero.telemetry.recorder import Recorder
+
+T = TypeVar("T")
+Context = Any  # grpc.aio.ServicerContext of this call
+Requests = AsyncIterator[bytes]
+
+log = logging.getLogger(__name__)
+
+_REFUSALS_EVERY_S = 10.0  # between two lines of the log about calls without the token
+
+
+async def _sections(requests: Requests, message: type[Any]) -> AsyncIterator[tuple[Any, Requests]]:
+    """What a client's stream holds, one after the other: a header, and its chunks, which the caller reads to the end
+    of what the header says before it asks for the next."""
+    opening: bytes | None = await anext(requests, b"")
+    while opening is not None:
+        header = decode_header(opening)
+        if header is None:
+            raise TransferError(f"{message.__name__}: a header must come here")
+        yield message.Header.FromString(header), _chunks(opening, requests)
+        opening = await anext(requests, None)
+
+
+async def _chunks(first: bytes, requests: Requests) -> Requests:
+    yield first
+    async for later in requests:
+        yield later
+
+
+async def _receive(chunks: Requests, shard: int, size_bytes: int, out: Bytes | None) -> None:
+    """Put one shard of a client's stream into ``out``; None: drop it."""
+    assembly = Assembly(shard, size_bytes, out)
+    while not assembly.complete:
+        assembly.take(await anext(chunks, None))
+
+
+def _wire_dtype(wire_format: int, unit: UnitLayout) -> torch.dtype:
+    """In what dtype a unit's gradients come."""
+    if wire_format == pb.WIRE_FORMAT_UNSPECIFIED:
+        return unit.dtype
+    if wire_format == pb.WIRE_FORMAT_BF16 and unit.dtype == torch.float32:
+        return torch.bfloat16
+    raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
+
+
+class RankCalls:
+    """StoreService: what ranks ask for."""
+
+    def __init__(self, state: OwnerState) -> None:
+        self._s = state
+        self._repeats = Repeats()
+
+    # ---- attach, notices, leave
+
+    async def attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
+        """Compare both sides, then let the service allocate or compare."""
+        service = self._s.service
+        self._require_same_terms(request)
+        spec = translate.spec_from_bytes(request.spec)
+        if spec.layout.digest != request.layout_digest:
+            raise HandshakeError(
+                f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
+                f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
+            )
+        shares = self._s.shared is not None and self._s.shared.host == request.host != ""
+        attached = await self._s.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
+        self._s.take_spec(spec)
+        self._s.left.discard(request.rank)
+        if self._s.leads:
+            self._connected_lead().attach(request.rank, spec, attached.version)
+        return pb.AttachResponse(
+            version=attached.version,
+            needs_load=attached.needs_load,
+            kernel=service.kernel,
+            shared=translate.paths_to_pb(self._s.shared.offer()) if self._s.shared is not None and shares else None,
+        )
+
+    async def share(self, request: pb.ShareRequest, context: Context) -> pb.ShareResponse:
+        """Map what the rank shares."""
+        if self._s.shared is None:
+            raise StoreError(f"optimizer {self._s.service.owner} shares no memory; use transport='grpc'")
+        paths = translate.paths_from_pb(request.files)
+        await self._s.compute(self._s.shared.join, request.rank, paths, dict(request.controls))
+        return pb.ShareResponse()
+
+    def _require_same_terms(self, request: pb.AttachRequest) -> None:
+        service = self._s.service
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"rank {request.rank} speaks protocol {request.protocol_version}, optimizer {service.owner} speaks "
+                f"{PROTOCOL_VERSION}: install the same rayzero on both"
+            )
+        if (request.owner, request.num_owners) != (service.owner, service.num_owners):
+            raise HandshakeError(
+                f"rank {request.rank} takes this server for optimizer {request.owner} of {request.num_owners}, "
+                f"it is optimizer {service.owner} of {service.num_owners}"
+            )
+
+    def _connected_lead(self) -> StepLead:
+        if self._s.lead is None:
+            raise StoreError(f"optimizer {self._s.service.owner} leads but was not told its peers: connect_peers()")
+        return self._s.lead
+
+    async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
+        """Tell the rank what is published until it leaves; one whose stream breaks before that is gone."""
+        subscription = self._s.board.subscribe()
+        try:
+            while True:
+                news, error = await subscription.next()
+                if error is not None or not request.quiet:
+                    await context.write(_notice(news, error))
+        finally:
+            self._s.board.unsubscribe(subscription)
+            self._lost(request.rank)
+
+    def _lost(self, rank: int) -> None:
+        state = self._s
+        if not (state.stopping or state.board.aborted or rank in state.left):
+            log.warning("optimizer %d lost its connection to rank %d", state.service.owner, rank)
+            self._gone(rank, "connection lost")
+
+    async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        """The rank goes on purpose."""
+        self._s.left.add(request.rank)
+        self._gone(request.rank, request.reason)
+        return pb.LeaveResponse()
+
+    def _gone(self, rank: int, reason: str) -> None:
+        state = self._s
+        if state.shared is not None:
+            state.shared.leave(rank)
+        if (error := state.service.left(rank, reason)) is not None:
+            state.board.abort(error)
+        if state.leads:
+            state.require_lead().leave(rank, reason)
+
+    # ---- bytes
+
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
+        """Stream shards as they are at the version asked for, each as soon as it is published."""
+        chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        for index in request.shards:
+            values = await result_of(self._s.service.read(index, request.version, request.kind))
+            for message in encode_shard(index, values, chunk_bytes):
+                await context.write(message)
+
+    async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
+        """Put gradients into the memory that the pushing rank has here; it may wait for that rank's earlier pushes."""
+        async for header, chunks in _sections(requests, pb.PushRequest):
+            contribution = translate.contribution_from_pb(header.contribution)
+            for index in header.shards:
+                await self._land(contribution, index, header.format, chunks)
+        return pb.PushResponse()
+
+    async def _land(self, contribution: Contribution, index: int, wire_format: int, chunks: Requests) -> None:
+        service = self._s.service
+        shard, unit = self._s.shard(index, contribution.unit)
+        dtype = _wire_dtype(wire_format, unit)
+        memory = await result_of(service.reserve_when_free(contribution, index))
+        if memory is None:  # a repeat
+            await _receive(chunks, index, shard.numel * dtype.itemsize, None)
+            return
+        came = None if dtype == unit.dtype else torch.empty(shard.numel, dtype=dtype)
+        target = memory if came is None else came
+        await _receive(chunks, index, target.nbytes, byte_view(target))
+        await self._s.compute(service.landed, contribution, index, came)
+
+    async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
+        """Take initial weights, one shard at a time."""
+        async for header, chunks in _sections(requests, pb.LoadRequest):
+            for index in header.shards:
+                await self._load_shard(index, header.unit, chunks)
+        if self._s.service.is_loaded:  # what came is of no more use: as much again as the model's weights
+            await self._s.compute(give_back_freed)
+        return pb.LoadResponse()
+
+    async def _load_shard(self, index: int, unit_index: int, chunks: Requests) -> None:
+        shard, unit = self._s.shard(index, unit_index)
+        values = torch.empty(shard.numel, dtype=unit.initial_dtype)
+        await _receive(chunks, index, values.nbytes, byte_view(values))
+        await self._s.compute(self._s.service.load, index, values)
+
+    async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
+        """Keep the values of a write to come."""
+        async for header, chunks in _sections(requests, pb.StageRequest):
+            for index in header.shards:
+                shard, unit = self._s.shard(index, header.unit)
+                values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
+                await _receive(chunks, index, values.nbytes, byte_view(values))
+                self._s.service.stage(index, header.version, header.kind, values)
+        return pb.StageResponse()
+
+    async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        """What is going on with a shard, in words."""
+        if request.step:
+            return pb.DescribeResponse(text=self._s.require_lead().describe())
+        self._s.shard(request.shard)
+        return pb.DescribeResponse(text=self._s.service.describe(request.shard))
+
+    # ---- the step
+
+    async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
+        """One rank is done pushing; answers when all are."""
+        answer = await self._answer("Finish", request.report.rank, request, context)
+        return answer or pb.FinishResponse(waiting=self._waiting())
+
+    async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        """One rank asks for the decision; answers when all have."""
+        answer = await self._answer("Commit", request.rank, request, context)
+        return answer or pb.CommitResponse(waiting=self._waiting())
+
+    async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
+        """The recorded decision, once there is one."""
+        answer = await self._wait(self._s.steps.begin("GetDecision", request), context)
+        return answer or pb.GetDecisionResponse(waiting=self._waiting())
+
+    async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
+        """Reopen a step."""
+        answer = await self._answer("Discard", request.rank, request, context)
+        return answer or pb.DiscardResponse(waiting=self._waiting())
+
+    async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
+        """Write a checkpoint; answers when it is complete."""
+        answer = await self._answer("Save", request.rank, request, context)
+        return answer or pb.SaveResponse(waiting=self._waiting())
+
+    async def write(self, request: pb.WriteRequest, context: Context) -> pb.WriteResponse:
+        """Change a unit; answers when it is done for all ranks."""
+        answer = await self._answer("Write", request.rank, request, context)
+        return answer or pb.WriteResponse(waiting=self._waiting())
+
+    async def mean(self, request: pb.MeanRequest, context: Context) -> pb.MeanResponse:
+        """One rank's part of a mean; answers when all have given theirs."""
+        answer = await self._answer("Mean", request.rank, request, context)
+        return answer or pb.MeanResponse(waiting=self._waiting())
+
+    async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
+        """The response to a call that a rank may make again; None: not yet."""
+        answer = self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request))
+        return await self._wait(answer, context)
+
+    async def _wait(self, answer: Future[Any], context: Context) -> Any:
+        return answer.result() if await ended(answer, self._patience_s(context)) else None
+
+    def _patience_s(self, context: Context) -> float:
+        left = context.time_remaining()
+        return self._s.poll_s if left is None else max(0.0, min(self._s.poll_s, left - POLL_MARGIN_S))
+
+    def _waiting(self) -> pb.Waiting:
+        return pb.Waiting(on=self._s.require_lead().describe())
+
+
+def _notice(news: News, error: RayZeroError | None) -> pb.NoticesResponse:
+    published = [pb.NoticesResponse.Published(shard=shard, version=v, content=content) for shard, v, content in news]
+    return pb.NoticesResponse(published=published, abort=to_failure(error) if error is not None else None)
+
+
+class LeadCalls:
+    """OwnerService: what the lead asks of this owner."""
+
+    def __init__(self, state: OwnerState) -> None:
+        self._local, self._steps = state.local, state.steps
+
+    async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
+        """Norm parts, once every counted push is there."""
+        return await result_of(self._steps.begin("Collect", request))
+
+    async def apply(self, request: pb.ApplyRequest, context: Context) -> Any:
+        """Queue a decision's update."""
+        return await result_of(self._steps.begin("Apply", request))
+
+    async def overwrite(self, request: pb.OverwriteRequest, context: Context) -> Any:
+        """Make a write."""
+        return await result_of(self._steps.begin("Overwrite", request))
+
+    async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
+        """Write this owner's file of a checkpoint."""
+        entry = await result_of(self._local.save(request.step, Path(request.directory)))
+        return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
+
+    async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End the run for this owner."""
+        self._local.abort(as_store_error(from_failure(request.failure)))
+        return pb.AbortResponse()
+
+
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+class ModelCalls:
+    """All that is asked of an owner for one prepared model."""
+
+    def __init__(self, state: OwnerState) -> None:
+        self._running = state.running
+        self._served: dict[str, RankCalls | LeadCalls] = {
+            STORE_SERVICE: RankCalls(state),
+            OWNER_SERVICE: LeadCalls(state),
+        }
+
+    async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
+        """Do what a method is for: ``GetDecision`` is the function ``get_decision``."""
+        behaviour: Behaviour = getattr(self._served[service], _function_name(method))
+        with self._running():
+            return await behaviour(request, context)
+
+
+FindModel = Callable[[int], Awaitable[ModelCalls]]  # by number
+
+
+def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> Behaviour:
+    """The method for callers that were let in, counted; its errors of our tree become a status with metadata."""
+
+    def count(code: grpc.StatusCode, began: float) -> None:
+        recorder.add(GRPC_REQUESTS, method=method, code=code.name)
+        recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=method)
+
+    async def guarded(request: Any, context: Context) -> Any:
+        began = time.perf_counter()
+        try:
+            calls = await find(model_of(context.invocation_metadata() or ()))
+            answer = await calls.answer(service, method, request, context)
+            count(grpc.StatusCode.OK, began)
+            return answer
+        except asyncio.CancelledError:  # the caller is gone
+            count(grpc.StatusCode.CANCELLED, began)
+            raise
+        except RayZeroError as error:
+            code, details, metadata = to_status(error)
+            count(code, began)
+            await context.abort(code, details, metadata)
+
+    return guarded
+
+
+class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
+    """Both services of store.proto, behind the run's token.
+
+    [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. Who has none gets a
+    handler for streams that reads nothing and ends the call: of the body no more than HTTP/2's flow control lets
+    through is ever in this process, and nothing is parsed. (A unary handler is called with a body that was read.)"""
+
+    def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
+        """``find`` gives each prepared model."""
+        self._token, self._recorder = token, recorder
+        self._handlers = {
+            method.path: method.handler(_guarded(service, name, find, recorder))
+            for service in (STORE_SERVICE, OWNER_SERVICE)
+            for name, method in methods(service).items()
+        }
+        self._refused, self._told = 0, -math.inf  # calls since it was last told of them; when that was
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Who answers a call, by its metadata alone."""
+        path = handler_call_details.method
+        handler = self._handlers.get(path)
+        if handler is None or token_matches(handler_call_details.invocation_metadata or (), self._token):
+            return handler
+        return grpc.stream_stream_rpc_method_handler(partial(self._refuse, path.rpartition("/")[2]))
+
+    async def _refuse(self, method: str, requests: Requests, context: Context) -> None:
+        self._recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
+        self._refused += 1
+        if time.monotonic() - self._told >= _REFUSALS_EVERY_S:  # a caller that tries on fills no log
+            log.warning("refused %d calls, now from %s: wrong or missing token", self._refused, context.peer())
+            self._refused, self._told = 0, time.monotonic()
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
+
+
+def _function_name(method: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()

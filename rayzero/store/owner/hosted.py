@@ -1,0 +1,85 @@
+"""One owner of a run: for each prepared model its shards, and where they are shared with ranks of the same host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from rayzero.owner.service import CPU, ShardService
+from rayzero.store.owner.by_model import ByModel
+from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.telemetry.further import FurtherRecorder
+from rayzero.telemetry.recorder import NullRecorder, Recorder
+
+
+class Hosted(NamedTuple):
+    """What an owner has of one prepared model."""
+
+    service: ShardService
+    shared: SharedOwner | None  # None: its memory is its own
+
+
+Host = Callable[[int], Hosted]  # of a prepared model's number
+
+
+class HostedModels:
+    """What an owner has of every prepared model of its run. The models share one memory budget.
+
+    Knows what an owner is made with; not who asks for it."""
+
+    def __init__(
+        self,
+        owner: int,
+        num_owners: int,
+        *,
+        share: Path | None = None,
+        threads: int = 1,
+        memory_budget: int | None = None,
+        recorder: Recorder | None = None,
+        norms_every: int | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        """``share``: directory of memory that is shared with ranks of this host; None: do not share. The others: see
+        ``ShardService``."""
+        self._owner, self._num_owners, self._share = owner, num_owners, share
+        self._threads, self._memory_budget = threads, memory_budget
+        self._recorder, self._norms_every, self._device = recorder or NullRecorder(), norms_every, device
+        self._models = ByModel(self._make)
+
+    def __getitem__(self, number: int) -> Hosted:
+        """That of one model, made when first asked for. See ``ByModel``."""
+        return self._models[number]
+
+    def _make(self, number: int) -> Hosted:
+        shared = SharedOwner(self._owner, self._num_owners, self._share) if self._share is not None else None
+        service = ShardService(
+            self._owner,
+            self._num_owners,
+            threads=self._threads,
+            memory_budget=self._memory_budget,
+            memory_taken=self.planned_bytes,
+            make_memory=shared.make_memory if shared is not None else None,
+            recorder=FurtherRecorder(self._recorder) if number else self._recorder,
+            norms_every=None if number else self._norms_every,
+            device=self._device,
+        )
+        return Hosted(service, shared)
+
+    @property
+    def planned_bytes(self) -> int:
+        """What the models' plans say they need; 0 before the first attach."""
+        return sum(hosted.service.planned_bytes for hosted in self._models.made)
+
+    @property
+    def decided_steps(self) -> int:
+        """Decisions taken in for the newest model since its first attach: what it needs is in use after some."""
+        made = self._models.made
+        return made[-1].service.decided_steps if made else 0
+
+    def close(self) -> None:
+        """Free the shards; after the server in front of them has stopped. Idempotent."""
+        for hosted in self._models.close():
+            hosted.service.close()

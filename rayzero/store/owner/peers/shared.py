@@ -1,0 +1,56 @@
+"""The owners of the lead's host as it sees them: asked through mailboxes, elsewhere over gRPC."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from rayzero.concurrency.futures import settled, then
+from rayzero.errors import StoreError
+from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Write
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.peers.wire import RemotePeer
+from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.wire import translate
+
+
+class SharedPeer:
+    """One owner, spoken to by the lead. An ``OwnerPeer`` (protocol/owner.py).
+
+    Knows both ways to it; within a step it takes the mailbox where there is one."""
+
+    def __init__(self, shared: SharedOwner, remote: RemotePeer) -> None:
+        """``shared``: the lead's own end of shared memory; ``remote``: the other owner."""
+        self._shared, self._remote = shared, remote
+        self._applied: Future[None] = settled(None)  # the last decision handed over
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """Norm parts of the step, once every counted push is there."""
+        request = pb.CollectRequest(step=step, reports=[translate.report_to_pb(report) for report in reports])
+        asked = self._ask("Collect", request)
+        if asked is None:
+            return self._remote.collect(step, reports)
+        return then(asked, lambda answer: translate.parts_from_pb(step, pb.CollectResponse.FromString(answer)))
+
+    def apply(self, decision: Decision) -> Future[None]:
+        """Act on the decision; done when the owner has queued it."""
+        asked = self._ask("Apply", pb.ApplyRequest(decision=translate.decision_to_pb(decision)))
+        self._applied = self._remote.apply(decision) if asked is None else then(asked, lambda _: None)
+        return self._applied
+
+    def _ask(self, method: str, request: Any) -> Future[bytes] | None:
+        return self._shared.ask(self._remote.owner, method, request.SerializeToString())
+
+    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+        """Write the owner's shards of version ``step``."""
+        return self._remote.save(step, directory)
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """Change the owner's shards of a unit. It goes another way than decisions, which it must not overtake."""
+        return self._remote.write(number, write)
+
+    def abort(self, error: StoreError) -> None:
+        """Fail what waits at the owner. What was decided before goes on: the abort, which goes another way, must not
+        overtake the decision."""
+        self._applied.add_done_callback(lambda _: self._remote.abort(error))

@@ -1,0 +1,244 @@
+"""An owner's end of shared memory: what it publishes there, and what it hears from ranks and from the lead."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rayzero.errors import RayZeroError, StoreClosedError, StoreError
+from rayzero.memory.planner import OwnerPlan, check_shared
+from rayzero.owner.publications import Published
+from rayzero.owner.service import ShardService
+from rayzero.protocol.messages import Decision, ModelSpec, SharedPaths
+from rayzero.protocol.ownership import owner_map
+from rayzero.quantities import format_bytes
+from rayzero.slabs.arena import Arena
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
+from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.mailbox import Answerer, Asker
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.remains import write_record
+from rayzero.store.shm.same_host import host_identity
+from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.signals import Bell
+from rayzero.store.shm.words import Stamps, bell_of, cells_of
+
+log = logging.getLogger(__name__)
+
+Begin = Callable[[str, bytes], "Future[bytes]"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank of this host."""
+
+    rank: int
+    bell: Bell
+    stamps: Stamps
+    questions: Answerer
+    slabs: tuple[Slab, ...]
+
+
+class SharedOwner:
+    """Publishes an owner's versions in shared memory and takes in what the ranks of its host push and ask.
+
+    Knows slabs, bells and mailboxes; not what a step is. One thread listens; it waits for nothing but its bell."""
+
+    def __init__(self, owner: int, num_owners: int, directory: Path = SHARED_MEMORY) -> None:
+        self.owner, self._num_owners, self.directory = owner, num_owners, directory
+        self.host = host_identity(directory)
+        self._life = secrets.randbits(63)
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()  # around every look at what others wrote: each piece is taken once
+        self._failed = False  # something could not be heard
+        self._ranks: dict[int, _Rank] = {}
+        self._orders: dict[int, Asker] = {}  # of the lead: owner -> where it asks
+        self._lead: Answerer | None = None  # where this owner answers the lead
+        self._others: list[Slab] = []  # control slabs of other owners
+        self._listener: Listener | None = None
+        self._plan: SharedPlan | None = None
+        self._memory: OwnerSlabs | None = None
+        self._control: Slab | None = None
+
+    # ---- memory
+
+    def make_memory(self, spec: ModelSpec, kernel: str, needed: OwnerPlan) -> OwnerSlabs:
+        """Slabs for this owner's tensors and signals; see ``ShardService``. Slabs of dead runs are swept first.
+
+        Raises MemoryPlanError, before anything is allocated, where they and the ranks' gradients do not fit."""
+        swept = sweep(self.directory)
+        if swept:
+            size = format_bytes(sum(size for _, size in swept))
+            log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
+        check_shared(needed.total - needed.norms, self.directory)
+        plan = SharedPlan(spec, owner_map(spec, self._num_owners))
+
+        def facts(role: str) -> SlabFacts:
+            return plan.facts(role, self.owner, kernel, self._life)
+
+        self._control = Slab.create(lay_out_slab(facts("control"), plan.owner_control(self.owner)), self.directory)
+        self._lines = ShardLines(self._control, plan.shards_of(self.owner))
+        self._lines.describe(plan.first_tiles(self.owner))
+        self._memory = OwnerSlabs(plan, self.owner, facts, self.directory, self._lines)
+        self._bell = bell_of(self._control)
+        self._plan = plan
+        return self._memory
+
+    def offer(self) -> SharedPaths:
+        """What a rank of this host needs to join, after the service has attached."""
+        assert self._memory is not None
+        return SharedPaths(str(self._own_control().path), tuple(map(str, self._memory.paths)))
+
+    def serve(self, service: ShardService, begin: Begin) -> None:
+        """Publish what ``service`` does; ``begin`` starts a call that came through a mailbox."""
+        self._service, self._begin = service, begin
+        service.on_publish(self._publish)
+
+    def record(self, decision: Decision) -> None:
+        """Of the lead: keep a decision where it outlives this process."""
+        write_record(self._own_control(), decision)
+
+    # ---- joining
+
+    def join(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str]) -> None:
+        """Map a rank's slabs and, once, the control slabs of the other owners of this host (owner -> path).
+
+        Raises HandshakeError where they are not of this run, StoreError where they cannot be mapped."""
+        plan = self._plan
+        assert plan is not None
+        who = f"optimizer {self.owner}"
+        control = plan.attach(rank_memory.control, who, writable=True)
+        slabs = tuple(plan.attach(path, who, writable=False, life=control.header.facts) for path in rank_memory.tensors)
+        gradients = Arena(plan.gradients(), slabs)
+        bell = bell_of(control)
+        questions = cells_of(control, "questions", 0, plan.question_bytes)
+        answers = cells_of(self._own_control(), "answers", rank, plan.answer_bytes)
+        joined = _Rank(rank, bell, Stamps(control, plan), Answerer(questions, answers, bell), (control, *slabs))
+        flats = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
+        self._service.map_gradients(rank, flats)
+        with self._lock:
+            self._meet_owners(owners)
+            self._ranks[rank] = joined
+            if self._listener is None:
+                self._listener = Listener(self._bell, self._listen, f"owner-{self.owner}-bell")
+        self._bell.ring()
+
+    def _meet_owners(self, owners: Mapping[int, str]) -> None:
+        """Mailboxes between the lead and the others, made at the first rank's join."""
+        plan = self._plan
+        assert plan is not None
+        lead = plan.shard_map.owner(0)
+        if self._orders or self._lead is not None or lead not in owners or self.owner not in owners:
+            return
+        for owner, path in owners.items():
+            if owner == self.owner or lead not in (owner, self.owner):
+                continue
+            slab = plan.attach(path, f"optimizer {self.owner}", writable=True)
+            self._others.append(slab)
+            if lead == self.owner:
+                orders = cells_of(self._own_control(), "orders", owner, plan.order_bytes)
+                replies = cells_of(slab, "replies", 0, plan.reply_bytes)
+                self._orders[owner] = Asker(orders, replies, bell_of(slab))
+            else:
+                orders = cells_of(slab, "orders", self.owner, plan.order_bytes)
+                replies = cells_of(self._own_control(), "replies", 0, plan.reply_bytes)
+                self._lead = Answerer(orders, replies, bell_of(slab))
+
+    def _own_control(self) -> Slab:
+        assert self._control is not None
+        return self._control
+
+    # ---- talking
+
+    def _publish(self, published: Published) -> None:
+        """In the updater thread: lines first, then every rank's bell."""
+        for shard, version, content in published:
+            self._lines.publish(shard, version, content)
+        for rank in list(self._ranks.values()):
+            rank.bell.ring()
+
+    def ask(self, owner: int, method: str, request: bytes) -> Future[bytes] | None:
+        """The lead asks another owner; None where shared memory does not reach it."""
+        asker = self._orders.get(owner)
+        return asker.ask(method, request) if asker is not None else None
+
+    def _listen(self) -> None:
+        with self._looking:
+            self._look()
+
+    def _hear(self, take: Callable[[], None]) -> None:
+        """What cannot be heard ends the run; all else is heard still, so that whoever asks is told of it."""
+        try:
+            take()
+        except Exception as exc:  # the supervision loop of all that this owner hears
+            if not self._failed:  # again at every look
+                log.exception("optimizer %d cannot go on", self.owner)
+            self._failed = True
+            self._service.abort(exc if isinstance(exc, StoreError) else StoreError(f"an owner failed: {exc!r}"))
+
+    def _look(self) -> None:
+        for rank in list(self._ranks.values()):
+            self._look_at(rank)
+        if self._lead is not None:
+            self._hear(partial(self._answer_all, self._lead))
+        for asker in self._orders.values():
+            self._hear(asker.take_answers)
+
+    def _look_at(self, rank: _Rank) -> None:
+        self._hear(partial(self._observe, rank))
+        self._hear(partial(self._answer_all, rank.questions))
+
+    def _observe(self, rank: _Rank) -> None:
+        for unit, pushed in rank.stamps.news():
+            self._service.observe(rank.rank, unit, pushed)
+
+    def _answer_all(self, answerer: Answerer) -> None:
+        for slot, number, method, request in answerer.take_questions():
+            try:
+                answer = self._begin(method, request)
+            except RayZeroError as exc:
+                answerer.answer(slot, number, exc)
+                continue
+            answer.add_done_callback(partial(_pass_on, answerer, slot, number))
+
+    # ---- the end
+
+    def leave(self, rank: int) -> None:
+        """A rank is gone: what it said before is heard first, whose news may come after those of its leaving; then
+        nothing of it is read any more but gradients that count already."""
+        with self._lock:
+            gone = self._ranks.pop(rank, None)
+        if gone is None:
+            return
+        with self._looking:
+            self._look_at(gone)
+        for slab in gone.slabs:
+            slab.close()
+
+    def close(self) -> None:
+        """End the listener and let go of the control slabs; tensors are the service's to close. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        error = StoreClosedError(f"optimizer {self.owner} was closed")
+        for asker in self._orders.values():
+            asker.close(error)
+        for rank in list(self._ranks):
+            self.leave(rank)
+        for slab in (*self._others, *([self._control] if self._control is not None else ())):
+            slab.close()
+
+
+def _pass_on(answerer: Answerer, slot: int, number: int, done: Future[bytes]) -> None:
+    error = done.exception()
+    if error is None:
+        answerer.answer(slot, number, done.result())
+    else:
+        answerer.answer(slot, number, error if isinstance(error, RayZeroError) else StoreError(repr(error)))

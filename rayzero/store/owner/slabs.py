@@ -1,0 +1,75 @@
+"""An owner's tensors in slabs, so that ranks can map what it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rayzero.owner.memory import Sizes
+from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
+from rayzero.slabs.fill_progress import FillProgress
+from rayzero.slabs.header import SlabFacts
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shard_lines import LineJournal, ShardLines
+
+
+class OwnerSlabs:
+    """An owner's tensors in slabs. A ``HostMemory`` (owner/memory.py)."""
+
+    tier = state_tier = "shm"
+    apart = False
+
+    def __init__(
+        self,
+        plan: SharedPlan,
+        owner: int,
+        facts: Callable[[str], SlabFacts],
+        directory: Path | None,
+        lines: ShardLines | None = None,
+    ) -> None:
+        """``directory``: of the files; None: without names, for one process. ``lines``: where to note what happens."""
+        self._lines = lines
+        self._facts, self._directory = facts, directory
+        self._who = f"optimizer {owner}"
+        self._params = Arena.create(plan.params(owner), facts("params"), directory, on_progress=FillProgress(self._who))
+        self._state: list[Arena] = []
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of the params slabs, in order."""
+        return [slab.path for slab in self._params.slabs if slab.path is not None]
+
+    @property
+    def arena(self) -> Arena:
+        """The published parameters, by shard index."""
+        return self._params
+
+    def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
+        """See ``HostMemory.params``."""
+        return {key: self._params.tensor(key) for group in groups for key, _ in group}
+
+    def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
+        """See ``HostMemory.state``."""
+        groups = [Group(pieces=(Piece(key=key, numel=numel, dtype=dtype),)) for key, numel in sizes]
+        number = sum(len(arena.slabs) for arena in self._state)
+        arena = Arena.create(
+            plan_arena(groups),
+            replace(self._facts("state"), number=number),
+            self._directory,
+            on_progress=FillProgress(self._who),
+        )
+        self._state.append(arena)
+        return {key: arena.tensor(key) for key, _ in sizes}
+
+    def journal(self, shard: int) -> LineJournal | None:
+        """See ``HostMemory.journal``."""
+        return self._lines.journal(shard) if self._lines is not None else None
+
+    def close(self) -> None:
+        """Remove the files; memory that somebody still maps stays until they let go."""
+        for arena in (self._params, *self._state):
+            arena.close()

@@ -1,0 +1,114 @@
+"""Pushes into a rank's own memory: when each may be written, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.concurrency.futures import DONE, fail, failed, settle, when_all
+from rayzero.concurrency.threads import use_torch_threads
+from rayzero.errors import StoreClosedError, StoreError
+from rayzero.protocol.messages import Contribution, Pushed
+from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.push_order import PushOrder
+
+
+class GradientWriter:
+    """Writes one rank's pushes, each in its turn and not before the range is free.
+
+    Knows pushes and their memory; not owners. A push that may be written at once is written by its caller; one that
+    has to wait, by a thread of its own.
+
+    [Note: other readers] A push that was gathered in the region is sent from there to the unit's owners of other
+    hosts: until they have it, the unit's next push, which would be added to the same bytes, waits."""
+
+    def __init__(
+        self,
+        region: GradientRegion,
+        published: Callable[[int, int], Future[int]],
+        announce: Callable[[int, Pushed], None],
+        name: str,
+    ) -> None:
+        """``published(unit, step)`` is done when the owners have read what the unit's range held in the step before;
+        ``announce(unit, pushed)`` tells them, after the bytes are there."""
+        self.region = region
+        self._published, self._announce = published, announce
+        self._free: dict[int, Future[int]] = {}  # unit -> when its range is free for the newest step asked about
+        self._steps: dict[int, int] = {}  # unit -> that step
+        self._sent: dict[int, Future[None]] = {}  # unit -> when its range was read by all that is sent from it
+        self._order = PushOrder()
+        self._worker = ThreadPoolExecutor(1, f"{name}-push", initializer=use_torch_threads, initargs=(1,))
+
+    def _when_free(self, push: Contribution) -> Future[int]:
+        """Done when the push's range may be written; asked of the owners once a step."""
+        if self._steps.get(push.unit, -1) < push.step:
+            self._free[push.unit] = self._published(push.unit, push.step)
+            self._steps[push.unit] = push.step
+        return self._free[push.unit]
+
+    def _when_sent(self, push: Contribution) -> Future[None]:
+        """Done when nothing is being sent from the push's range."""
+        return self._sent.get(push.unit, DONE)
+
+    def landing(self, push: Contribution) -> Tensor | None:
+        """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
+        if self.region.is_stale(push) or not (_is_well(self._when_free(push)) and self._when_sent(push).done()):
+            return None
+        return self.region.landing(push)
+
+    def push(self, push: Contribution, grads: Tensor, sent: Future[None] = DONE) -> Future[None]:
+        """Write a push once its range is free; one that has to wait for nothing is written before this returns.
+        ``sent``: done, never failed, when nobody else reads ``grads`` any more."""
+        try:
+            if self.region.is_stale(push):  # what a repeat would wait for may be long gone
+                return DONE
+        except StoreError as exc:
+            return failed(exc)
+        turn, free = self._order.turn(0, push), self._when_free(push)
+        if _is_well(turn) and _is_well(free) and self._when_sent(push).done():
+            error = self._write(push, grads, sent)
+            return DONE if error is None else failed(error)
+        done: Future[None] = Future()
+
+        def its_turn(_: object) -> None:  # only now is it known what was gathered in the range
+            self._when_sent(push).add_done_callback(lambda _: self._write_later(push, grads, sent, done))
+
+        when_all([turn, free], its_turn, partial(fail, done))
+        return done
+
+    def _write_later(self, push: Contribution, grads: Tensor, sent: Future[None], done: Future[None]) -> None:
+        def write() -> None:
+            error = self._write(push, grads, sent)
+            settle(done, None) if error is None else fail(done, error)
+
+        try:
+            self._worker.submit(write)
+        except RuntimeError:  # shut down by close()
+            fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
+
+    def _write(self, push: Contribution, grads: Tensor, sent: Future[None]) -> Exception | None:
+        """Write and tell of it; returns what went wrong."""
+        try:
+            if self.region.holds(push.unit, grads):
+                self._sent[push.unit] = sent
+            pushed = self.region.put(push, grads)
+            if pushed is not None:
+                self._announce(push.unit, pushed)
+        except Exception as exc:  # whatever it is belongs to the push
+            self._order.end(0, push, exc)
+            return exc
+        self._order.end(0, push, None)
+        return None
+
+    def close(self) -> None:
+        """Write what waits for nothing any more, then end the thread. Idempotent."""
+        self._order.fail(StoreClosedError("the store was closed before the push had its turn"))
+        self._worker.shutdown(wait=True)
+
+
+def _is_well(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

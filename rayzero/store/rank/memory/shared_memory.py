@@ -1,0 +1,167 @@
+"""A rank's end of shared memory: its gradients, what it tells owners, and the owners' parameters where they lie."""
+
+from __future__ import annotations
+
+import resource
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import RayZeroError
+from rayzero.memory.page_lock import PageLock, beyond_limit
+from rayzero.memory.planner import check_shared
+from rayzero.protocol.messages import Pushed, SharedPaths
+from rayzero.slabs.arena import Arena
+from rayzero.slabs.fill_progress import FillProgress
+from rayzero.slabs.header import lay_out_slab
+from rayzero.slabs.slab import SHARED_MEMORY, Slab
+from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.mailbox import Asker
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.signals import Bell
+from rayzero.store.shm.words import Stamps, bell_of, cells_of
+
+News = Callable[[int, list[tuple[int, int, int]]], None]  # (owner, [(shard, version, content version)])
+
+
+def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
+    """Why a rank's page locks may fail: on its own gradients and the parameters of ``owners``, those of its host."""
+    params = sum(sum(plan.params(owner).slabs) for owner in owners)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return beyond_limit(params, sum(plan.gradients().slabs), soft)
+
+
+class _Owner:
+    """An owner of this host: its control slab, its parameters and its bell."""
+
+    def __init__(self, owner: int, control: Slab, params: Arena, plan: SharedPlan) -> None:
+        self.owner, self.control, self.params = owner, control, params
+        self.bell = bell_of(control)
+        self.lines = ShardLines(control, plan.shards_of(owner))
+        self.lines.check(str(control.path))
+        self.units = {shard.unit for shard in plan.shards_of(owner)}
+
+    def close(self) -> None:
+        for slab in (self.control, *self.params.slabs):
+            slab.close()
+
+
+class SharedRank:
+    """What one rank shares with the owners of its host.
+
+    Knows slabs, bells, windows and the lead's mailbox; not steps, nor owners elsewhere. One thread listens to the bell
+    and brings news and answers."""
+
+    def __init__(
+        self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, page_lock: bool = False
+    ) -> None:
+        """Allocates the rank's gradient memory. ``page_lock``: this and the owners' parameters, for copies to and from
+        a CUDA device. Raises MemoryPlanError where there is no room."""
+        self.rank, self._plan, self._page_lock = rank, plan, page_lock
+        self._locks: list[PageLock] = []
+        gradients, life = plan.gradients(), secrets.randbits(63)
+        check_shared(sum(gradients.slabs), directory)
+        self._gradients = Arena.create(
+            gradients,
+            plan.facts("grads", rank, "", life),
+            directory,
+            on_progress=FillProgress(f"rank {rank}"),
+        )
+        try:
+            header = lay_out_slab(plan.facts("control", rank, "rank", life), plan.rank_control())
+            self._control = Slab.create(header, directory)
+        except BaseException:
+            self._gradients.close()
+            raise
+        self._bell: Bell = bell_of(self._control)
+        self._stamps = Stamps(self._control, plan)
+        self._owners: dict[int, _Owner] = {}
+        self._lead: Asker | None = None
+        self._listener: Listener | None = None
+
+    # ---- joining
+
+    def allocate(self, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Mapping[int, Tensor]:
+        """The units' gradients, for ``GradientRegion``."""
+        if self._page_lock and not self._locks:
+            self._locks = [slab.page_lock() for slab in self._gradients.slabs]
+        return {unit: self._gradients.tensor(unit) for unit, _ in sizes}
+
+    def offer(self) -> SharedPaths:
+        """What owners need to map."""
+        return SharedPaths(str(self._control.path), tuple(str(slab.path) for slab in self._gradients.slabs))
+
+    def meet(self, owner: int, memory: SharedPaths) -> None:
+        """Map an owner's slabs. Raises HandshakeError where they are not of this run."""
+        plan, who = self._plan, f"rank {self.rank}"
+        control = plan.attach(memory.control, who, writable=True)
+        slabs = [plan.attach(path, who, writable=self._page_lock, life=control.header.facts) for path in memory.tensors]
+        params = Arena(plan.params(owner), slabs)
+        self._owners[owner] = _Owner(owner, control, params, plan)
+        if owner == plan.shard_map.owner(0):
+            questions = cells_of(self._control, "questions", 0, plan.question_bytes)
+            answers = cells_of(control, "answers", self.rank, plan.answer_bytes)
+            self._lead = Asker(questions, answers, bell_of(control))
+
+    def listen(self, on_news: News) -> None:
+        """Bring news and answers from now on, from a thread of its own."""
+        self._on_news = on_news
+        self._listener = Listener(self._bell, self._look, f"rayzero-rank{self.rank}-bell")
+
+    def windows(self) -> UnitWindows:
+        """Over the parameters of all owners met."""
+        params = {owner.owner: owner.params for owner in self._owners.values()}
+        return UnitWindows(self._plan, params, page_lock=self._page_lock)
+
+    def _look(self) -> None:
+        for owner in self._owners.values():
+            news = owner.lines.news()
+            if news:
+                self._on_news(owner.owner, news)
+        if self._lead is not None:
+            self._lead.take_answers()
+
+    # ---- a step
+
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        """Tell the owners of a push whose bytes are all there."""
+        self._stamps.write(unit, pushed)
+        for owner in self._owners.values():
+            if unit in owner.units:
+                owner.bell.ring()
+
+    def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
+        """Ask the lead; None where shared memory does not reach it, or does not hold the question."""
+        return self._lead.ask(method, request) if self._lead is not None else None
+
+    def lost(self, owner: int, error: RayZeroError) -> None:
+        """An owner is gone: what the lead was asked will not be answered."""
+        if self._lead is not None and owner == self._plan.shard_map.owner(0):
+            self._lead.close(error)
+
+    # ---- parameters where they lie
+
+    def shard(self, owner: int, shard: int) -> Tensor:
+        """A shard's published parameters in the owner's memory: 1D, read only."""
+        return self._owners[owner].params.tensor(shard)
+
+    # ---- the end
+
+    def close(self, error: RayZeroError) -> None:
+        """End the listener, let go of everything; what still waits for an answer fails. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._lead is not None:
+            self._lead.close(error)
+        for lock in self._locks:
+            lock.release()
+        for owner in self._owners.values():
+            owner.close()
+        self._control.close()
+        self._gradients.close()

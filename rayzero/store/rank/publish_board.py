@@ -1,0 +1,102 @@
+"""Which versions owners have published, as far as a rank has heard, and the waits that end with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from rayzero.concurrency.futures import fail, settle
+from rayzero.errors import RayZeroError
+from rayzero.store.wire.notices import Notice
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """Someone waits for shards of one owner to have a version."""
+
+    owner: int
+    missing: set[int]
+    version: int
+    published: Future[None]
+
+
+class PublishBoard:
+    """The versions a rank has heard of, and the waits they end. Any thread may call it.
+
+    Knows versions and who waits; its futures complete in the thread that brings the news, outside the lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, Notice] = {}  # by shard
+        self._waits: set[_Wait] = set()
+        self._released: dict[int, RayZeroError] = {}  # owners that will not announce all that is asked for, and why
+        self._error: RayZeroError | None = None
+
+    def when(self, owner: int, shards: Sequence[int], version: int) -> Future[None]:
+        """Done once all ``shards`` have ``version`` or a later one; fails if they never will."""
+        wait = _Wait(owner, set(shards), version, Future())
+        with self._lock:
+            ready = self._arrived(wait) or owner in self._released
+            error = None if ready else self._error
+            if not ready and error is None:
+                self._waits.add(wait)
+        if error is not None:
+            fail(wait.published, error)
+        elif ready:
+            settle(wait.published, None)
+        return wait.published
+
+    def content(self, shards: Sequence[int], version: int) -> int | None:
+        """The version that the newest content among ``shards`` is from; None while one of them lacks ``version``."""
+        with self._lock:
+            there = [self._known[shard][2] for shard in shards if self._has(shard, version)]
+            return max(there) if len(there) == len(shards) else None
+
+    def are_at(self, shards: Sequence[int], version: int) -> bool:
+        """Whether all ``shards`` have exactly ``version``, as far as we have heard."""
+        with self._lock:
+            return all(shard in self._known and self._known[shard][1] == version for shard in shards)
+
+    def publish(self, owner: int, news: Iterable[Notice]) -> None:
+        """News of ``owner``."""
+        with self._lock:
+            self._known.update((notice[0], notice) for notice in news)
+            ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
+        for wait in ready:
+            settle(wait.published, None)
+
+    def _arrived(self, wait: _Wait) -> bool:
+        wait.missing = {shard for shard in wait.missing if not self._has(shard, wait.version)}
+        return not wait.missing
+
+    def _has(self, shard: int, version: int) -> bool:
+        return shard in self._known and self._known[shard][1] >= version
+
+    def _take(self, wanted: Callable[[_Wait], bool]) -> list[_Wait]:
+        taken = [wait for wait in self._waits if wanted(wait)]
+        self._waits.difference_update(taken)
+        return taken
+
+    def release(self, owner: int, reason: RayZeroError) -> None:
+        """``owner`` ends the run: what it has decided is still published, nothing else. Let every wait, now and
+        later, go and ask it: it answers when it can or with its error; ``reason`` is the answer of one that is gone."""
+        with self._lock:
+            self._released.setdefault(owner, reason)
+            released = self._take(lambda wait: wait.owner == owner)
+        for wait in released:
+            settle(wait.published, None)
+
+    def fail(self, error: RayZeroError) -> None:
+        """End every wait, now and later, with ``error``; the first error counts."""
+        with self._lock:
+            error = self._error = self._error or error
+            ended = self._take(lambda _: True)
+        for wait in ended:
+            fail(wait.published, error)
+
+    def ended(self, owner: int) -> RayZeroError | None:
+        """Why no more can be had from an ``owner`` that does not answer; None while it may."""
+        with self._lock:
+            return self._error or self._released.get(owner)

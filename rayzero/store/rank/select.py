@@ -1,0 +1,57 @@
+"""Which transport carries a rank's bytes, decided once per run and said in one log line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rayzero.config import ZeroConfig
+from rayzero.errors import UnsupportedError
+from rayzero.protocol.store import ParameterStore
+from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.wire.rpc import TlsFiles
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+def connect_store(
+    rank: int,
+    addresses: Sequence[str],
+    *,
+    token: str,
+    config: ZeroConfig,
+    recorder: Recorder,
+    model: int = 0,
+    tls: TlsFiles | None = None,
+) -> ParameterStore:
+    """A rank's store for owners in other processes at ``addresses`` (by owner index), for the prepared model
+    of number ``model``.
+
+    Raises UnsupportedError where ``config.transport`` names one that cannot reach them."""
+    if config.transport == "inproc":
+        raise UnsupportedError(
+            "transport='inproc' needs the owners in the rank's own process; on a cluster use 'auto' or 'grpc'"
+        )
+    share = config.shared_directory
+    reason = why_no_sharing(share) if share is not None else "transport='grpc' was asked for"
+    if config.transport == "shm" and reason is not None:
+        raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
+    if reason is not None:
+        level = logging.INFO if share is None else logging.WARNING  # slower than what was hoped for
+        log.log(level, "rank %d: gRPC to every owner (%d): %s", rank, len(addresses), reason)
+    return RemoteStore(
+        rank,
+        addresses,
+        token=token,
+        tls=tls,
+        model=model,
+        stall_timeout=config.stall_timeout,
+        chunk_bytes=config.chunk_bytes,
+        wire_compression=config.wire_compression,
+        broadcast=config.broadcast,
+        share=share if reason is None else None,
+        share_with_all=config.transport == "shm",
+        recorder=recorder,
+    )

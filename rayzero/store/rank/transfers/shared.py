@@ -1,0 +1,92 @@
+"""Bytes between one rank and an owner of its host: parameters are copied from where the owner writes them; all else
+goes the way to owners elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from torch import Tensor
+
+from rayzero.concurrency.gather import Gather
+from rayzero.errors import StoreClosedError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.protocol.messages import COMPUTE
+from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.rank.transfers.wire import Transfers
+from rayzero.store.traffic import count_bytes
+from rayzero.telemetry.recorder import Recorder
+
+_COPIERS = 2  # threads a fetch is copied in
+
+
+class SharedTransfers:
+    """The verbs of ``Transfers`` for an owner of this host. Its gradients need none: it reads them where they are.
+
+    Knows where the owner's shards are mapped; not units of several owners, or pushes."""
+
+    def __init__(
+        self,
+        owner: int,
+        shared: SharedRank,
+        wire: Transfers,
+        *,
+        board: PublishBoard,
+        copies: ThreadPoolExecutor,
+        recorder: Recorder,
+    ) -> None:
+        """``wire``: the way for initial values and states; ``copies``: threads to copy in."""
+        self._board = board
+        self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
+
+    def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
+        """See :class:`Transfers`."""
+        self._wire.load(gather, unit, shards, values)
+
+    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+        """See :class:`Transfers`."""
+        self._wire.stage(gather, unit, shards, version, kind, values)
+
+    def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
+        """See :class:`Transfers`."""
+        return self._wire.published(awaited, shards, version)
+
+    def fetch(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
+    ) -> None:
+        """See :class:`Transfers`."""
+        if kind != COMPUTE:
+            self._wire.fetch(gather, unit, shards, version, kind, out)
+            return
+
+        def begin(ready: Future[None]) -> None:
+            error = ready.exception()
+            if error is not None:
+                gather.end(error)
+            elif not self._board.are_at([shard.index for shard in shards], version):
+                # overwritten, or the owner ends the run: only it can tell
+                self._wire.fetch(gather, unit, shards, version, kind, out)
+            else:
+                self._copy_soon(gather, shards, out)
+
+        self.published(f"{unit.name} v{version}", shards, version).add_done_callback(begin)
+
+    def _copy_soon(self, gather: Gather, shards: list[Shard], out: Tensor) -> None:
+        """Copy in several threads at once: one core does not reach the memory's speed everywhere."""
+        if not gather.start():
+            return
+        pieces = [shards[i::_COPIERS] for i in range(_COPIERS) if shards[i::_COPIERS]]
+        left = Gather(len(pieces))
+        left.future.add_done_callback(lambda done: gather.end(done.exception()))
+        for piece in pieces:
+            try:
+                self._copies.submit(left.run, partial(self._copy, piece, out))
+            except RuntimeError:  # the threads have ended
+                left.end(StoreClosedError("the store was closed"))
+
+    def _copy(self, shards: list[Shard], out: Tensor) -> None:
+        for shard in shards:
+            out[shard.start : shard.stop].copy_(self._shared.shard(self.owner, shard.index))
+        count_bytes(self._recorder, "fetch", "shm", sum(shard.numel for shard in shards), out.dtype, out.dtype)

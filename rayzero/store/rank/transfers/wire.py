@@ -1,0 +1,418 @@
+"""Bytes between one rank and one owner over gRPC: what they wait for, what travels together, what is sent again.
+
+- A fetch waits for publish notices (no thread, no call); with ``broadcast="push"`` it is asked for at once, and the
+  owner sends each shard as it is published: the bytes come without another round trip, into memory that the fetch has
+  reserved. Its thread begins at the first shard's notice, so at most one unit of an owner holds one while it waits.
+- A push waits for the rank's earlier pushes of the unit (no thread, no call).
+- A stream is repeated whole when the link fails: owners drop what they have already.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.concurrency.futures import fail, settle, then, when_all
+from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.threads import use_torch_threads
+from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, TransferError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.protocol.messages import Contribution
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.owner_link import QUICK_S, OwnerLink, Upload
+from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.rank.push_order import PushOrder
+from rayzero.store.rank.stall import Describe, StallWatch
+from rayzero.store.rank.transfers.batches import Batches
+from rayzero.store.traffic import count_bytes
+from rayzero.store.wire import translate
+from rayzero.store.wire.payload import Assembly, byte_view, encode_shard
+from rayzero.store.wire.rpc import MAX_CHUNK_BYTES
+from rayzero.telemetry.names import TRANSFER_RETRIES
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3  # of a stream whose link fails
+_RETRY_PAUSE_S = 0.1
+_SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireOptions:
+    """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
+
+    chunk_bytes: int = 2 << 20  # of payload in a message
+    wire_compression: str = "none"  # "none" | "bf16"
+    broadcast: str = "pull"  # "pull" | "push"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ConfigError(f"chunk_bytes must be in 1..{MAX_CHUNK_BYTES:,}, got {self.chunk_bytes:,}")
+
+    def push_dtype(self, unit: UnitLayout) -> torch.dtype:
+        """In what form the gradients of a unit travel."""
+        return torch.bfloat16 if self.wire_compression == "bf16" and unit.dtype == torch.float32 else unit.dtype
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Fetch:
+    """One unit's shards of one owner, on their way into ``out``."""
+
+    gather: Gather
+    awaited: str  # "layers.7 v42", for messages
+    shards: list[Shard]
+    version: int
+    what: str  # is fetched: a tensor kind
+    out: Tensor  # the whole unit
+    filled: int = 0  # shards
+    ended: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(shard.numel for shard in self.shards) * self.out.itemsize
+
+    @property
+    def kind(self) -> Hashable:
+        return self.version, self.what
+
+    def fill(self, messages: Iterator[bytes]) -> None:
+        """Put the next messages in place, from the first shard on."""
+        self.filled = 0
+        for shard in self.shards:
+            memory = byte_view(self.out[shard.start : shard.stop])
+            assembly = Assembly(shard.index, memory.nbytes, memory)
+            while not assembly.complete:
+                assembly.take(next(messages, None))
+            self.filled += 1
+
+    def end(self, error: Exception | None) -> None:
+        self.ended = True
+        self.gather.end(error)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Send:
+    """One unit's shards for one owner, out of ``values``."""
+
+    gather: Gather
+    shards: list[Shard]
+    values: Tensor  # the whole unit
+    dtype: torch.dtype  # on the wire
+    header: bytes  # goes with the first bytes
+    on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
+    ended: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(shard.numel for shard in self.shards) * self.dtype.itemsize
+
+    @property
+    def kind(self) -> Hashable:
+        return None
+
+    def messages(self, chunk_bytes: int) -> Iterator[bytes]:
+        header = self.header
+        for shard in self.shards:
+            content = self.values[shard.start : shard.stop].to(self.dtype)  # the same tensor unless it is compressed
+            yield from encode_shard(shard.index, content, chunk_bytes, header)
+            header = b""
+
+    def end(self, error: Exception | None) -> None:
+        self.ended = True
+        self.on_end(error)
+        self.gather.end(error)
+
+
+class _Counted:
+    """Counts the messages of one stream as they pass."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    def __call__(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        for message in messages:
+            self.messages += 1
+            yield message
+
+
+class Transfers:
+    """Moves one rank's bytes to and from one owner. Every verb is one part of a ``Gather``.
+
+    Knows the owner's link, what is published and whose turn it is; not other owners, or steps."""
+
+    def __init__(
+        self,
+        link: OwnerLink,
+        *,
+        fetches: ThreadPoolExecutor,
+        pushes: ThreadPoolExecutor,
+        board: PublishBoard,
+        order: PushOrder,
+        watch: StallWatch,
+        closing: threading.Event,
+        lead_says: Describe,
+        options: WireOptions,
+        recorder: Recorder,
+    ) -> None:
+        """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
+        closes. ``lead_says``: asks the lead whom the step waits for."""
+        self.owner = link.owner
+        self._link, self._board, self._order, self._watch = link, board, order, watch
+        self._closing, self._lead_says = closing, lead_says
+        self._options, self._recorder = options, recorder
+        self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download))
+        self._pushes: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Push")))
+        self._loads: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Load")))
+        self._stages: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Stage")))
+        self._fetch_pool = fetches
+
+    # ---- verbs
+
+    def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
+        """Send initial values (the whole unit's vector)."""
+        header = pb.LoadRequest(header=pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
+        part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=header.SerializeToString())
+        self._when(_DONE, part, lambda: self._loads.add(part))
+
+    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+        """Send the values of a write to come (the whole unit's vector)."""
+        header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
+        message = pb.StageRequest(header=header).SerializeToString()
+        part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=message)
+        self._when(_DONE, part, lambda: self._stages.add(part))
+
+    def push(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
+    ) -> None:
+        """Send gradients (the whole unit's vector), when it is their turn."""
+        dtype = self._options.push_dtype(unit)
+        header = pb.PushRequest.Header(
+            contribution=translate.contribution_to_pb(contribution),
+            shards=_indices(shards),
+            format=pb.WIRE_FORMAT_UNSPECIFIED if dtype == unit.dtype else pb.WIRE_FORMAT_BF16,
+        )
+        part = _Send(
+            gather=gather,
+            shards=shards,
+            values=grads,
+            dtype=dtype,
+            header=pb.PushRequest(header=header).SerializeToString(),
+            on_end=partial(self._order.end, self._link.owner, contribution),
+        )
+        turn = self._order.turn(self._link.owner, contribution)
+        self._when(turn, part, lambda: self._pushes.add(part))
+
+    def fetch(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
+    ) -> None:
+        """Fill the shards' ranges of ``out`` (the whole unit's vector) once they have ``version``."""
+        awaited = f"{unit.name} v{version}"
+        part = _Fetch(gather=gather, awaited=awaited, shards=shards, version=version, what=kind, out=out)
+        if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
+            self._fetch_early(part)
+            return
+        published = self.published(awaited, shards, version)
+        self._when(published, part, lambda: self._fetches.add(part))
+
+    def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
+        """Done once all ``shards`` have ``version``, or the owner is to be asked for it: it is ending the run."""
+        published = self._board.when(self._link.owner, _indices(shards), version)
+        return self._watch.watch(published, self._name(awaited), partial(self._describe_step, shards[-1]))
+
+    # ---- waiting
+
+    def _when(self, ready: Future[None], part: _Fetch | _Send, go: Callable[[], object]) -> None:
+        """Let a part go when ``ready`` is done."""
+
+        def begin(done: Future[None]) -> None:
+            error = done.exception()
+            if error is not None:
+                part.gather.end(error)
+                return
+            try:
+                go()
+            except RuntimeError:  # the threads have ended
+                part.gather.end(StoreClosedError(f"rank {self._link.rank} used its store after close()"))
+
+        ready.add_done_callback(begin)
+
+    def _fetch_early(self, part: _Fetch) -> None:
+        """Ask now for what will be published later; a fetch that is cancelled or fails ends the call."""
+        try:
+            call = self._link.begin_fetch(self._request([part]), None)
+        except RayZeroError as error:
+            part.gather.end(error)
+            return
+        part.gather.future.add_done_callback(lambda _: call.cancel())
+        move = partial(self._run, partial(self._receive_early, call), [part])
+        self._when(
+            self.published(part.awaited, part.shards[:1], part.version), part, lambda: self._fetch_pool.submit(move)
+        )
+
+    def _name(self, awaited: str) -> str:
+        return f"{awaited} from optimizer {self._link.owner}"
+
+    def _describe_step(self, shard: Shard, timeout_s: float) -> Future[str]:
+        """The same, and whom the lead waits for: the owner may do nothing because some rank does nothing."""
+        lead_says = self._lead_says(timeout_s)
+        both: Future[str] = Future()
+
+        def answered(said: str) -> None:
+            lead_says.add_done_callback(
+                lambda done: settle(both, f"{said}; the lead: {done.exception() or done.result()}")
+            )
+
+        when_all([self._describe(shard, timeout_s)], lambda said: answered(*said), partial(fail, both))
+        return both
+
+    def _describe(self, shard: Shard, timeout_s: float) -> Future[str]:
+        """What the owner does for a shard."""
+        return self._link.describe(pb.DescribeRequest(shard=shard.index), timeout_s)
+
+    # ---- moving, in a thread of a pool
+
+    def _run(self, move: Callable[[list[Any]], None], parts: list[Any]) -> None:
+        """Move parts together; if that fails, each alone: the error of one is not the others'."""
+        going = [part for part in parts if not part.ended and part.gather.start()]
+        if not going:
+            return
+        try:
+            move(going)
+        except Exception as error:  # whatever it is, the caller's future raises it
+            if len(going) == 1:
+                going[0].end(error)
+            for part in going if len(going) > 1 else ():
+                self._run(move, [part])
+
+    def _request(self, parts: Sequence[_Fetch]) -> pb.FetchRequest:
+        return pb.FetchRequest(
+            rank=self._link.rank,
+            shards=[index for part in parts for index in _indices(part.shards)],
+            version=parts[0].version,
+            kind=parts[0].what,
+            chunk_bytes=self._options.chunk_bytes,
+        )
+
+    def _download(self, parts: list[_Fetch]) -> None:
+        """Fetch what is published; each part ends when its bytes are there."""
+
+        def stream() -> None:
+            left = [part for part in parts if not part.ended]
+            deadline_s = _bulk_deadline_s(sum(part.size for part in left))
+            self._receive(self._link.begin_fetch(self._request(left), deadline_s), left)
+
+        self._with_retries("fetch", stream)
+
+    def _receive_early(self, call: Any, parts: list[_Fetch]) -> None:
+        """Take what was asked for early; its later shards may still be on their way to being published."""
+        calls = [call]
+
+        def stream() -> None:
+            begun = calls.pop() if calls else self._link.begin_fetch(self._request(parts), None)
+            self._receive(begun, parts)
+
+        self._with_retries("fetch", stream)
+
+    def _receive(self, call: Any, parts: list[_Fetch]) -> None:
+        """Put what a Fetch brings in place."""
+
+        def describe(timeout_s: float) -> Future[str]:
+            part = next((part for part in parts if not part.ended), parts[-1])
+            filled, count = part.filled, len(part.shards)
+            said = self._describe(part.shards[min(filled, count - 1)], timeout_s)
+            return then(said, lambda text: f"{filled}/{count} shards are here, {text}")
+
+        with self._watching(call, self._name(parts[0].awaited), describe) as counted:
+            messages = counted(self._link.messages(call))
+            for part in parts:
+                part.fill(messages)
+                if part is parts[-1] and next(messages, None) is not None:
+                    raise TransferError(f"{self._link.name} sent more than the shards asked for")
+                self._count("fetch", part, part.out.dtype, part.out.dtype)
+                part.end(None)
+
+    def _upload(self, method: str, parts: list[_Send]) -> None:
+        size = sum(part.size for part in parts)
+        what = f"optimizer {self._link.owner} to take the {size:,} bytes of a {method}"
+
+        def stream() -> None:
+            messages = (message for part in parts for message in part.messages(self._options.chunk_bytes))
+            drawn = _Counted()
+            upload = Upload(drawn(messages))
+            call = self._link.begin_upload(method, upload, _bulk_deadline_s(size))
+            try:
+                with self._watching(call, what, partial(self._describe, parts[0].shards[0]), drawn):
+                    self._link.answer(call)
+            finally:
+                upload.stop()
+
+        self._with_retries(method.lower(), stream)
+        for part in parts:
+            self._count(method.lower(), part, part.values.dtype, part.dtype)
+            part.end(None)
+
+    @contextmanager
+    def _watching(
+        self, call: Any, what: str, describe: Describe, counted: _Counted | None = None
+    ) -> Iterator[_Counted]:
+        """Around a stream: a StallError when neither messages nor the owner's news come. Yields what counts them."""
+        counted = counted or _Counted()
+        moving: Future[None] = Future()
+        moving.add_done_callback(lambda _: call.cancel())
+        self._watch.watch(moving, what, describe, lambda: counted.messages)
+        try:
+            yield counted
+        except RayZeroError:
+            stalled = moving.exception() if moving.done() else None
+            if stalled is not None:
+                raise stalled from None
+            raise
+        finally:
+            settle(moving, None)
+
+    def _with_retries(self, direction: str, stream: Callable[[], None]) -> None:
+        """Run a stream that may be repeated whole; only a failed link or damaged bytes are tried again."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return stream()
+            except TransferError as error:
+                closing = self._closing.wait(_RETRY_PAUSE_S)
+                ended = self._board.ended(self._link.owner)
+                if ended is not None:
+                    raise ended from error  # it says more than a lost connection
+                if left == 0 or closing:
+                    raise
+                log.warning("rank %d: %s again after: %s", self._link.rank, direction, error)
+                self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
+
+    def _count(self, direction: str, part: _Fetch | _Send, dtype: torch.dtype, sent_as: torch.dtype) -> None:
+        count_bytes(self._recorder, direction, "grpc", sum(shard.numel for shard in part.shards), dtype, sent_as)
+
+
+def transfer_threads(num_owners: int, rank: int, direction: str) -> ThreadPoolExecutor:
+    """Threads that move one rank's bytes in one direction: pushes never queue behind fetches."""
+    return ThreadPoolExecutor(
+        min(8, max(2, num_owners)), f"rayzero-rank{rank}-{direction}", initializer=use_torch_threads, initargs=(1,)
+    )
+
+
+def _indices(shards: Sequence[Shard]) -> list[int]:
+    return [shard.index for shard in shards]
+
+
+def _bulk_deadline_s(size_bytes: int) -> float:
+    return QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
+
+
+_DONE: Future[None] = Future()
+_DONE.set_result(None)

@@ -1,0 +1,36 @@
+"""The thread of a process that hears its bell."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rayzero.store.shm.signals import Bell
+
+_LISTEN_S = 1.0  # how often it looks without having been rung for
+
+
+class Listener:
+    """Looks at once, and again whenever the bell rings, from a thread of its own.
+
+    Knows the bell; not what there is to see. What rings while it looks makes it look again."""
+
+    def __init__(self, bell: Bell, look: Callable[[], None], name: str) -> None:
+        """``look`` waits for nothing and takes care of its own errors."""
+        self._bell, self._look = bell, look
+        self._closing = False
+        self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            heard = self._bell.value  # before looking
+            self._look()
+            self._bell.wait(heard, _LISTEN_S)
+
+    def close(self) -> None:
+        """End it; from its own thread, after the look that is under way. Idempotent."""
+        self._closing = True
+        self._bell.ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join()

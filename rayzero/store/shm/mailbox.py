@@ -1,0 +1,159 @@
+"""Questions and answers between two processes of one host, in shared memory: what unary calls are over gRPC.
+
+Who asks writes a question into a cell of its own memory and rings the other's bell; who answers writes into the cell
+of its own memory that belongs to the question's, and rings back. A cell is free again once its answer was read.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from array import array
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from rayzero.concurrency.futures import fail, settle
+from rayzero.errors import RayZeroError, StoreError
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.shm.signals import Bell, Cell, changed
+from rayzero.store.wire.rpc import from_failure, to_failure
+
+SLOTS = 8  # questions that may be open at once between two processes
+
+_ASKED = struct.Struct("<B")  # length of the method's name, which follows
+_ANSWERED = struct.Struct("<QB")  # number of the question, 1 where the answer is an error
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """``SLOTS`` cells, one after the other, in memory that one process writes."""
+
+    address: int
+    memory: object  # keeps it mapped
+    capacity: int  # bytes of the largest message
+
+    @staticmethod
+    def bytes_for(capacity: int) -> int:
+        """Bytes of shared memory they take."""
+        return SLOTS * Cell.bytes_for(capacity)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one cell to the next."""
+        return Cell.bytes_for(self.capacity)
+
+    def cells(self) -> list[Cell]:
+        """One object per cell."""
+        return [Cell(self.address + i * self.stride, self.memory, self.capacity) for i in range(SLOTS)]
+
+
+class _News:
+    """Which of the other side's cells have changed since the last look.
+
+    A cell that is seen while it is written and read when it is whole changes once more for whoever looks next: what
+    tells its messages apart are their numbers."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._where = cells
+        self._cells = cells.cells()
+        self._seen = array("Q", [0] * SLOTS)
+        self._taken = [0] * SLOTS  # number of the last message of each
+
+    def take(self) -> list[tuple[int, int, bytes]]:
+        """(slot, number, message) of each that is whole, once; one that is being written rings when it is done."""
+        found = []
+        for slot in changed(self._where.address, self._where.stride, self._seen, SLOTS):
+            read = self._cells[slot].read()
+            if read is not None and read[0] != self._taken[slot]:
+                self._taken[slot] = read[0]
+                found.append((slot, *read))
+        return found
+
+
+class Asker:
+    """The asking side.
+
+    Knows open questions; not their meaning. ``take_answers`` is called by whoever hears the other side ring."""
+
+    def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
+        """``questions``: ours; ``answers``: the other side's; ``bell``: rung for the other side."""
+        self._cells = questions.cells()
+        self._capacity = questions.capacity
+        self._news = _News(answers)
+        self._bell = bell
+        self._lock = threading.Lock()
+        self._numbers = [0] * SLOTS  # of the last question in each cell
+        self._open: dict[int, Future[bytes]] = {}  # slot -> who waits
+        self._closed: RayZeroError | None = None
+
+    def ask(self, method: str, request: bytes) -> Future[bytes] | None:
+        """Ask; None where the question is too long, or too many are open: use another way."""
+        message = _ASKED.pack(len(method)) + method.encode() + request
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self._closed is not None:
+                fail(future, self._closed)
+                return future
+            slot = next((slot for slot in range(SLOTS) if slot not in self._open), None)
+            if slot is None or len(message) > self._capacity:
+                return None
+            self._open[slot] = future
+            self._numbers[slot] += 1
+            self._cells[slot].write(message)
+        self._bell.ring()
+        return future
+
+    def take_answers(self) -> None:
+        """Settle the questions whose answers are there. One thread calls it."""
+        for slot, _, message in self._news.take():
+            number, is_error = _ANSWERED.unpack_from(message)
+            with self._lock:
+                future = self._open.pop(slot, None) if number == self._numbers[slot] else None
+            if future is None:
+                continue
+            body = message[_ANSWERED.size :]
+            if is_error:
+                fail(future, from_failure(pb.Failure.FromString(body)))
+            else:
+                settle(future, body)
+
+    def close(self, error: RayZeroError) -> None:
+        """Fail what is open, and what comes later."""
+        with self._lock:
+            self._closed = error
+            left, self._open = list(self._open.values()), {}
+        for future in left:
+            fail(future, error)
+
+
+class Answerer:
+    """The answering side.
+
+    Knows questions and where their answers go; ``answer`` may be called from any thread."""
+
+    def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
+        """``questions``: the other side's; ``answers``: ours; ``bell``: rung for the other side."""
+        self._news = _News(questions)
+        self._cells = answers.cells()
+        self._capacity = answers.capacity
+        self._bell = bell
+        self._locks = [threading.Lock() for _ in range(SLOTS)]
+
+    def take_questions(self) -> list[tuple[int, int, str, bytes]]:
+        """(slot, number, method, request) of each new question. One thread calls it."""
+        found = []
+        for slot, number, message in self._news.take():
+            (length,) = _ASKED.unpack_from(message)
+            begin = _ASKED.size + length
+            found.append((slot, number, message[_ASKED.size : begin].decode(), message[begin:]))
+        return found
+
+    def answer(self, slot: int, number: int, response: bytes | RayZeroError) -> None:
+        """Answer a question, with a response or an error of our tree."""
+        if isinstance(response, bytes) and len(response) > self._capacity - _ANSWERED.size:
+            response = StoreError(f"an answer of {len(response):,} bytes does not fit a mailbox of {self._capacity:,}")
+        is_error = isinstance(response, RayZeroError)
+        body = bytes(to_failure(response).SerializeToString()) if isinstance(response, RayZeroError) else response
+        with self._locks[slot]:
+            self._cells[slot].write(_ANSWERED.pack(number, is_error) + body[: self._capacity - _ANSWERED.size])
+        self._bell.ring()

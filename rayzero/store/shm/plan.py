@@ -1,0 +1,186 @@
+"""What lies where in the shared memory of a run: computed, and equal in every process of the host.
+
+An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (its alone) and one
+``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
+
+    control of an owner   bell | version lines, one a shard | tile stamps | answers, for each rank | orders, for each
+                          owner | replies | of the lead: the decision record, two slots
+    control of a rank     bell | stamps, one a unit | questions
+
+Every word has one writer; bells are rung by whoever has news for their listener.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rayzero.errors import HandshakeError, StoreError
+from rayzero.kernels.stamps import STAMP, STAMP_BYTES
+from rayzero.layout.model_layout import Shard, runs
+from rayzero.layout.shard_map import ShardMap
+from rayzero.owner.gradients.landing import landing_dtype
+from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
+from rayzero.slabs.arena import ArenaPlan, Group, Piece, plan_arena
+from rayzero.slabs.header import SlabFacts
+from rayzero.slabs.mapping import PAGE
+from rayzero.slabs.slab import Slab
+from rayzero.store.shm.mailbox import Cells
+from rayzero.store.shm.signals import BELL_BYTES, Cell
+
+LINE_BYTES = 64  # of a shard's version line: a cache line of its own
+_ERROR_BYTES = 9000  # the longest error text, and its name
+_REQUEST_BYTES = 256  # of a mean beside its names and numbers: rank, number, weight, a shape of 64 dimensions
+ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
+_STAMP_BYTES = 24  # before the presence bits: shared_words.py
+
+Wanted = tuple[str, int, int]  # region kind, bytes, stride
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """The arithmetic for one model over its owners."""
+
+    spec: ModelSpec
+    shard_map: ShardMap
+
+    def facts(self, role: str, index: int, kernel: str, incarnation: int) -> SlabFacts:
+        """What a slab of this run says of itself."""
+        return SlabFacts(
+            run=self.spec.run,
+            role=role,
+            index=index,
+            incarnation=incarnation,
+            layout_digest=self.spec.layout.digest,
+            kernel=kernel,
+        )
+
+    def attach(self, path: str, who: str, *, writable: bool, life: SlabFacts | None = None) -> Slab:
+        """Map another process's slab; ``who`` maps it, for messages. ``life``: facts of a slab of the same process.
+
+        Raises HandshakeError where it is of another run or life, StoreError where it cannot be mapped."""
+        slab = self._attach(path, who, writable=writable)
+        facts = slab.header.facts
+        if life is not None and (facts.index, facts.incarnation) != (life.index, life.incarnation):
+            slab.close()
+            raise HandshakeError(
+                f"{path} has {facts.role} of process {facts.index} in its life {facts.incarnation:x}, {who} talks to "
+                f"process {life.index} in its life {life.incarnation:x}: one of the two has started again"
+            )
+        return slab
+
+    def _attach(self, path: str, who: str, *, writable: bool) -> Slab:
+        try:
+            return Slab.attach(Path(path), writable=writable, run=self.spec.run, layout_digest=self.spec.layout.digest)
+        except OSError as exc:
+            raise StoreError(f"{who} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
+
+    def shards_of(self, owner: int) -> list[Shard]:
+        """An owner's shards, in the order of its version lines."""
+        return [self.spec.layout.shards[index] for index in self.shard_map.shards_of(owner)]
+
+    # ---- tensors
+
+    def params(self, owner: int) -> ArenaPlan:
+        """An owner's published parameters by shard index. A run of shards starts on a page, so that ranks can map a
+        unit's shards of several owners one behind the other (slabs/windows.py)."""
+        units = self.spec.layout.units
+        groups = [
+            Group(pieces=tuple(Piece(key=s.index, numel=s.numel, dtype=units[s.unit].dtype) for s in run), align=PAGE)
+            for run in runs(self.shards_of(owner))
+        ]
+        return plan_arena(groups)
+
+    def gradients(self) -> ArenaPlan:
+        """A rank's gradients by unit index, each unit contiguous and on pages of its own."""
+        accumulate = self.spec.accumulation_steps > 1
+        trained = [unit for unit in self.spec.layout.units if unit.trainable]
+        pieces = [Piece(key=u.index, numel=u.numel, dtype=landing_dtype(u, accumulate)) for u in trained]
+        return plan_arena([Group(pieces=(piece,), align=PAGE) for piece in pieces])
+
+    # ---- control
+
+    def owner_control(self, owner: int) -> Sequence[Wanted]:
+        """Regions of an owner's control slab."""
+        lines = len(self.shard_map.shards_of(owner)) * LINE_BYTES
+        record = (("record", 2 * self._record_bytes, self._record_bytes),) if owner == self.shard_map.owner(0) else ()
+        return (
+            ("bell", BELL_BYTES, 0),
+            ("versions", lines, LINE_BYTES),
+            ("tiles", self._tiles(owner)[1] * STAMP_BYTES, STAMP_BYTES),
+            ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
+            ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
+            ("replies", *_cells(self.reply_bytes, 1)),
+            *record,
+        )
+
+    def first_tiles(self, owner: int) -> dict[int, int]:
+        """Number of the first tile stamp of each trained shard, by shard index; ``ON_DEVICE`` without stamps."""
+        return self._tiles(owner)[0]
+
+    def _tiles(self, owner: int) -> tuple[dict[int, int], int]:
+        first, count = {}, 0
+        on_device = self.shard_map.on_device(owner)
+        for shard in self.shards_of(owner):
+            if on_device:
+                first[shard.index] = ON_DEVICE
+            elif self.spec.layout.units[shard.unit].trainable:
+                first[shard.index] = count
+                count += -(-shard.numel // STAMP)
+        return first, count
+
+    @cached_property
+    def _record_bytes(self) -> int:
+        return Cell.bytes_for(64 + self._hyper_bytes + 10 * self.spec.world_size)
+
+    def rank_control(self) -> Sequence[Wanted]:
+        """Regions of a rank's control slab."""
+        stride = Cell.bytes_for(self.stamp_bytes)
+        return (
+            ("bell", BELL_BYTES, 0),
+            ("stamps", stride * len(self.spec.layout.units), stride),
+            ("questions", *_cells(self.question_bytes, 1)),
+        )
+
+    @cached_property
+    def _hyper_bytes(self) -> int:
+        """Room for hyper-parameters: they may get longer than at the start, with more digits."""
+        return 4096 + 4 * len(canonical_json(self.spec.hyper))
+
+    @cached_property
+    def _report_bytes(self) -> int:
+        return 96 + 10 * len(self.spec.layout.units)
+
+    @cached_property
+    def stamp_bytes(self) -> int:
+        """The longest stamp of a unit."""
+        return _STAMP_BYTES + max(((len(unit.slots) + 7) // 8 for unit in self.spec.layout.units), default=0)
+
+    @cached_property
+    def question_bytes(self) -> int:
+        """The longest finish, commit or mean."""
+        return max(self._report_bytes + self._hyper_bytes, _REQUEST_BYTES + MEAN_BYTES)
+
+    @cached_property
+    def answer_bytes(self) -> int:
+        """The longest decision or error."""
+        return _ERROR_BYTES + self._hyper_bytes + 10 * self.spec.world_size
+
+    @cached_property
+    def order_bytes(self) -> int:
+        """The longest collect or apply."""
+        return self._report_bytes * self.spec.world_size + self._hyper_bytes
+
+    @cached_property
+    def reply_bytes(self) -> int:
+        """The longest list of norm parts, or an error."""
+        layout = self.spec.layout
+        return _ERROR_BYTES + 32 * sum(len(layout.slices(shard)) for shard in layout.shards)
+
+
+def _cells(capacity: int, sides: int) -> tuple[int, int]:
+    """Bytes of a region with ``Cells`` for each side, and of those of one side."""
+    stride = Cells.bytes_for(capacity)
+    return stride * sides, stride

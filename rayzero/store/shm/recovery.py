@@ -1,0 +1,126 @@
+"""What a dead run's shared memory is still good for, decided from what stands in it.
+
+An update overwrites masters and moments tile by tile, so an owner that dies in the middle leaves tiles of version n,
+tiles of n + 1, and the tiles its threads were at, which are of neither. The first two kinds can be made one: the
+decision was recorded before any tile changed, and the ranks' gradients stay in their memory until n + 1 is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rayzero.kernels.stamps import torn
+from rayzero.protocol.messages import Action, Decision
+
+
+class Outcome(StrEnum):
+    """What is left of a run."""
+
+    WHOLE = "whole"  # every shard has all bytes of one version, and no decision beyond it was made
+    REDO = "redo"  # the recorded decision brings what is behind to the version it makes
+    REFUSED = "refused"  # no version can be had from here: take a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRemains:
+    """What a shard's line and stamps say. Versions are -1 where there was none."""
+
+    shard: int
+    owner: int
+    published: int
+    decided: int
+    applied: int
+    tiles: tuple[int, ...]  # stamps (kernels/stamps.py); empty: frozen, or on_device
+    on_device: bool = False  # its masters and states were in a device's memory
+
+    @property
+    def version(self) -> int:
+        """Of which all bytes were there."""
+        return max(self.published, self.applied)
+
+    @property
+    def begun(self) -> bool:
+        """Some tiles may be of the next version."""
+        return any(stamp > 2 * self.version for stamp in self.tiles)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Tiles that the next version has not reached."""
+        return tuple(tile for tile, stamp in enumerate(self.tiles) if stamp < 2 * (self.version + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRemains:
+    """All that is on this host of one run."""
+
+    run: str
+    num_owners: int
+    shards: tuple[ShardRemains, ...]
+    records: tuple[Decision, ...]  # whole slots of the lead's record
+    ranks: frozenset[int]  # whose gradients are here
+    lives: tuple[int, ...]  # owner index of each control slab: a repeated one has slabs of two lives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What can be had, and why."""
+
+    outcome: Outcome
+    version: int  # of WHOLE; that REDO makes; -1 with REFUSED
+    reason: str
+    behind: tuple[tuple[int, tuple[int, ...]], ...] = ()  # REDO: (shard, tiles to update); no tiles: publish it
+
+
+def assess(run: RunRemains) -> Verdict:
+    """What the remains are good for."""
+    refusal = next(_refusals(run), None)
+    if refusal is not None:
+        return Verdict(outcome=Outcome.REFUSED, version=-1, reason=refusal)
+    version, record = _target(run), _record(run, _target(run))
+    late = [shard for shard in run.shards if shard.version < version]
+    if not late:
+        return Verdict(outcome=Outcome.WHOLE, version=version, reason=f"all {len(run.shards)} shards have v{version}")
+    behind = tuple((s.shard, s.behind if record is None or record.action is Action.APPLY else ()) for s in late)
+    tiles = sum(len(tiles) for _, tiles in behind)
+    reason = f"step {version - 1} was decided; {tiles} tiles of {len(late)} of {len(run.shards)} shards lack its update"
+    return Verdict(outcome=Outcome.REDO, version=version, reason=reason, behind=behind)
+
+
+def _target(run: RunRemains) -> int:
+    """The newest version that a shard has, has begun, or that was decided."""
+    reached = [shard.version + shard.begun for shard in run.shards]
+    return max([*reached, *(shard.decided for shard in run.shards), *(r.step + 1 for r in run.records)])
+
+
+def _record(run: RunRemains, version: int) -> Decision | None:
+    return next((record for record in run.records if record.step == version - 1), None)
+
+
+def _refusals(run: RunRemains) -> Iterator[str]:
+    """Each reason why no version can be had, the most telling first."""
+    twice = sorted({owner for owner in run.lives if run.lives.count(owner) > 1})
+    if twice:
+        yield f"optimizers {twice} left slabs of two lives"
+    missing = sorted(set(range(run.num_owners)) - set(run.lives))
+    if missing:
+        yield f"optimizers {missing} left nothing on this host"
+    for shard in run.shards:
+        if shard.version < 0:
+            yield f"shard {shard.shard} of optimizer {shard.owner} never had values"
+        if shard.on_device:
+            yield f"masters and states of shard {shard.shard} of optimizer {shard.owner} were in a device's memory"
+        if cut := torn(shard.tiles):
+            yield f"tiles {cut} of shard {shard.shard} of optimizer {shard.owner} were being written"
+    version = _target(run)
+    late = [shard for shard in run.shards if shard.version < version]
+    if any(shard.version < version - 1 for shard in late):
+        yield f"shard {late[0].shard} is at v{late[0].version}, more than one decision behind v{version}"
+    record = _record(run, version)
+    if late and record is None:
+        yield f"the decision of step {version - 1} is not recorded on this host"
+    if late and record is not None and record.action is Action.APPLY:
+        gone = sorted(set(range(len(record.attempts))) - run.ranks)
+        if gone:
+            yield f"gradients of ranks {gone} are not on this host"

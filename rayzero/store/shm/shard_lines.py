@@ -1,0 +1,108 @@
+"""One cache line per shard of an owner, in its control slab: where the shard is in its life, for ranks while the owner
+lives and for whoever comes after it.
+
+Eight 64-bit words: published version + 1, content version + 1, shard index, start, stop, decided version + 1, applied
+version + 1, first tile stamp + 1. Zero is a shard without values, a version that never was, a shard without tiles.
+The owner writes each of them; the words from ``decided`` on are read when it is dead (store/shm/recovery.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rayzero.errors import HandshakeError
+from rayzero.kernels.stamps import STAMP
+from rayzero.layout.model_layout import Shard
+from rayzero.slabs.slab import Slab
+from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE
+from rayzero.store.shm.recovery import ShardRemains
+from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
+from rayzero.store.shm.words import region
+
+PUBLISHED, CONTENT, INDEX, START, STOP, DECIDED, APPLIED, TILES = range(0, 64, 8)  # bytes from a line's start
+
+
+class ShardLines:
+    """The lines of one owner. Its owner writes; ranks read."""
+
+    def __init__(self, slab: Slab, shards: Sequence[Shard]) -> None:
+        """``shards``: the owner's, in their order."""
+        found = region(slab, "versions")
+        self._slab, self._address, self._keeper = slab, slab.address(found.offset), slab.keeper
+        self._shards = shards
+        self._line = {shard.index: self._address + i * LINE_BYTES for i, shard in enumerate(shards)}
+        self._seen = array("Q", [0] * len(shards))
+
+    def describe(self, first_tiles: dict[int, int]) -> None:
+        """Say which shard each line is of, and where its tile stamps begin: the maker's first act."""
+        for shard in self._shards:
+            line, first = self._line[shard.index], first_tiles.get(shard.index, -1)
+            for at, value in ((INDEX, shard.index), (START, shard.start), (STOP, shard.stop), (TILES, first + 1)):
+                store_release_64(line + at, value)
+
+    def check(self, source: str) -> None:
+        """Raise HandshakeError unless the lines are of the shards that this process computes."""
+        for shard in self._shards:
+            line = self._line[shard.index]
+            there = tuple(load_acquire_64(line + at) for at in (INDEX, START, STOP))
+            if there != (shard.index, shard.start, shard.stop):
+                raise HandshakeError(f"{source} has shard {there}, this process has {shard}, as (index, start, stop)")
+
+    def publish(self, shard: int, version: int, content: int) -> None:
+        """Make a version visible; ring bells after it."""
+        line = self._line[shard]
+        store_release_64(line + CONTENT, content + 1)
+        store_release_64(line + PUBLISHED, version + 1)
+
+    def news(self) -> list[tuple[int, int, int]]:
+        """(shard, version, content version) of every shard that was published since the last look."""
+        found = []
+        for i in changed(self._address, LINE_BYTES, self._seen, len(self._shards)):
+            content = load_acquire_64(self._address + i * LINE_BYTES + CONTENT) - 1
+            found.append((self._shards[i].index, self._seen[i] - 1, content))
+        return found
+
+    def journal(self, shard: int) -> LineJournal | None:
+        """Of a shard with tiles."""
+        line = self._line[shard]
+        first = load_acquire_64(line + TILES) - 1
+        return LineJournal(line, _stamps(self._slab, line, first)) if 0 <= first < ON_DEVICE else None
+
+
+class LineJournal:
+    """A ``ShardJournal`` (owner/memory.py) in a shard's line."""
+
+    def __init__(self, line: int, stamps: torch.Tensor) -> None:
+        self._line, self.stamps = line, stamps
+
+    def decided(self, version: int) -> None:
+        """See ``ShardJournal.decided``."""
+        store_release_64(self._line + DECIDED, version + 1)
+
+    def applied(self, version: int) -> None:
+        """See ``ShardJournal.applied``."""
+        store_release_64(self._line + APPLIED, version + 1)
+
+
+def _stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
+    numel = load_acquire_64(line + STOP) - load_acquire_64(line + START)
+    return slab.tensor(region(slab, "tiles").offset + first * 8, -(-numel // STAMP), torch.int64)
+
+
+def read_lines(slab: Slab) -> Iterator[ShardRemains]:
+    """What an owner's control slab says of its shards; of a dead owner's it changes no more."""
+    found = region(slab, "versions")
+    for line in range(slab.address(found.offset), slab.address(found.offset) + found.bytes, found.stride):
+        first = load_acquire_64(line + TILES) - 1
+        yield ShardRemains(
+            shard=load_acquire_64(line + INDEX),
+            owner=slab.header.facts.index,
+            published=load_acquire_64(line + PUBLISHED) - 1,
+            decided=load_acquire_64(line + DECIDED) - 1,
+            applied=load_acquire_64(line + APPLIED) - 1,
+            tiles=tuple(_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else (),
+            on_device=first == ON_DEVICE,
+        )

@@ -1,0 +1,225 @@
+"""What both ends of the gRPC store must agree on: methods, limits, the token, and how errors cross the wire."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from rayzero import errors
+from rayzero.errors import RayZeroError, StoreError
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+STORE_SERVICE = "rayzero.v1.StoreService"
+OWNER_SERVICE = "rayzero.v1.OwnerService"
+
+MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
+MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB are fastest
+
+POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
+
+TOKEN_KEY = "rayzero-token"
+MODEL_KEY = "rayzero-model"
+_ERROR_KEY = "rayzero-error"
+_MESSAGE_KEY = "rayzero-message-bin"
+_MAX_MESSAGE_CHARS = 8192  # of an error's text; metadata is no place for more
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 64 << 10),
+    # A peer whose host vanished says nothing: ask it every 30 s, also while no call is open.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 10_000))
+
+
+# ------------------------------------------------------------------------------------------------------ methods
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method of the .proto: its path and how its messages are written and read.
+
+    Messages that carry chunks stay ``bytes`` on the side that reads or writes payloads (store/wire/payload.py)."""
+
+    path: str
+    client_streaming: bool
+    server_streaming: bool
+    request: type[Any]
+    response: type[Any]
+
+    @property
+    def streams(self) -> bool:
+        """True: one of its sides sends more than one message."""
+        return self.client_streaming or self.server_streaming
+
+    @property
+    def raw_request(self) -> bool:
+        """True: requests are bytes on both sides."""
+        return self.client_streaming
+
+    @property
+    def raw_response(self) -> bool:
+        """True: responses are bytes on both sides."""
+        return self.response is pb.FetchResponse
+
+    def handler(self, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """The server's entry for this method; ``behaviour`` is an async function of (request, context)."""
+        kinds = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+        }
+        return kinds[self.client_streaming, self.server_streaming](
+            behaviour,
+            request_deserializer=None if self.raw_request else self.request.FromString,
+            response_serializer=None if self.raw_response else self.response.SerializeToString,
+        )
+
+    def bind(self, channel: Any) -> Any:
+        """The client's callable for this method on a sync or aio channel."""
+        kinds = {(False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary"}
+        return getattr(channel, kinds[self.client_streaming, self.server_streaming])(
+            self.path,
+            request_serializer=None if self.raw_request else self.request.SerializeToString,
+            response_deserializer=None if self.raw_response else self.response.FromString,
+        )
+
+
+def _method(service: str, described: MethodDescriptor) -> Method:
+    return Method(
+        f"/{service}/{described.name}",
+        described.client_streaming,
+        described.server_streaming,
+        GetMessageClass(described.input_type),
+        GetMessageClass(described.output_type),
+    )
+
+
+def methods(service: str) -> dict[str, Method]:
+    """Every method of a service of store.proto, by name, as the generated descriptors have it."""
+    described = pb.DESCRIPTOR.services_by_name[service.rpartition(".")[2]]
+    return {method.name: _method(service, method) for method in described.methods}
+
+
+# -------------------------------------------------------------------------------------------------- credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files for mutual TLS; servers and clients of a run use one form. Both sides must show a certificate."""
+
+    certificate: Path  # this process's chain
+    key: Path
+    authority: Path  # whose certificates are trusted
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Credentials of a server that refuses clients without a certificate."""
+        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        return grpc.ssl_server_credentials([pair], self.authority.read_bytes(), require_client_auth=True)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of a client that shows its certificate."""
+        return grpc.ssl_channel_credentials(
+            self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
+        )
+
+
+def token_metadata(token: str, model: int = 0) -> Metadata:
+    """What a caller sends with every call. ``model``: the number of the prepared model that it is about."""
+    return ((TOKEN_KEY, token), (MODEL_KEY, str(model)))
+
+
+def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    """Which prepared model a call is about. Raises StoreError where that is no number."""
+    sent = next((value for key, value in metadata if key == MODEL_KEY), "0")
+    try:
+        return int(sent)
+    except ValueError:
+        raise StoreError(f"{MODEL_KEY} of a call is {sent!r}; it must be the number of a prepared model") from None
+
+
+def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bool:
+    """Compare the token in a call's metadata, in constant time."""
+    sent = next((value for key, value in metadata if key == TOKEN_KEY), "")
+    got = sent if isinstance(sent, bytes) else sent.encode()
+    return hmac.compare_digest(got, token.encode())
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+_S = grpc.StatusCode
+_CODES: dict[type[RayZeroError], grpc.StatusCode] = {
+    errors.RayZeroError: _S.FAILED_PRECONDITION,
+    errors.ConfigError: _S.INVALID_ARGUMENT,
+    errors.MemoryPlanError: _S.RESOURCE_EXHAUSTED,
+    errors.UnsupportedError: _S.UNIMPLEMENTED,
+    errors.DataError: _S.INVALID_ARGUMENT,
+    errors.CheckpointError: _S.FAILED_PRECONDITION,
+    errors.CheckpointWriteError: _S.FAILED_PRECONDITION,
+    errors.GradientAccessError: _S.FAILED_PRECONDITION,
+    errors.NonFiniteGradientError: _S.ABORTED,
+    errors.StoreError: _S.FAILED_PRECONDITION,
+    errors.HandshakeError: _S.FAILED_PRECONDITION,
+    errors.StepMismatchError: _S.FAILED_PRECONDITION,
+    errors.AccumulationError: _S.RESOURCE_EXHAUSTED,
+    errors.RankLeftError: _S.ABORTED,
+    errors.StallError: _S.DEADLINE_EXCEEDED,
+    errors.TransferError: _S.DATA_LOSS,
+    errors.StoreClosedError: _S.ABORTED,
+    errors.RunFailedError: _S.ABORTED,
+}
+_BY_NAME = {cls.__name__: cls for cls in _CODES}
+_BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # a status that no handler of ours chose
+    _S.UNAVAILABLE: errors.TransferError,
+    _S.DEADLINE_EXCEEDED: errors.StallError,
+    _S.UNAUTHENTICATED: errors.HandshakeError,
+    _S.CANCELLED: errors.StoreClosedError,
+}
+
+
+def to_status(error: RayZeroError) -> tuple[grpc.StatusCode, str, Metadata]:
+    """How an error of our tree leaves a server: code, details for other tools, and metadata for our client."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls in _CODES)
+    text = str(error)[:_MAX_MESSAGE_CHARS]
+    metadata: Metadata = ((_ERROR_KEY, name), (_MESSAGE_KEY, text.encode()))
+    return _CODES[_BY_NAME[name]], f"{name}: {text[:200]}", metadata
+
+
+def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
+    """The error that a server sent, or the one of our tree that fits a failed call to ``peer`` (a name for people)."""
+    sent = dict(cast(Iterable[tuple[str, Any]], error.trailing_metadata() or ()))
+    if _ERROR_KEY in sent:
+        return named_error(sent[_ERROR_KEY], sent.get(_MESSAGE_KEY, b"").decode())
+    code = error.code()
+    return _BARE.get(code, StoreError)(f"{peer}: {code.name}: {error.details() or 'no details'}")
+
+
+def named_error(name: str, message: str) -> RayZeroError:
+    """An error of our tree by class name; an unknown name gives a ``StoreError`` that says it."""
+    if name in _BY_NAME:
+        return _BY_NAME[name](message)
+    return StoreError(f"{name}: {message}")
+
+
+def to_failure(error: RayZeroError) -> pb.Failure:
+    """An error as a message, for what is not the answer to a call."""
+    return pb.Failure(error=type(error).__name__, message=str(error)[:_MAX_MESSAGE_CHARS])
+
+
+def from_failure(failure: pb.Failure) -> RayZeroError:
+    """The inverse of :func:`to_failure`."""
+    return named_error(failure.error, failure.message)

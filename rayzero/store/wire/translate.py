@@ -1,0 +1,199 @@
+"""Our messages (rayzero/protocol/messages.py) as protobuf messages, and back. Nothing but field by field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rayzero.protocol.messages import (
+    Action,
+    CheckpointInfo,
+    Clamp,
+    Contribution,
+    Decision,
+    Edit,
+    EditKind,
+    FileEntry,
+    FinishReport,
+    Hyper,
+    MeanInput,
+    ModelSpec,
+    Norm,
+    NormParts,
+    SharedPaths,
+    StepInputs,
+    Write,
+    canonical_json,
+)
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+
+_ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
+_FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
+_KINDS = {
+    EditKind.UNSCALE: pb.EDIT_KIND_UNSCALE,
+    EditKind.CLIP_NORM: pb.EDIT_KIND_CLIP_NORM,
+    EditKind.CLIP_VALUE: pb.EDIT_KIND_CLIP_VALUE,
+}
+_FROM_KINDS = {wire: kind for kind, wire in _KINDS.items()}
+
+
+def _json(value: Any) -> bytes:
+    return canonical_json(value).encode()
+
+
+def _hyper(described: bytes) -> tuple[Hyper, ...]:
+    return tuple(json.loads(described))
+
+
+def spec_to_bytes(spec: ModelSpec) -> bytes:
+    """A spec as canonical JSON."""
+    return _json(spec.to_json())
+
+
+def spec_from_bytes(described: bytes) -> ModelSpec:
+    """The inverse of :func:`spec_to_bytes`."""
+    return ModelSpec.from_json(json.loads(described))
+
+
+def contribution_to_pb(c: Contribution) -> pb.Contribution:
+    """The header of a push."""
+    return pb.Contribution(step=c.step, attempt=c.attempt, rank=c.rank, unit=c.unit, seq=c.seq, presence=c.presence)
+
+
+def contribution_from_pb(c: pb.Contribution) -> Contribution:
+    """The inverse of :func:`contribution_to_pb`."""
+    return Contribution(step=c.step, attempt=c.attempt, rank=c.rank, unit=c.unit, seq=c.seq, presence=c.presence)
+
+
+def report_to_pb(report: FinishReport) -> pb.FinishReport:
+    """What a rank pushed."""
+    clamp = None if report.clamp is None else pb.Clamp(scale=report.clamp.scale, limit=report.clamp.limit)
+    return pb.FinishReport(
+        step=report.step, attempt=report.attempt, rank=report.rank, counts=report.counts, clamp=clamp
+    )
+
+
+def report_from_pb(report: pb.FinishReport) -> FinishReport:
+    """The inverse of :func:`report_to_pb`."""
+    clamp = Clamp(scale=report.clamp.scale, limit=report.clamp.limit) if report.HasField("clamp") else None
+    return FinishReport(
+        step=report.step, attempt=report.attempt, rank=report.rank, counts=tuple(report.counts), clamp=clamp
+    )
+
+
+def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
+    """What a step is decided with."""
+    edits = [pb.Edit(kind=_KINDS[edit.kind], value=edit.value) for edit in inputs.edits]
+    return pb.StepInputs(edits=edits, hyper=_json(inputs.hyper))
+
+
+def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
+    """The inverse of :func:`inputs_to_pb`; the digest is the same."""
+    edits = tuple(Edit(_FROM_KINDS[edit.kind], edit.value) for edit in inputs.edits)
+    return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
+
+
+def norm_to_pb(norm: Norm) -> pb.Norm:
+    """The global norm."""
+    return pb.Norm(step=norm.step, total=norm.total, finite=norm.finite)
+
+
+def norm_from_pb(norm: pb.Norm) -> Norm:
+    """The inverse of :func:`norm_to_pb`."""
+    return Norm(step=norm.step, total=norm.total, finite=norm.finite)
+
+
+def decision_to_pb(decision: Decision) -> pb.Decision:
+    """The record of a step."""
+    return pb.Decision(
+        step=decision.step,
+        attempts=decision.attempts,
+        action=_ACTIONS[decision.action],
+        scale=decision.scale,
+        norm=decision.norm,
+        hyper=_json(decision.hyper),
+        limit=decision.limit,
+    )
+
+
+def decision_from_pb(decision: pb.Decision) -> Decision:
+    """The inverse of :func:`decision_to_pb`."""
+    return Decision(
+        step=decision.step,
+        attempts=tuple(decision.attempts),
+        action=_FROM_ACTIONS[decision.action],
+        scale=decision.scale,
+        norm=decision.norm,
+        hyper=_hyper(decision.hyper),
+        limit=decision.limit,
+    )
+
+
+def parts_to_pb(parts: NormParts) -> pb.CollectResponse:
+    """An owner's sums of squares, as columns."""
+    shards, slots, sums = zip(*parts.parts, strict=True) if parts.parts else ((), (), ())
+    return pb.CollectResponse(shards=shards, slots=slots, sums=sums)
+
+
+def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
+    """The inverse of :func:`parts_to_pb`."""
+    return NormParts(step=step, parts=tuple(zip(columns.shards, columns.slots, columns.sums, strict=True)))
+
+
+def write_to_pb(write: Write) -> pb.Write:
+    """What a rank wants written."""
+    return pb.Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
+
+
+def write_from_pb(write: pb.Write) -> Write:
+    """The inverse of :func:`write_to_pb`."""
+    return Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
+
+
+def mean_to_pb(rank: int, number: int, given: MeanInput) -> pb.MeanRequest:
+    """What a rank gives to its ``number``th mean."""
+    return pb.MeanRequest(
+        rank=rank, number=number, names=given.names, shape=given.shape, values=given.values, weight=given.weight
+    )
+
+
+def mean_from_pb(request: pb.MeanRequest) -> MeanInput:
+    """What a rank gives."""
+    return MeanInput(
+        names=tuple(request.names),
+        shape=tuple(request.shape),
+        values=tuple(request.values),
+        weight=request.weight,
+    )
+
+
+def file_to_pb(entry: FileEntry) -> pb.FileEntry:
+    """A file of a checkpoint."""
+    return pb.FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=_json(entry.content))
+
+
+def file_from_pb(entry: pb.FileEntry) -> FileEntry:
+    """The inverse of :func:`file_to_pb`."""
+    return FileEntry(
+        name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=json.loads(entry.content)
+    )
+
+
+def checkpoint_to_pb(info: CheckpointInfo) -> pb.SaveResponse.Checkpoint:
+    """A complete checkpoint."""
+    return pb.SaveResponse.Checkpoint(path=info.path, step=info.step, digest=info.digest)
+
+
+def checkpoint_from_pb(info: pb.SaveResponse.Checkpoint) -> CheckpointInfo:
+    """The inverse of :func:`checkpoint_to_pb`."""
+    return CheckpointInfo(path=info.path, step=info.step, digest=info.digest)
+
+
+def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
+    """Where a process's slabs are."""
+    return pb.SharedFiles(control=paths.control, tensors=paths.tensors)
+
+
+def paths_from_pb(files: pb.SharedFiles) -> SharedPaths:
+    """The inverse of :func:`paths_to_pb`."""
+    return SharedPaths(files.control, tuple(files.tensors))

@@ -1,0 +1,411 @@
+"""The lead's decisions over real owners; owners that fail are wrapped, not imitated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from store.toy import HYPER, WAIT, flatten, initial_values, make_spec
+
+from rayzero.checkpoint import staging_path, write_rank_state
+from rayzero.concurrency.futures import fail, failed, settle, settled
+from rayzero.errors import (
+    CheckpointError,
+    ConfigError,
+    StepMismatchError,
+    StoreClosedError,
+    StoreError,
+    TransferError,
+    UnsupportedError,
+)
+from rayzero.lead.lead import StepLead
+from rayzero.owner.service import ShardService
+from rayzero.protocol.messages import (
+    Decision,
+    Edit,
+    EditKind,
+    FileEntry,
+    FinishReport,
+    ModelSpec,
+    NormParts,
+    StepInputs,
+)
+from rayzero.telemetry.names import DECIDED_STEPS, LOSS_SCALE
+from rayzero.telemetry.recorder import MemoryRecorder
+
+
+@dataclass
+class WatchedPeer:
+    """An owner whose calls are noted, and whose answers can be made to fail or to come late."""
+
+    service: ShardService
+    lead: StepLead | None = None
+    calls: list[str] = field(default_factory=list)
+    fails: dict[str, Exception] = field(default_factory=dict)
+    recorded: list[Decision] = field(default_factory=list)  # what the lead knew when it told this owner
+    answers: list[Future[FileEntry]] = field(default_factory=list)  # to its next saves, which it does not make itself
+    hold_acks: bool = False
+    acks: list[Future[None]] = field(default_factory=list)
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        self.calls.append(f"collect {step}")
+        return failed(self.fails["collect"]) if "collect" in self.fails else self.service.collect(step, reports)
+
+    def apply(self, decision: Decision) -> Future[None]:
+        self.calls.append(f"apply {decision.step}")
+        assert self.lead is not None
+        self.recorded.append(self.lead.decision(decision.step).result(0))
+        ack: Future[None] = Future()
+        self.acks.append(ack)
+        if "apply" in self.fails:
+            fail(ack, self.fails["apply"])
+        else:
+            self.service.apply(decision)
+            if not self.hold_acks:
+                settle(ack, None)
+        return ack
+
+    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+        self.calls.append(f"save {step}")
+        if "save" in self.fails:
+            return failed(self.fails["save"])
+        return self.answers.pop() if self.answers else self.service.save(step, directory)
+
+    def abort(self, error: StoreError) -> None:
+        self.calls.append(f"abort {type(error).__name__}")
+        self.service.abort(error)
+
+
+@contextmanager
+def lead_of(
+    spec: ModelSpec, num_owners: int = 2, recorder: MemoryRecorder | None = None
+) -> Iterator[tuple[StepLead, list[WatchedPeer]]]:
+    """A lead over loaded owners; every rank has attached."""
+    peers = [WatchedPeer(ShardService(owner, num_owners)) for owner in range(num_owners)]
+    lead = StepLead(peers, recorder=recorder)
+    try:
+        values = initial_values(spec)
+        for peer in peers:
+            peer.lead = lead
+            for rank in range(spec.world_size):
+                peer.service.attach(rank, spec)
+            for shard in spec.layout.shards:
+                unit = spec.layout.units[shard.unit]
+                if shard.index in peer.service._attached().shards:
+                    flat = flatten(unit, values, unit.dtype)
+                    peer.service.load(shard.index, flat[shard.start : shard.stop].float())
+        for rank in range(spec.world_size):
+            lead.attach(rank, spec)
+        yield lead, peers
+    finally:
+        lead.close()
+        for peer in peers:
+            peer.service.close()
+
+
+def report(rank: int, step: int = 0, attempt: int = 0) -> FinishReport:
+    """A rank that pushed nothing."""
+    return FinishReport(step=step, attempt=attempt, rank=rank, counts=(0, 0, 0))
+
+
+def inputs(spec: ModelSpec) -> StepInputs:
+    return StepInputs(edits=(Edit(EditKind.CLIP_NORM, 1.0),), hyper=spec.hyper)
+
+
+def test_the_record_is_written_before_any_owner_is_told() -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, peers):
+        norms = [lead.finish(report(rank), inputs(spec)) for rank in range(2)]
+        assert [norm.result(WAIT).total for norm in norms] == [0.0, 0.0]
+        decision = lead.decision(0).result(WAIT)
+        for peer in peers:
+            assert peer.calls == ["collect 0", "apply 0"]
+            assert peer.recorded == [decision]
+
+
+def test_every_decision_is_told_once_with_the_loss_scale_that_ranks_took_back() -> None:
+    spec, recorder = make_spec(2), MemoryRecorder()
+    with lead_of(spec, recorder=recorder) as (lead, _):
+        for step, scale in enumerate((1024.0, 512.0)):
+            scaled = StepInputs(edits=(Edit(EditKind.UNSCALE, 1 / scale), *inputs(spec).edits), hyper=spec.hyper)
+            for rank in range(2):
+                lead.finish(report(rank, step), scaled)
+            lead.decision(step).result(WAIT)
+            assert recorder.gauge(LOSS_SCALE) == scale
+        assert recorder.total(DECIDED_STEPS) == 2
+
+
+def test_nothing_is_collected_before_all_have_finished_or_decided_before_all_committed() -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, (peer, _)):
+        first = lead.finish(report(0), None)
+        assert peer.calls == []
+        assert not first.done()
+        lead.finish(report(1), inputs(spec)).result(WAIT)
+        first.result(WAIT)
+        assert peer.calls == ["collect 0"]
+        lead.commit(0, 0, inputs(spec)).result(WAIT)
+        assert peer.calls == ["collect 0", "apply 0"]
+
+
+def test_the_next_step_is_collected_once_every_owner_took_the_decision_in() -> None:
+    spec = make_spec(1)
+    with lead_of(spec) as (lead, peers):
+        peers[1].hold_acks = True
+        lead.finish(report(0), inputs(spec)).result(WAIT)
+        later = lead.finish(report(0, step=1), inputs(spec))
+        assert not later.done()
+        assert peers[0].calls == ["collect 0", "apply 0"]
+        peers[1].hold_acks = False
+        settle(peers[1].acks[0], None)
+        later.result(WAIT)
+        assert peers[0].calls == ["collect 0", "apply 0", "collect 1", "apply 1"]
+
+
+def test_messages_that_come_twice_change_nothing() -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, (peer, _)):
+        norm = lead.finish(report(0), None)
+        assert lead.finish(report(0), None) is norm
+        lead.finish(report(1), None)
+        commit = lead.commit(0, 0, inputs(spec))
+        assert lead.commit(0, 0, inputs(spec)) is commit
+        lead.commit(1, 0, inputs(spec)).result(WAIT)
+        assert lead.commit(1, 0, inputs(spec)).result(WAIT) == commit.result(WAIT)
+        assert peer.calls == ["collect 0", "apply 0"]
+
+
+def test_an_option_of_another_class_that_is_no_number_is_refused_by_name() -> None:
+    spec = make_spec(1, optimizer="torch.optim.sgd:SGD", hyper=({"lr": 0.1, "momentum": 0.9},))
+    with lead_of(spec) as (lead, _):
+        wrong = StepInputs(edits=(), hyper=({"lr": 0.1, "momentum": None},))
+        with pytest.raises(ConfigError, match=r"^momentum of parameter group 0 must be a number, got None$"):
+            lead.finish(report(0), wrong).result(WAIT)
+
+
+def test_the_options_a_run_starts_with_are_refused_by_name() -> None:
+    spec = make_spec(1, hyper=(HYPER, HYPER | {"lr": "x"}))
+    service = ShardService(0, 1)
+    with pytest.raises(ConfigError, match=r"^lr of parameter group 1 must be a number, got 'x'$"):
+        service.attach(0, spec)
+    service.close()
+
+
+def test_calls_out_of_order_are_refused_by_name() -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, _):
+        with pytest.raises(StepMismatchError, match="rank 0 committed step 0 before its finish"):
+            lead.commit(0, 0, inputs(spec)).result(WAIT)
+        with pytest.raises(StepMismatchError, match="rank 0 discards attempt 0 of step 0, not finished so"):
+            lead.discard(0, 0, 0).result(WAIT)
+        lead.finish(report(0), None)
+        with pytest.raises(StepMismatchError, match="rank 0 discards step 0 before it has its norm"):
+            lead.discard(0, 0, 0).result(WAIT)
+        with pytest.raises(StepMismatchError, match="rank 0 finished step 0 twice with different counts; a backward"):
+            lead.finish(report(0, attempt=1), None).result(WAIT)
+        with pytest.raises(StoreError, match="rank 7 has not attached"):
+            lead.finish(report(7), None).result(WAIT)
+
+
+def test_a_finish_of_a_discarded_attempt_is_refused() -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, _):
+        for norm in [lead.finish(report(rank), None) for rank in range(2)]:
+            norm.result(WAIT)
+        lead.discard(0, 0, 0).result(WAIT)
+        with pytest.raises(StepMismatchError, match="rank 0 finished attempt 0 of step 0, which it discarded"):
+            lead.finish(report(0), None).result(WAIT)
+
+
+def test_hyper_parameters_that_cannot_be_applied_are_refused_before_the_step_is_decided() -> None:
+    spec = make_spec(1)
+    with lead_of(spec) as (lead, (peer, _)):
+        bad = [
+            ((), StepMismatchError, "have 0 parameter groups, the run was attached with 1"),
+            ((HYPER | {"amsgrad": True},), UnsupportedError, "amsgrad of parameter group 0 was switched on"),
+            ((HYPER | {"lr": -1.0},), ValueError, "lr=-1.0"),
+            ((HYPER | {"lr": "x"},), ConfigError, "^lr of parameter group 0 must be a number, got 'x'$"),
+            ((HYPER | {"betas": [0.9]},), ConfigError, r"^betas of parameter group 0 must be 2 numbers, got \[0.9\]$"),
+        ]
+        for hyper, error, message in bad:
+            with pytest.raises(error, match=message):
+                lead.finish(report(0), StepInputs(edits=(), hyper=hyper)).result(WAIT)
+        assert peer.calls == []
+        lead.finish(report(0), inputs(spec)).result(WAIT)
+
+
+@pytest.mark.parametrize("verb", ["collect", "apply"])
+def test_an_owner_that_fails_fails_every_wait_and_every_owner(verb: str) -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, peers):
+        peers[1].fails[verb] = TransferError("optimizer 1 is gone")
+        lead.finish(report(0), None)
+        lead.finish(report(1), None)
+        commits = [lead.commit(rank, 0, inputs(spec)) for rank in range(2)]
+        for commit in commits:
+            with pytest.raises(TransferError, match="optimizer 1 is gone"):
+                commit.result(WAIT)
+        assert all(peer.calls[-1] == "abort TransferError" for peer in peers)
+        with pytest.raises(TransferError):
+            lead.finish(report(0, step=1), None).result(WAIT)
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_its_callers_and_not_the_run(tmp_path: Path) -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, peers):
+        peers[1].fails["save"] = OSError("disk full")
+        saves = [lead.save(rank, 0, tmp_path / "step-000000", ()) for rank in range(2)]
+        for save in saves:
+            with pytest.raises(OSError, match="disk full"):
+                save.result(WAIT)
+        norms = [lead.finish(report(rank), inputs(spec)) for rank in range(2)]
+        assert norms[0].result(WAIT).step == 0
+        assert lead.decision(0).result(WAIT).step == 0
+
+
+def staged(directory: Path, rank: int) -> tuple[FileEntry]:
+    return (write_rank_state(staging_path(directory), rank, {}, {}),)
+
+
+def test_ranks_hear_of_a_failed_save_when_every_owner_has_answered_and_nothing_is_staged(tmp_path: Path) -> None:
+    """An owner that still writes would put its file into the folder of the next try."""
+    spec, directory = make_spec(2), tmp_path / "best"
+    with lead_of(spec) as (lead, peers):
+        writes: Future[FileEntry] = Future()
+        peers[0].fails["save"] = OSError("disk full")
+        peers[1].answers.append(writes)
+        saves = [lead.save(rank, 0, directory, staged(directory, rank)) for rank in range(2)]
+        assert not any(save.done() for save in saves)
+        gone: list[bool] = []
+        saves[0].add_done_callback(lambda _: gone.append(not any(tmp_path.iterdir())))
+        peers[1].service.save(0, directory).add_done_callback(lambda file: settle(writes, file.result()))
+        for save in saves:
+            with pytest.raises(OSError, match="disk full"):
+                save.result(WAIT)
+        assert gone == [True]
+        again = [lead.save(rank, 0, tmp_path / "other", staged(tmp_path / "other", rank)) for rank in range(2)]
+        with pytest.raises(OSError, match="disk full"):  # asked anew, not told what the first try was
+            again[1].result(WAIT)
+        assert peers[0].calls == ["save 0", "save 0"]
+
+
+def test_a_save_whose_hyper_parameters_are_gone_fails_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step a resumed run has them in the checkpoint it began with, which may be removed meanwhile."""
+    spec, directory = make_spec(1), tmp_path / "best"
+    with lead_of(spec) as (lead, _):
+        monkeypatch.setattr(lead, "_spec", replace(spec, restore_from=str(tmp_path / "gone")))
+        with pytest.raises(CheckpointError, match="gone"):
+            lead.save(0, 0, directory, staged(directory, 0)).result(WAIT)
+        assert not list(tmp_path.iterdir())
+        assert lead.finish(report(0), inputs(spec)).result(WAIT).step == 0
+
+
+@pytest.mark.parametrize("num_asked", [1, 2])
+def test_a_run_that_fails_during_a_save_leaves_nothing_of_it(tmp_path: Path, num_asked: int) -> None:
+    """With both ranks asking, owners write: the one that answers last has what was staged removed."""
+    spec, directory = make_spec(2), tmp_path / "best"
+    with lead_of(spec) as (lead, peers):
+        writes: Future[FileEntry] = Future()
+        (entry,) = staged(directory, 0)
+        peers[0].answers, peers[1].answers = [settled(entry)], [writes]
+        saves = [lead.save(rank, 0, directory, staged(directory, rank)) for rank in range(num_asked)]
+        lead.close()
+        for save in saves:
+            with pytest.raises(StoreClosedError):
+                save.result(0)
+        if num_asked == 2:
+            assert staging_path(directory).exists()
+            settle(writes, entry)
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_decision_waits_until_the_version_before_it_is_saved(tmp_path: Path) -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, (peer, _)):
+        first = lead.save(0, 0, tmp_path / "step-000000", ())
+        for norm in [lead.finish(report(0), inputs(spec)), lead.finish(report(1), None)]:
+            norm.result(WAIT)
+        assert lead.describe() == "v0 is being saved: rank 1 has not asked for it"
+        assert "apply 0" not in peer.calls
+        lead.save(1, 0, tmp_path / "step-000000", ())
+        first.result(WAIT)
+        lead.commit(1, 0, inputs(spec)).result(WAIT)
+        lead.decision(0).result(WAIT)
+        assert peer.calls == ["collect 0", "save 0", "apply 0"]
+
+
+@pytest.mark.parametrize("save_first", [True, False])
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_save_that_another_rank_has_gone_past_fails_at_once(tmp_path: Path, save_first: bool, commits: bool) -> None:
+    spec = make_spec(3)
+    with lead_of(spec) as (lead, peers):
+        calls = [
+            lambda: lead.save(0, 0, tmp_path / "step-000000", ()),
+            lambda: lead.finish(report(1), inputs(spec) if commits else None),
+        ]
+        for waiting in [call() for call in (calls if save_first else reversed(calls))]:
+            with pytest.raises(
+                StepMismatchError,
+                match=r"^rank 0 has asked to save v0, but rank 1 has finished step 0 without saving it; every rank",
+            ):
+                waiting.result(0)
+        assert all(peer.calls[-1] == "abort StepMismatchError" for peer in peers)
+
+
+def test_a_rank_that_has_its_norm_may_still_save_until_it_commits(tmp_path: Path) -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, _):
+        for norm in [lead.finish(report(rank), None) for rank in range(2)]:
+            norm.result(WAIT)
+        save = lead.save(0, 0, tmp_path / "step-000000", ())
+        assert not save.done()
+        commit = lead.commit(1, 0, inputs(spec))
+        for waiting in (save, commit):
+            with pytest.raises(StepMismatchError, match="rank 1 has finished step 0 without saving"):
+                waiting.result(0)
+
+
+def test_who_waits_for_a_checkpoint_is_not_named_as_missing(tmp_path: Path) -> None:
+    spec = make_spec(3)
+    with lead_of(spec) as (lead, _):
+        lead.save(0, 0, tmp_path / "step-000000", ())
+        assert lead.describe() == "v0 is being saved: ranks [1, 2] have not asked for it"
+
+
+def test_old_decisions_are_forgotten() -> None:
+    spec = make_spec(1)
+    with lead_of(spec, 1) as (lead, _):
+        for step in range(10):
+            lead.finish(report(0, step=step), inputs(spec)).result(WAIT)
+        assert lead.decision(9).result(WAIT).step == 9
+        with pytest.raises(StoreError, match="the decision of step 1 is no longer kept"):
+            lead.decision(1).result(WAIT)
+
+
+def test_close_fails_whoever_waits() -> None:
+    spec = make_spec(2)
+    with lead_of(spec) as (lead, _):
+        norm, decision = lead.finish(report(0), None), lead.decision(3)
+        lead.close()
+        lead.close()
+        for future in (norm, decision):
+            with pytest.raises(StoreClosedError):
+                future.result(WAIT)
+
+
+def test_it_says_who_is_waited_for() -> None:
+    spec = make_spec(3)
+    with lead_of(spec) as (lead, _):
+        assert lead.describe() == "ranks [0, 1, 2] have not finished step 0"
+        lead.finish(report(0), None)
+        lead.finish(report(2), None)
+        assert lead.describe() == "rank 1 has not finished step 0"
+        lead.finish(report(1), None).result(WAIT)
+        lead.commit(1, 0, inputs(spec))
+        assert lead.describe() == "ranks [0, 2] have not committed step 0"

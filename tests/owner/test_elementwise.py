@@ -1,0 +1,222 @@
+"""Optimizers other than Adam: as they are on shards, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store.stores import inprocess
+from store.toy import WAIT, PlainAdamW, equal, make_spec, masters, random_grads, start, take_step
+from torch import Tensor
+
+from rayzero.checkpoint.writer import staging_path, write_rank_state
+from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.owner.model import choose_rule
+from rayzero.owner.update.elementwise import probe
+from rayzero.owner.update.rules import AdamRule
+from rayzero.protocol.hyper import resolve_optimizer
+from rayzero.protocol.messages import Hyper, ModelSpec
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own optimizer: element-wise, and it replaces its state tensor instead of writing into it."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                m = state.get("m", torch.zeros_like(p))
+                p.add_(torch.sign(0.5 * m + p.grad), alpha=-group["lr"])
+                state["m"] = m * group["beta"] + p.grad * (1 - group["beta"])
+
+
+class NormScaled(torch.optim.Optimizer):
+    """Not element-wise: it divides by the norm of the whole gradient, as LARS does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+class Noisy(NormScaled):
+    """Element-wise in form, but it draws random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad + torch.randn_like(p)))
+
+
+class NeedsClosure(NormScaled):
+    """Cannot step by itself."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise ValueError("give me a closure")
+
+
+class MyAdamW(torch.optim.AdamW):
+    """A subclass may change anything: it does not run on the tile kernels."""
+
+
+def hyper_of(cls: type[torch.optim.Optimizer], **options: Any) -> Hyper:
+    """A JSON-able parameter group, as prepare() makes it."""
+    group = cls([torch.zeros(1, requires_grad=True)], **options).param_groups[0]
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+
+
+def spec_of(cls: type[torch.optim.Optimizer], world_size: int = 1, **options: Any) -> ModelSpec:
+    hyper = hyper_of(cls, **options)
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    return make_spec(world_size, optimizer=path, hyper=[hyper, hyper | {"lr": 0.5 * hyper["lr"]}])
+
+
+WORKS = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    (torch.optim.Adadelta, {"lr": 1.0}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+    (torch.optim.ASGD, {"lr": 0.01}),
+    (MyAdamW, {"lr": 0.01}),
+    (Lion, {"lr": 0.01}),
+]
+IDS = ["sgd", "nesterov", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "rprop", "asgd", "sub", "lion"]
+
+
+@pytest.mark.parametrize(("cls", "options"), WORKS, ids=IDS)
+def test_an_elementwise_class_has_its_own_bits_on_shards(cls: type[torch.optim.Optimizer], options: Any) -> None:
+    spec = spec_of(cls, **options)
+    plain = PlainAdamW(spec, cls, **{k: v for k, v in options.items() if cls is Lion})
+    with inprocess(1, 3) as stores:
+        (rank,) = start(stores, spec)
+        for step in range(5):
+            grads = random_grads(spec, step)
+            if step in (0, 2):
+                del grads["layers.0.b"]  # its state and step count stand still
+            take_step([rank], [grads])
+            plain.step([grads])
+        found = masters(rank)
+    for name, value in plain.values.items():  # a vector's tail may round otherwise than in a padded slice
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("cls", "options"), WORKS, ids=IDS)
+def test_its_states_survive_a_checkpoint_and_another_number_of_owners(
+    cls: type[torch.optim.Optimizer], options: Any, tmp_path: Path
+) -> None:
+    spec = spec_of(cls, **options)
+    directory = tmp_path / "step-000003"
+    schedule = [random_grads(spec, seed) for seed in range(6)]
+    with inprocess(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        for grads in schedule[:3]:
+            take_step([rank], [{name: g for name, g in grads.items() if name != "layers.1.b"}])
+        file = write_rank_state(staging_path(directory), 0, {}, {})
+        rank.store.save(3, directory, (file,)).result(WAIT)
+        for grads in schedule[3:]:
+            take_step([rank], [grads])
+        expected = masters(rank)
+    with inprocess(1, 3) as stores:
+        (rank,) = start(stores, replace(spec, restore_from=str(directory)))
+        for grads in schedule[3:]:
+            take_step([rank], [grads])
+        assert equal(masters(rank), expected)
+
+
+def test_momentum_can_be_fetched_by_its_own_name() -> None:
+    spec = spec_of(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with inprocess(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        grads = random_grads(spec, 1)
+        take_step([rank], [grads])
+        assert equal(rank.fetch(1, "momentum_buffer"), grads)
+
+
+def test_exactly_adam_and_adamw_run_on_tile_kernels() -> None:
+    for cls in (torch.optim.Adam, torch.optim.AdamW):
+        assert isinstance(choose_rule(spec_of(cls)), AdamRule)
+    assert choose_rule(spec_of(MyAdamW)).kernel == "elementwise"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_amsgrad_and_adam_equal_torch(world_size: int) -> None:
+    spec = spec_of(torch.optim.Adam, world_size, lr=0.01, amsgrad=True, weight_decay=0.1)
+    plain = PlainAdamW(spec, torch.optim.Adam)
+    with inprocess(world_size, 2) as stores:
+        ranks = start(stores, spec)
+        for step in range(5):
+            grads = [random_grads(spec, 10 * step + rank) for rank in range(world_size)]
+            take_step(ranks, grads)
+            plain.step(grads)
+        found = masters(ranks[0])
+        assert all(value.any() for value in ranks[0].fetch(5, "max_exp_avg_sq").values() if value.numel())
+    for name, value in plain.values.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (torch.optim.LBFGS, r"torch.optim.lbfgs.LBFGS cannot run on shards: it needs a closure"),
+        (torch.optim.Muon, "Muon cannot run on shards: it orthogonalises"),
+        (torch.optim.Adafactor, "Adafactor cannot run on shards: it factors"),
+        (torch.optim.SparseAdam, "SparseAdam cannot run on shards: it takes sparse gradients"),
+        (NormScaled, "NormScaled is not element-wise"),
+        (Noisy, "Noisy is not element-wise"),
+        (NeedsClosure, "NeedsClosure cannot run on shards: a trial on slices raised .*give me a closure"),
+    ],
+)
+def test_what_is_not_elementwise_is_refused_by_name(cls: type[torch.optim.Optimizer], reason: str) -> None:
+    shape = (4, 4) if cls is torch.optim.Muon else (1,)
+    group = cls([torch.zeros(shape, requires_grad=True)]).param_groups[0]
+    with pytest.raises(UnsupportedError, match=reason):
+        probe(cls, {key: value for key, value in group.items() if key != "params"})
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
+def test_the_probe_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayzero.owner.update.elementwise._REFUSED", {})
+    cls = getattr(torch.optim, name)
+    group = cls([torch.zeros((4, 4), requires_grad=True)]).param_groups[0]
+    with pytest.raises(UnsupportedError, match=name):
+        probe(cls, {key: value for key, value in group.items() if key != "params"})
+
+
+def test_a_class_that_cannot_be_imported_is_named() -> None:
+    for path in ("no_such_module:Opt", "torch.optim:NoSuch", f"{__name__}:outer.<locals>.Inner"):
+        with pytest.raises(UnsupportedError, match=f"optimizer {path!r} cannot be imported"):
+            resolve_optimizer(path)
+    with pytest.raises(ConfigError, match="is not a torch"):
+        resolve_optimizer("torch:Tensor")
+
+
+def test_the_probe_leaves_torchs_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    expected: Tensor = torch.randn(3)
+    torch.manual_seed(1)
+    probe(torch.optim.SGD, hyper_of(torch.optim.SGD))
+    assert torch.equal(torch.randn(3), expected)

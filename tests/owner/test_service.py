@@ -1,0 +1,512 @@
+"""One owner, event by event. A held publish listener stops the updater where a schedule needs it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store.toy import WAIT, make_spec, random_grads
+
+from owner.owner import Gate, Owner, counted, owner_of
+from rayzero.checkpoint.files.tensor_file import as_bytes
+from rayzero.errors import (
+    AccumulationError,
+    MemoryPlanError,
+    RankLeftError,
+    StepMismatchError,
+    StoreClosedError,
+    StoreError,
+)
+from rayzero.owner.gradients import norm_pass
+from rayzero.owner.gradients.landing import Landing
+from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.service import ShardService
+from rayzero.owner.shard import ShardState, allocate
+from rayzero.owner.updater import Task
+from rayzero.protocol.messages import MASTER, Action, FileEntry
+from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
+from rayzero.telemetry.recorder import MemoryRecorder
+
+BF16 = torch.bfloat16
+
+
+def test_the_toy_model_has_the_shards_these_schedules_name() -> None:
+    layout = make_spec().layout
+    assert [len(shards) for shards in layout.shards_by_unit] == [2, 7, 2]
+    assert [shard.unit for shard in layout.shards] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+# ---- landing memory
+
+
+def test_a_repeat_gets_the_same_memory_until_it_landed_and_none_after() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        push = owner.header(0, 0, 0, grads)
+        first, again = owner.service.reserve(push, 0), owner.service.reserve(push, 0)
+        assert first is not None
+        assert again is not None
+        assert first.data_ptr() == again.data_ptr()
+        first.copy_(owner.part(0, grads))
+        owner.service.landed(push, 0)
+        owner.service.landed(push, 0)  # said twice
+        assert owner.service.reserve(push, 0) is None
+        assert owner.push_shard(push, 1, grads)
+
+
+def test_bytes_that_came_elsewhere_are_copied_when_no_repeat_can_have_the_memory(monkeypatch) -> None:
+    """A caller that has given up may still be copying when its repeat comes."""
+    spec = make_spec(1, accumulation_steps=2)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        push, absorb = owner.header(0, 0, 0, grads), Landing.absorb
+        repeats = []
+
+        def repeated(landing: Landing, *args: Any) -> None:
+            repeats.append(owner.service.reserve_when_free(push, 0))
+            assert not repeats[0].done()
+            absorb(landing, *args)
+
+        monkeypatch.setattr(Landing, "absorb", repeated)
+        memory = owner.service.reserve(push, 0)
+        assert memory is not None
+        owner.service.landed(push, 0, owner.part(0, grads).to(BF16))
+        assert repeats[0].result(WAIT) is None
+        assert torch.equal(memory, owner.part(0, grads).to(BF16).float())
+
+
+def test_stale_pushes_are_dropped() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        assert owner.push_shard(owner.header(0, 0, 0, grads, attempt=2), 0, grads)
+        assert owner.service.reserve(owner.header(0, 0, 0, grads, attempt=1), 0) is None
+        owner.push(0, grads, attempt=3)
+        owner.service.collect(0, owner.reports(attempts=[3])).result(WAIT)
+        owner.service.apply(replace(owner.decision(), attempts=(3,)))
+        assert owner.service.reserve(owner.header(0, 0, 0, grads, attempt=9), 0) is None
+
+
+def test_ranks_have_memory_of_their_own() -> None:
+    spec = make_spec(3)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        memories = [owner.service.reserve(owner.header(rank, 0, 0, grads), 0) for rank in range(3)]
+        assert len({memory.data_ptr() for memory in memories if memory is not None}) == 3
+
+
+def test_staging_is_as_much_as_two_largest_units_and_comes_back() -> None:
+    spec = make_spec(1, accumulation_steps=50, dtypes=[BF16] * 3)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        for seq in range(3):
+            headers = [(owner.header(0, s.unit, 0, grads, seq=seq), s.index) for s in spec.layout.shards]
+            reserved = [owner.service.reserve(push, shard) for push, shard in headers]  # 11 of 2 x 7 entries
+            assert all(memory is not None for memory in reserved)
+            for (push, shard), memory in zip(headers, reserved, strict=True):
+                assert memory is not None
+                memory.copy_(owner.part(shard, grads))
+                owner.service.landed(push, shard)
+        parts = owner.collect(pushes=3).result(WAIT).parts
+        expected = sum(float((3 * grad.double()).square().sum()) for grad in grads.values())
+        assert sum(part[2] for part in parts) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_next_push_of_a_unit_waits_for_the_one_before() -> None:
+    spec = make_spec(1, accumulation_steps=2)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        second = owner.service.reserve_when_free(owner.header(0, 0, 0, grads, seq=1), 0)
+        assert not second.done()
+        owner.push_shard(owner.header(0, 0, 0, grads, seq=0), 0, grads)
+        assert second.result(WAIT) is not None
+
+
+def test_a_second_push_into_16_bit_memory_is_refused_and_into_fp32_added() -> None:
+    spec = make_spec(1, dtypes=[BF16, torch.float32, BF16])
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        owner.push(0, grads)
+        with pytest.raises(AccumulationError, match="gradient_accumulation_steps"):
+            owner.service.reserve(owner.header(0, 0, 0, grads, seq=1), 0)
+        assert owner.push_shard(owner.header(0, 1, 0, grads, seq=1), 3, grads)
+
+
+def test_a_push_that_cannot_be_is_refused() -> None:
+    spec = make_spec(1, frozen=[2])
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        with pytest.raises(StoreError, match=r"pushed unit 1 .* to shard 0 of 'emb'"):
+            owner.service.reserve(owner.header(0, 1, 0, grads), 0)
+        with pytest.raises(StoreError, match="which is frozen"):
+            owner.service.reserve(owner.header(0, 2, 0, grads), 9)
+        with pytest.raises(StoreError, match="does not have shard 99"):
+            owner.service.reserve(owner.header(0, 0, 0, grads), 99)
+
+
+# ---- rule 7: update, publish, and when gradient memory is free
+
+
+def test_shards_are_published_one_by_one_in_forward_order() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        gate = Gate(owner.service)
+        owner.take_step([random_grads(spec, 1)])
+        owner.read(10, 1)
+        owner.service.close()
+        assert sorted(entry for batch in gate.seen for entry in batch if entry[1] == 0) == [(i, 0) for i in range(11)]
+        assert [batch for batch in gate.seen if batch[0][1] == 1] == [[(i, 1)] for i in range(11)]
+
+
+def test_a_shards_gradient_memory_is_free_exactly_when_its_new_version_is_published() -> None:
+    spec = make_spec(2)
+    with owner_of(spec) as owner:
+        gate = Gate(owner.service, hold_at=(3, 1))
+        grads = random_grads(spec, 1)
+        owner.take_step([grads, grads])
+        gate.wait()  # shards 0..3 are published, the updater stands before shard 4
+        assert owner.service.read(3, 1, "compute").done()
+        assert not owner.service.read(4, 1, "compute").done()
+        free = [owner.service.reserve_when_free(owner.header(1, s.unit, 1, grads), s.index) for s in spec.layout.shards]
+        assert [future.done() for future in free] == [True] * 4 + [False] * 7
+        gate.release()
+        assert all(future.result(WAIT) is not None for future in free)
+
+
+def test_a_push_for_a_step_that_is_not_open_here_yet_waits_for_its_decision() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        early = owner.service.reserve_when_free(owner.header(0, 0, 1, grads), 0)
+        owner.push(0, grads)
+        owner.collect().result(WAIT)
+        assert not early.done()
+        owner.service.apply(owner.decision(action=Action.SKIP))
+        assert early.result(WAIT) is not None
+
+
+def test_a_skip_publishes_all_at_once_with_unchanged_content() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        before = owner.read_all(0)
+        gate = Gate(owner.service)
+        owner.push(0, random_grads(spec, 1))
+        owner.collect().result(WAIT)
+        owner.service.apply(owner.decision(action=Action.SKIP))
+        assert all(map(torch.equal, owner.read_all(1), before))
+        owner.service.close()
+        assert gate.seen[-1] == [(shard, 1) for shard in range(11)]
+
+
+def test_reads_of_a_version_under_update_are_refused() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        gate = Gate(owner.service, hold_at=(0, 1))
+        owner.take_step([random_grads(spec, 1)])
+        gate.wait()
+        with pytest.raises(StoreError, match="v0 is gone: shard 0 is at v1"):
+            owner.read(0, 0)
+        assert owner.service.read(1, 0, "compute").done()  # decided, but not touched yet
+        assert owner.service.describe(5).startswith("v0 is published, the next update is queued")
+        gate.release()
+
+
+# ---- rule 5: decisions
+
+
+def test_apply_is_idempotent_by_step() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        owner.take_step([grads])
+        owner.service.apply(owner.decision())
+        owner.service.apply(owner.decision())
+        once = owner.read_all(1)
+        owner.take_step([grads], step=1)
+        owner.service.apply(owner.decision(0))
+        twice = owner.read_all(2)
+    with owner_of(spec) as owner:
+        owner.take_step([grads])
+        assert all(map(torch.equal, owner.read_all(1), once))
+        owner.take_step([grads], step=1)
+        assert all(map(torch.equal, owner.read_all(2), twice))
+
+
+def test_decisions_that_do_not_fit_are_refused() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        with pytest.raises(StepMismatchError, match=r"is in step 0 \(not collected\), got the decision of step 0"):
+            owner.service.apply(owner.decision(0))
+        owner.push(0, random_grads(spec, 1))
+        owner.collect().result(WAIT)
+        with pytest.raises(StepMismatchError, match=r"is in step 0 \(collected\), got the decision of step 1"):
+            owner.service.apply(owner.decision(1))
+        with pytest.raises(StepMismatchError, match=r"counts attempts \(1,\), optimizer 0 collected \(0,\)"):
+            owner.service.apply(replace(owner.decision(), attempts=(1,)))
+
+
+def test_a_collect_may_be_repeated_and_replaced() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        first = owner.collect()
+        assert owner.collect() is first
+        second = owner.service.collect(0, owner.reports(attempts=[1]))
+        with pytest.raises(StepMismatchError, match="step 0 was reopened"):
+            first.result(WAIT)
+        owner.push(0, random_grads(spec, 1), attempt=1)
+        assert second.result(WAIT).parts
+        with pytest.raises(StepMismatchError, match="is in step 0, asked to collect 5"):
+            owner.collect(5).result(WAIT)
+        with pytest.raises(StoreError, match="rank 0 counted 1 unit, the layout has 3"):
+            owner.service.collect(0, counted(owner.reports(), (1,))).result(WAIT)
+
+
+# ---- rule 6: norm parts
+
+
+def test_reports_may_come_in_any_order() -> None:
+    spec = make_spec(3)
+    grads = [random_grads(spec, seed) for seed in range(3)]
+    results = []
+    for reverse in (False, True):
+        with owner_of(spec) as owner:
+            for rank in range(3):
+                owner.push(rank, grads[rank])
+            reports = owner.reports()
+            parts = owner.service.collect(0, reports[::-1] if reverse else reports).result(WAIT)
+            owner.service.apply(owner.decision())
+            results.append((parts, owner.read_all(1)))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_pass, "EARLY", 1)  # element: one task a shard
+    spec = make_spec(1, accumulation_steps=2)
+    grads = [random_grads(spec, seed) for seed in range(3)]
+    results = []
+    for early in (False, True):
+        with owner_of(spec) as owner:
+            for seq in range(3):  # two are planned: after the second every part is computed early
+                owner.push(0, grads[seq], seq=seq)
+                if early:
+                    drain(owner)
+            results.append(owner.collect(pushes=3).result(WAIT))
+    assert results[0] == results[1]
+    exact = sum(float(sum(g[name].double() for g in grads).square().sum()) for name in grads[0])
+    assert sum(part[2] for part in results[1].parts) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize(("early", "tasks"), [(1, 11), (700, 5), (1 << 20, 0)])
+def test_parts_are_computed_early_in_tasks_of_some_size(
+    early: int, tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_pass, "EARLY", early)  # elements
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        submitted: list[Task] = []
+        monkeypatch.setattr(owner.service._norm_pass(), "_submit", submitted.append)
+        owner.push(0, random_grads(spec, 0))
+        sizes = [shard.numel for shard in spec.layout.shards]
+        assert (len(submitted), len(sizes)) == (tasks, 11), sizes
+
+
+def drain(owner: Owner) -> None:
+    """Until the updater has done all it was given so far."""
+    gate = Gate(owner.service, hold_at=(0, 0))
+    gate.wait()
+    gate.release()
+
+
+# ---- checkpoints
+
+
+def saved(owner: Owner, entry: FileEntry, version: int) -> bool:
+    """True when the file holds exactly these masters, each with ``version`` updates."""
+    layout = owner.spec.layout
+    for shard in layout.shards:
+        master = owner.read(shard.index, version, MASTER)
+        for part in layout.slices(shard):
+            slot = layout.units[shard.unit].slots[part.slot]
+            found = entry.content[f"{slot.name}/{MASTER}/{part.param_start}"]
+            if found["sha256"] != hashlib.sha256(as_bytes(master[part.start : part.stop])).hexdigest():
+                return False
+            if found["step"] != version:
+                return False
+    return True
+
+
+def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
+    spec = make_spec(1)
+    grads = [random_grads(spec, seed) for seed in range(2)]
+    recorder = MemoryRecorder()
+    with owner_of(spec, recorder=recorder) as owner:
+        owner.take_step([grads[0]])
+        owner.push(0, grads[1], step=1)
+        owner.collect(1).result(WAIT)
+        gate = Gate(owner.service, hold_at=(0, 1))  # hears of it on subscribing: the updater stands still
+        gate.wait()
+        entry = owner.service.save(1, tmp_path / "step-000001")
+        owner.service.apply(owner.decision(1))
+        gate.release()
+        late = entry.result(WAIT)
+        owner.read(10, 2)
+        assert not saved(owner, late, 2)
+    assert recorder.total(CHECKPOINT_STALL_SECONDS) > 0
+    with owner_of(spec) as owner:
+        owner.take_step([grads[0]])
+        assert saved(owner, late, 1)
+        with pytest.raises(StoreError, match="v0 cannot be saved: optimizer 0 has decided step 0"):
+            owner.service.save(0, tmp_path / "step-000000").result(WAIT)
+
+
+def test_a_save_may_be_asked_for_before_its_version_is_decided(tmp_path: Path) -> None:
+    spec = make_spec(1, dtypes=[BF16] * 3)
+    with owner_of(spec) as owner:
+        entry = owner.service.save(1, tmp_path / "step-000001")
+        owner.take_step([random_grads(spec, 1)])
+        assert saved(owner, entry.result(WAIT), 1)
+
+
+# ---- failures
+
+
+def test_an_abort_fails_what_can_never_come_and_keeps_what_is_decided() -> None:
+    spec = make_spec(2)
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        gate = Gate(owner.service, hold_at=(0, 1))
+        owner.take_step([grads, grads])
+        gate.wait()
+        decided, never = owner.service.read(10, 1, "compute"), owner.service.read(10, 2, "compute")
+        waiting = owner.service.reserve_when_free(owner.header(0, 2, 1, grads), 10)
+        collecting = owner.collect(1)
+        owner.service.abort(RankLeftError("rank 1 left"))
+        for future in (never, waiting, collecting, owner.service.read(0, 2, "compute"), owner.collect(1)):
+            with pytest.raises(RankLeftError, match="rank 1 left"):
+                future.result(WAIT)
+        gate.release()
+        assert decided.result(WAIT) is not None
+        assert owner.service.read(0, 1, MASTER).result(WAIT) is not None
+
+
+class Exploding(torch.optim.SGD):
+    """A user's optimizer that passes the probe and breaks later."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and float(param.grad.flatten()[0]) == 12345.0:
+                    raise ArithmeticError("overflow in user code")
+        super().step(closure)
+
+
+def test_an_update_that_fails_fails_every_wait_with_its_cause() -> None:
+    spec = make_spec(1, optimizer=f"{__name__}:Exploding", hyper=[{"lr": 0.1}])
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        grads["layers.0.w"][0, 0] = 12345.0
+        waiting = owner.service.read(10, 1, "compute")
+        owner.take_step([grads])
+        owner.read(0, 1)
+        for future in (waiting, owner.service.read(2, 1, "compute"), owner.collect(1)):
+            with pytest.raises(StoreError, match=r"optimizer 0 failed: ArithmeticError\('overflow in user code'\)"):
+                future.result(WAIT)
+
+
+def test_close_fails_every_wait_and_is_idempotent() -> None:
+    spec = make_spec(1)
+    with owner_of(spec, load=False) as owner:
+        waiting = owner.service.read(0, 0, "compute")
+        owner.service.close()
+        owner.service.close()
+        with pytest.raises(StoreClosedError, match="optimizer 0 was closed"):
+            waiting.result(WAIT)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated() -> None:
+    spec = make_spec(4)
+    service = ShardService(0, 1, memory_budget=100_000)
+    with pytest.raises(MemoryPlanError, match=r"optimizer 0 of 1 needs .* cpu_memory_budget is 97.66 KiB"):
+        service.attach(0, spec)
+    service.close()
+
+
+def test_use_before_attach_is_an_error() -> None:
+    service = ShardService(0, 1)
+    with pytest.raises(StoreError, match="optimizer 0 has not been attached"):
+        service.read(0, 0, "compute").result(WAIT)
+    with pytest.raises(StoreError, match="optimizer 0 has not been attached"):
+        service.load(0, torch.zeros(1))
+    service.close()
+
+
+def test_what_it_says_it_is_doing() -> None:
+    spec = make_spec(2)
+    with owner_of(spec, load=False) as owner:
+        assert owner.service.describe(0) == "waiting for rank 0 to load it"
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        assert owner.service.describe(0) == "v0 is published, step 0 is not decided"
+        owner.push(0, grads)
+        owner.collect()
+        assert owner.service.describe(0) == "v0 is published, waiting for counted pushes of ranks [1]"
+
+
+# ---- the shard itself
+
+
+def test_padding_stays_zero_whatever_ranks_send() -> None:
+    spec = make_spec(1, dtypes=[BF16, torch.float32, BF16])
+    with owner_of(spec) as owner:
+        grads = random_grads(spec, 1)
+        for unit in spec.layout.units:
+            push = owner.header(0, unit.index, 0, grads)
+            for shard in spec.layout.shards_by_unit[unit.index]:
+                memory = owner.service.reserve(push, shard.index)
+                assert memory is not None
+                memory.fill_(3.0)  # padding included
+                owner.service.landed(push, shard.index)
+        owner.collect().result(WAIT)
+        owner.service.apply(owner.decision())
+        for shard in spec.layout.shards:
+            real = torch.zeros(shard.numel, dtype=torch.bool)
+            for part in spec.layout.slices(shard):
+                real[part.start : part.stop] = True
+            for kind in ("compute", MASTER, "exp_avg", "exp_avg_sq"):
+                values = owner.read(shard.index, 1, kind)
+                assert not values[~real].any()
+                assert values[real].all()
+
+
+def test_what_an_fp32_unit_publishes_is_its_master() -> None:
+    spec = make_spec(dtypes=[torch.float32, BF16, torch.float32], frozen=[2])
+    shards = allocate(spec.layout, range(11), spec.group_of, ("exp_avg",), PrivateMemory())
+    assert shards[0].params is shards[0].master
+    assert shards[2].master is not None
+    assert shards[2].params.dtype is BF16
+    assert shards[10].master is None
+    assert shards[10].states == {}
+
+
+def test_a_shard_only_makes_moves_of_its_table() -> None:
+    (owned, *_) = allocate(make_spec().layout, range(1), ((0,), (0,) * 4, (0,) * 2), (), PrivateMemory()).values()
+    with pytest.raises(StoreError, match="shard 0 of 'emb' cannot go"):
+        owned.move(ShardState.UPDATING)
+    for state in (ShardState.PUBLISHED, ShardState.DECIDED, ShardState.UPDATING, ShardState.PUBLISHED):
+        owned.move(state)
+
+
+def test_updated_elements_are_counted() -> None:
+    spec, recorder = make_spec(1), MemoryRecorder()
+    with owner_of(spec, recorder=recorder) as owner:
+        grads = random_grads(spec, 1)
+        del grads["emb.weight"]
+        owner.take_step([grads])
+        owner.read(10, 1)
+    assert recorder.total(OPTIMIZER_PARAMS) == sum(grad.numel() for grad in grads.values())

@@ -1,0 +1,94 @@
+"""The thread that computes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from rayzero.owner.updater import Updater
+
+
+def test_tasks_run_in_order_with_the_threads_asked_for() -> None:
+    seen: list[object] = []
+    errors: list[BaseException] = []
+    before = torch.get_num_threads()
+    updater = Updater("test", before + 2, errors.append)
+    for index in range(5):
+        updater.submit(lambda index=index: seen.append((index, torch.get_num_threads())))  # type: ignore[misc]
+    updater.close()
+    updater.close()
+    assert seen == [(index, before + 2) for index in range(5)]
+    assert torch.get_num_threads() == before
+    assert not errors
+
+
+def test_a_count_set_elsewhere_does_not_reach_its_tasks() -> None:
+    counts: list[int] = []
+    before = torch.get_num_threads()
+    updater = Updater("test", 3, lambda exc: None)
+    held = threading.Event()
+    updater.submit(lambda: counts.append(torch.get_num_threads()))
+    updater.submit(lambda: held.wait(20) and None)
+    updater.submit(lambda: counts.append(torch.get_num_threads()))
+    try:
+        torch.set_num_threads(1)
+        held.set()
+        updater.close()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [3, 3]
+
+
+def test_its_count_is_its_threads_and_never_the_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.set_num_threads sets MKL's one count a process, too: products that other threads compute just then would be
+    cut, and round, differently."""
+    counts: list[int] = []
+    asked: list[int] = []
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    updater = Updater("test", before + 1, lambda exc: None)
+    updater.submit(lambda: counts.append(torch.get_num_threads()))
+    updater.close()
+    assert (counts, asked) == ([before + 1], [])
+
+
+def test_a_task_that_raises_is_told_and_the_next_one_runs() -> None:
+    seen: list[str] = []
+    updater = Updater("test", 1, lambda exc: seen.append(repr(exc)))
+
+    def broken() -> None:
+        raise ValueError("no")
+
+    updater.submit(broken)
+    updater.submit(lambda: seen.append("next"))
+    updater.close()
+    assert seen == ["ValueError('no')", "next"]
+
+
+def test_a_program_that_ends_while_a_task_computes_ends_well() -> None:
+    """Such a thread, in torch's C++ when the interpreter goes, ended the process: "terminate called", status 134."""
+    program = """
+        import threading, torch
+        from rayzero.owner.updater import Updater
+
+        began = threading.Event()
+
+        def task():
+            began.set()
+            values = torch.ones(100_000)
+            for _ in range(5_000):
+                values.mul_(0.5)
+
+        updater = Updater("forgotten", 1, print)
+        for _ in range(1_000):
+            updater.submit(task)
+        began.wait()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

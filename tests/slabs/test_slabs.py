@@ -1,0 +1,388 @@
+"""Slabs: shared, refused when they are another's, and gone when their maker is, however it ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayzero.config.run import MAX_NAME_BYTES
+from rayzero.errors import ConfigError, HandshakeError, MemoryPlanError, StoreClosedError, UnsupportedError
+from rayzero.slabs.header import (
+    SlabFacts,
+    SlabHeader,
+    decode_header,
+    encode_header,
+    header_bytes,
+    lay_out_slab,
+)
+from rayzero.slabs.mapping import PAGE
+from rayzero.slabs.slab import SHARED_MEMORY, Slab, create_slabs, list_slabs, sweep
+
+MIB = 1 << 20
+FACTS = SlabFacts(run="run/1", role="grads", index=3, incarnation=7, layout_digest="ab" * 16, kernel="native avx512")
+OURS = {"run": FACTS.run, "layout_digest": FACTS.layout_digest}
+
+
+def header(size: int = MIB, *, number: int = 0, kind: str = "data") -> SlabHeader:
+    return lay_out_slab(replace(FACTS, number=number), [(kind, size, 64)])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[Slab]:
+    made = Slab.create(header(), tmp_path)
+    yield made
+    made.close()
+
+
+# ---- header -----------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_name_of_a_run_fits_into_a_header():
+    facts = replace(FACTS, run="π" * (MAX_NAME_BYTES // 2))
+    whole = lay_out_slab(facts, [("data", MIB, 0)])
+    assert decode_header("slab", encode_header(whole), whole.bytes).facts.run == facts.run
+
+
+def test_a_header_comes_back_whole() -> None:
+    whole = lay_out_slab(FACTS, [("lines", 100, 64), ("empty", 0, 0), ("data", PAGE + 1, 0)])
+    assert [region.offset for region in whole.regions] == [PAGE, 2 * PAGE, 2 * PAGE]
+    assert whole.bytes == 4 * PAGE
+    assert decode_header("slab", encode_header(whole), whole.bytes) == whole
+    assert [region.bytes for region in whole.regions_of("data")] == [PAGE + 1]
+    assert whole.regions_of("of the future") == ()
+
+
+def test_a_table_of_many_regions_takes_more_header_pages() -> None:
+    many = lay_out_slab(FACTS, [("line", 64, 0)] * 300)
+    assert many.header_bytes == header_bytes(300) > PAGE
+    assert len(encode_header(many)) <= many.header_bytes == many.regions[0].offset
+    assert decode_header("slab", encode_header(many), many.bytes) == many
+
+
+def test_a_name_that_does_not_fit_the_header_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"role '.*' takes 17 bytes; .* room for 16"):
+        encode_header(lay_out_slab(replace(FACTS, role="optimizer-states-"), []))
+    with pytest.raises(UnsupportedError, match="kind"):
+        encode_header(lay_out_slab(FACTS, [("x" * 17, 1, 0)]))
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (0, "it is no slab"),
+        (8, "has slab format 254, this rayzero reads 1"),
+        (20, "damaged header"),
+        (60, "damaged header"),
+        (340, "damaged header"),
+    ],
+)
+def test_a_header_with_one_wrong_byte_is_refused(at: int, said: str) -> None:
+    data = bytearray(encode_header(header()))
+    data[at] ^= 0xFF
+    with pytest.raises(HandshakeError, match=said):
+        decode_header("slab", bytes(data), 1 << 40)
+
+
+def test_a_slab_that_was_cut_off_is_refused() -> None:
+    whole = header()
+    with pytest.raises(HandshakeError, match="cut off"):
+        decode_header("slab", encode_header(whole), whole.bytes - 1)
+    with pytest.raises(HandshakeError, match="within its header"):
+        decode_header("slab", encode_header(whole)[:40], whole.bytes)
+    with pytest.raises(HandshakeError, match="no slab"):
+        decode_header("slab", b"", 0)
+
+
+# ---- one slab ---------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_may_see_one_memory(slab: Slab) -> None:
+    (data,) = slab.header.regions_of("data")
+    slab.tensor(data.offset, 4, torch.bfloat16).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    code = f"""
+import torch
+from pathlib import Path
+from rayzero.slabs.slab import Slab
+slab = Slab.attach(Path({str(slab.path)!r}), writable=True, **{OURS!r})
+(data,) = slab.header.regions_of("data")
+slab.tensor(data.offset, 4, torch.bfloat16).mul_(2)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert slab.tensor(data.offset, 4, torch.bfloat16).tolist() == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_fresh_slab_is_zero_private_to_its_user_and_named_after_run_and_role(slab: Slab, tmp_path: Path) -> None:
+    assert int(slab.tensor(PAGE, MIB, torch.uint8).count_nonzero()) == 0
+    assert slab.path is not None
+    assert slab.path.stat().st_mode & 0o777 == 0o600
+    assert slab.path.stat().st_size == PAGE + MIB
+    assert slab.path.stat().st_blocks * 512 >= PAGE + MIB  # allocated, not sparse
+    assert slab.path.name.startswith("rayzero-run_1-grads-3.0-")
+    assert names(tmp_path) == [slab.path.name]
+
+
+def test_attaching_to_what_belongs_to_others_names_both_sides(slab: Slab, tmp_path: Path) -> None:
+    assert slab.path is not None
+    with pytest.raises(HandshakeError, match=r"run 'run/1', this is run 'run/2'"):
+        Slab.attach(slab.path, writable=False, run="run/2", layout_digest=FACTS.layout_digest)
+    with pytest.raises(HandshakeError, match=r"layout abababababab, this process has cdcd"):
+        Slab.attach(slab.path, writable=False, run="run/1", layout_digest="cd" * 16)
+    with pytest.raises(HandshakeError, match="is not there"):
+        Slab.attach(tmp_path / "rayzero-none.slab", writable=False, **OURS)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(HandshakeError, match="no slab"):
+        Slab.attach(tmp_path / "text", writable=False, **OURS)
+
+
+def test_who_attached_only_to_read_sees_writes_and_removes_nothing(slab: Slab) -> None:
+    assert slab.path is not None
+    reader = Slab.attach(slab.path, writable=False, **OURS)
+    seen = reader.tensor(PAGE, 8, torch.int64)
+    slab.tensor(PAGE, 8, torch.int64).fill_(5)
+    assert seen.tolist() == [5] * 8
+    reader.close()
+    assert slab.path.exists()
+
+
+def test_tensors_outlive_their_slab_and_its_file(tmp_path: Path) -> None:
+    slab = Slab.create(header(), tmp_path)
+    tensor, keeper, address = slab.tensor(PAGE, 8, torch.int64), slab.keeper, slab.address(0)
+    slab.close()
+    slab.close()
+    assert names(tmp_path) == []
+    tensor.fill_(9)
+    view = tensor[4:]
+    del tensor, slab
+    gc.collect()
+    assert view.tolist() == [9] * 4
+    assert is_mapped(address)
+    del view
+    assert is_mapped(address)  # by what keeps an address
+    del keeper
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def test_a_closed_slab_is_refused_by_name(tmp_path: Path) -> None:
+    slab = Slab.create(header(), tmp_path)
+    slab.close()
+    for use in (lambda: slab.tensor(0, 1, torch.uint8), lambda: slab.address(0), slab.fileno, lambda: slab.keeper):
+        with pytest.raises(StoreClosedError, match=r"grads-3\.0.*after close"):
+            use()
+
+
+def test_a_tensor_beyond_the_end_is_refused(slab: Slab) -> None:
+    assert slab.tensor(PAGE, 0, torch.float32).numel() == 0
+    with pytest.raises(ValueError, match="buffer length"):
+        slab.tensor(PAGE, MIB + 1, torch.uint8)
+
+
+def test_a_slab_without_a_name_leaves_no_file(tmp_path: Path) -> None:
+    slab = Slab.create(header(), None)
+    assert slab.path is None
+    slab.tensor(PAGE, 4, torch.float32).fill_(1)
+    assert os.fstat(slab.fileno()).st_size == slab.header.bytes
+    slab.close()
+
+
+# ---- making several ---------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_every_byte_once_and_ends_at_all(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    headers = [header(70 * MIB if number == 1 else MIB, number=number) for number in range(3)]
+    slabs = create_slabs(headers, tmp_path, on_progress=lambda done, total: seen.append((done, total)))
+    total = sum(slab.header.bytes for slab in slabs)
+    assert [slab.header.facts.number for slab in slabs] == [0, 1, 2]
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len(seen) == 4
+    assert seen[-1] == (total, total)
+    for slab in slabs:
+        slab.close()
+    assert create_slabs([], tmp_path) == []
+
+
+def test_more_than_the_file_system_has_is_said_in_one_line_and_leaves_nothing() -> None:
+    huge = lay_out_slab(replace(FACTS, run=f"full{os.getpid()}"), [("data", 100 << 40, 0)])
+    with pytest.raises(MemoryPlanError, match=r"needs 100 TiB, but /dev/shm has .* free .*--shm-size") as caught:
+        create_slabs([huge])
+    assert "\n" not in str(caught.value)
+    assert list(SHARED_MEMORY.glob(f"rayzero-full{os.getpid()}-*")) == []
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_room_that_runs_out_while_slabs_are_made_leaves_nothing(tmp_path: Path) -> None:
+    headers = [header(MIB, number=0), header(3 * MIB, number=1), header(MIB, number=2)]
+    with file_size_limit(2 * MIB), pytest.raises(MemoryPlanError, match="slab_dir") as caught:
+        create_slabs(headers, tmp_path)
+    assert os.strerror(errno.EFBIG) in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_an_error_of_the_progress_callback_leaves_nothing(tmp_path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("nobody listens")
+
+    with pytest.raises(RuntimeError, match="nobody listens"):
+        create_slabs([header(number=number) for number in range(3)], tmp_path, on_progress=fail)
+    assert names(tmp_path) == []
+
+
+def test_a_directory_that_is_not_there_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"slab_dir is '.*nowhere'"):
+        Slab.create(header(), tmp_path / "nowhere")
+
+
+# ---- sweeping ---------------------------------------------------------------------------------------------------
+
+MAKER = f"""
+import sys
+from pathlib import Path
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import create_slabs
+facts = {FACTS!r}
+slabs = create_slabs([lay_out_slab(facts, [("data", 1 << 20, 0)])] * 2, Path(sys.argv[1]))
+tensor = slabs[0].tensor(4096, 8, __import__("torch").uint8)
+print("made", flush=True)
+"""
+
+
+def maker(directory: Path, then: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", MAKER + then, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "made\n"
+    return process
+
+
+def test_slabs_of_a_killed_process_are_swept_and_those_of_a_living_one_are_not(tmp_path: Path, slab: Slab) -> None:
+    with maker(tmp_path, "import time; time.sleep(100)") as process:
+        assert sweep(tmp_path) == []
+        found = list_slabs(tmp_path)
+        assert [(one.alive, one.header and one.header.facts.role) for one in found] == [(True, "grads")] * 3
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert [one.path for one in list_slabs(tmp_path) if one.alive] == [slab.path]
+    assert [one.header.pid for one in list_slabs(tmp_path) if not one.alive and one.header] == [process.pid] * 2
+    removed = sweep(tmp_path)
+    assert [size for _, size in removed] == [slab.header.bytes] * 2
+    assert slab.path is not None
+    assert names(tmp_path) == [slab.path.name]
+    assert sweep(tmp_path) == []
+
+
+@pytest.mark.parametrize("end", ["", "raise RuntimeError('stop')"])
+def test_a_process_that_ends_by_itself_removes_its_slabs(tmp_path: Path, end: str) -> None:
+    with maker(tmp_path, "sys.stderr = None\n" + end) as process:
+        process.wait(60)
+    assert names(tmp_path) == []
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_slabs_alone(tmp_path: Path) -> None:
+    forked = """
+import fcntl
+import os
+if (child := os.fork()) == 0:
+    for slab in slabs:
+        slab.close()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+from rayzero.slabs.slab import sweep
+print(sweep(Path(sys.argv[1])), len(list(Path(sys.argv[1]).iterdir())))
+"""
+    with maker(tmp_path, forked) as process:
+        assert process.communicate(timeout=60)[0] == "[] 2\n"
+
+
+def test_a_slab_left_on_purpose_is_the_next_sweeps_also_while_its_tensors_live(tmp_path: Path) -> None:
+    slab = Slab.create(header(), tmp_path)
+    tensor = slab.tensor(PAGE, 8, torch.int64)
+    slab.close(unlink=False)
+    assert sweep(tmp_path) == [(slab.path, slab.header.bytes)]
+    assert tensor.fill_(1).tolist() == [1] * 8
+
+
+def test_a_slab_that_another_process_is_listing_is_swept(tmp_path: Path) -> None:
+    slab = Slab.create(header(), tmp_path)
+    assert slab.path is not None
+    slab.close(unlink=False)
+    with slab.path.open("rb") as listing:
+        fcntl.flock(listing, fcntl.LOCK_SH)
+        assert sweep(tmp_path) == [(slab.path, slab.header.bytes)]
+    assert names(tmp_path) == []
+
+
+def test_of_two_sweeps_at_once_one_removes_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one runs while the first holds the slab's lock, before it removes the file."""
+    slab = Slab.create(header(), tmp_path)
+    slab.close(unlink=False)
+    unlink, second = Path.unlink, []
+
+    def unlink_after_another(path: Path, missing_ok: bool = False) -> None:
+        monkeypatch.setattr(Path, "unlink", unlink)
+        second.extend(sweep(tmp_path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_after_another)
+    assert sweep(tmp_path) == []
+    assert second == [(slab.path, slab.header.bytes)]
+
+
+def test_a_file_swept_before_its_maker_locked_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maker stops between creating and locking, where a sweep takes its file."""
+    swept: list[tuple[Path, int]] = []
+    create = os.open
+
+    def create_and_pause(path: Path, flags: int, mode: int = 0o777) -> int:
+        fd = create(path, flags, mode)
+        if flags & os.O_CREAT and not swept:
+            swept.extend(sweep(tmp_path))
+        return fd
+
+    monkeypatch.setattr(os, "open", create_and_pause)
+    slab = Slab.create(header(), tmp_path)
+    assert len(swept) == 1
+    assert slab.path is not None
+    assert names(tmp_path) == [slab.path.name]
+    assert sweep(tmp_path) == []
+    slab.close()
+
+
+def test_a_slab_that_was_never_filled_is_swept_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "rayzero-r-grads-0.0-abcd.slab.making").write_bytes(b"")
+    (tmp_path / "rayzero-r-grads-0.0-abcd.txt").write_bytes(b"")
+    (tmp_path / "other.slab").write_bytes(b"")
+    (tmp_path / "rayzero-link.slab").symlink_to(tmp_path / "other.slab")
+    assert [(one.alive, one.header) for one in list_slabs(tmp_path)] == [(False, None)]
+    assert [path.name for path, _ in sweep(tmp_path)] == ["rayzero-r-grads-0.0-abcd.slab.making"]
+    assert len(names(tmp_path)) == 3

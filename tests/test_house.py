@@ -1,0 +1,86 @@
+"""The shape of the package: rooms of a size that one can survey, named in the documents, knowing what they may know."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rayzero"
+MOST_FILES = 13  # modules in one folder, __init__.py not counted
+ABOVE_THE_STORE = ("store", "owner", "lead", "slabs", "kernels", "memory", "checkpoint", "protocol", "layout")
+GROUND = ("telemetry", "config", "concurrency")
+
+
+def _packages() -> list[str]:
+    found = (path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py"))
+    return sorted(name for name in found if name != "." and "_pb" not in name)
+
+
+def _tree(text: str) -> Iterator[str]:
+    """The folders and files of ``rayzero/`` that a drawn tree names, as paths."""
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        entry = re.match(r"( +)([a-z_]+(?:/|\.py))  ", line)
+        if entry:
+            depth = len(entry[1])
+            above = [(at, name) for at, name in above if at < depth] + [(depth, entry[2])]
+            yield "".join(name for _, name in above)
+
+
+README_TREE = (ROOT / "README.md").read_text().partition("\nrayzero/\n")[2].partition("\nprotos/")[0]
+
+
+@pytest.mark.parametrize("package", _packages())
+def test_a_folder_can_be_surveyed(package: str) -> None:
+    modules = [path for path in (PACKAGE / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_FILES
+
+
+def test_readme_names_every_package() -> None:
+    named = {path.rstrip("/") for path in _tree(README_TREE)}
+    assert [package for package in _packages() if package not in named] == []
+
+
+@pytest.mark.parametrize("path", list(_tree(README_TREE)))
+def test_what_readmes_tree_names_exists(path: str) -> None:
+    assert (PACKAGE / path).exists()
+
+
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+WAY = ARCHITECTURE.partition("## A parameter's way")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", ARCHITECTURE))))
+def test_files_that_architecture_names_exist(path: str) -> None:
+    assert (PACKAGE / path).is_file() or (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("folder", sorted(set(re.findall(r"`((?:[a-z_]+/)+)`", WAY))))
+def test_folders_on_a_parameters_way_exist(folder: str) -> None:
+    assert (PACKAGE / folder).is_dir()
+
+
+def _uses_nn(module: Path) -> bool:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.startswith("torch.nn") or (node.module == "torch" and "nn" in {a.name for a in node.names}):
+                return True
+        elif (isinstance(node, ast.Import) and any(name.name.startswith("torch.nn") for name in node.names)) or (
+            isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.nn"
+        ):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("package", [*ABOVE_THE_STORE, *GROUND])
+def test_nothing_below_the_engine_knows_modules(package: str) -> None:
+    assert [str(path) for path in (PACKAGE / package).rglob("*.py") if _uses_nn(path)] == []
+
+
+def test_the_engine_does_know_modules() -> None:
+    assert _uses_nn(PACKAGE / "engine" / "prepare.py")
