@@ -24,6 +24,7 @@ from rayzero.memory.planner import OwnerPlan
 from rayzero.owner.memory import carve
 from rayzero.owner.service import CPU, ShardService
 from rayzero.protocol.bits import digest_of
+from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.messages import (
     COMPUTE,
     Attached,
@@ -131,10 +132,10 @@ class InProcessStore(DirectMemory):
         services = self._owners.services
         answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
         if self._writer is None:
-            region = GradientRegion(spec, partial(carve, pinned=page_lock))
+            region = GradientRegion(spec, _gradient_memory(spec, page_lock))
             tier = "pinned" if page_lock else "ram"
             self._unwatch = watch_gradients(self._recorder, region.flats.values(), tier)
-            self._writer = GradientWriter(region, self.published, self._announce, f"store-{self.rank}")
+            self._writer = GradientWriter(region, self, f"store-{self.rank}")
         for service in services:
             service.map_gradients(self.rank, self._writer.region.flats)
         self._spec, self._map = spec, owner_map(spec, len(services))
@@ -228,7 +229,8 @@ class InProcessStore(DirectMemory):
         assert self._writer is not None
         return self._timed("push", grads, self._writer.push(contribution, grads))
 
-    def _announce(self, unit: int, pushed: Pushed) -> None:
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        """See ``GradientReaders``."""
         for service in self._owners.services:
             service.observe(self.rank, unit, pushed)
 
@@ -338,6 +340,12 @@ class InProcessStore(DirectMemory):
         layout = self._unit(unit)
         if tensor.shape != (layout.numel,):
             raise StoreError(f"{layout.name!r} has {layout.numel} elements, got a tensor of {tuple(tensor.shape)}")
+
+
+def _gradient_memory(spec: ModelSpec, pinned: bool) -> dict[int, Tensor]:
+    """Zeros for a rank's gradients, by unit: 1D, one block for each dtype."""
+    blocks = [carve(sizes, dtype, pinned=pinned) for dtype, sizes in gradient_sizes(spec).items()]
+    return {unit: flat for block in blocks for unit, flat in block.items()}
 
 
 def _copy_into(out: Tensor, memory: Tensor) -> None:

@@ -120,7 +120,7 @@ def test_a_plan_is_what_the_owner_allocates(described: list[Described], owners: 
         )
         gradients = [RankGradients(rank, owned, accumulate=steps > 1) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master, *shard.states.values())]
-        tensors += [landing.buffer for rank in gradients for landing in rank.landings.values()]
+        tensors += [landing.sum.memory for rank in gradients for landing in rank.landings.values()]
         tensors += [tensor for rank in gradients for tensor in all_staging(rank)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
         assert sum(storages.values()) == plan(layout, owner=owner, owners=owners, ranks=ranks, steps=steps).total

@@ -226,7 +226,7 @@ def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_st
         first, second = random_grads(spec, 1), random_grads(spec, 2)
         rank.push(first)
         rank.push(second, [1, 2])  # fp32 memory adds in place
-        with pytest.raises(AccumulationError, match=r"rank 0 pushed 'emb' a 2. time.*gradient_accumulation_steps"):
+        with pytest.raises(AccumulationError, match=r"rank 0 pushed 'emb' 2 times.*gradient_accumulation_steps"):
             rank.push_unit(0, second).result(WAIT)
 
 

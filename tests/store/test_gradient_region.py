@@ -12,6 +12,7 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
+from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
@@ -25,6 +26,11 @@ def push_of(seq: int = 0, *, attempt: int = 0, step: int = 0, present: tuple[boo
     return Contribution(step=step, attempt=attempt, rank=0, unit=UNIT, seq=seq, presence=pack_presence([*present]))
 
 
+def region_of(spec: ModelSpec) -> GradientRegion:
+    blocks = [carve(sizes, dtype) for dtype, sizes in gradient_sizes(spec).items()]
+    return GradientRegion(spec, {unit: flat for block in blocks for unit, flat in block.items()})
+
+
 def grads_of(spec: ModelSpec, seed: int) -> Tensor:
     unit = spec.layout.units[UNIT]
     return flatten(unit, random_grads(spec, seed), unit.dtype)
@@ -33,7 +39,7 @@ def grads_of(spec: ModelSpec, seed: int) -> Tensor:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_later_pushes_are_added_in_fp32_in_their_order(steps: int) -> None:
     spec = make_spec(1, dtypes=[torch.bfloat16 if steps > 1 else torch.float32] * 3, accumulation_steps=steps)
-    region = GradientRegion(spec, carve)
+    region = region_of(spec)
     expected = torch.zeros(spec.layout.units[UNIT].numel)
     for seq in range(3):
         grads = grads_of(spec, seq)
@@ -46,7 +52,7 @@ def test_later_pushes_are_added_in_fp32_in_their_order(steps: int) -> None:
 
 def test_a_slot_that_only_a_later_push_has_is_not_added_to_what_lay_there() -> None:
     spec = make_spec(1)
-    region = GradientRegion(spec, carve)
+    region = region_of(spec)
     region.flats[UNIT].fill_(7.0)  # of an earlier step
     first, second = grads_of(spec, 1), grads_of(spec, 2)
     region.put(push_of(0, present=(True, False, True, False)), first)
@@ -62,7 +68,7 @@ def test_a_slot_that_only_a_later_push_has_is_not_added_to_what_lay_there() -> N
 
 def test_gathering_in_place_copies_nothing_and_a_repeat_is_dropped() -> None:
     spec = make_spec(1)
-    region = GradientRegion(spec, carve)
+    region = region_of(spec)
     landing = region.landing(push_of(0))
     assert landing is not None
     assert landing.data_ptr() == region.flats[UNIT].data_ptr()
@@ -77,9 +83,9 @@ def test_gathering_in_place_copies_nothing_and_a_repeat_is_dropped() -> None:
 
 def test_what_cannot_be_written_is_refused_by_name() -> None:
     spec = make_spec(1, dtypes=[torch.bfloat16] * 3, frozen=[0])
-    region = GradientRegion(spec, carve)
+    region = region_of(spec)
     region.put(push_of(0), grads_of(spec, 1))
-    with pytest.raises(AccumulationError, match=r"'layers.0' a 2. time in step 0.*set gradient_accumulation_steps"):
+    with pytest.raises(AccumulationError, match=r"'layers.0' 2 times in step 0.*set gradient_accumulation_steps"):
         region.put(push_of(1), grads_of(spec, 1))
     frozen = Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\x01")
     with pytest.raises(StoreError, match="pushed unit 0 with 1 presence bytes: it is not trained"):
@@ -90,19 +96,20 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
 
 def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
     spec = make_spec(1)
-    region = GradientRegion(spec, carve)
+    region = region_of(spec)
     told: list[tuple[int, float]] = []
     asked: list[tuple[int, int]] = []
     frees: list[Future[int]] = [Future(), Future()]
 
-    def published(unit: int, step: int) -> Future[int]:
-        asked.append((unit, step))
-        return frees[step]
+    class Readers:
+        def published(self, unit: int, version: int) -> Future[int]:
+            asked.append((unit, version))
+            return frees[version]
 
-    def announce(unit: int, pushed: Pushed) -> None:
-        told.append((pushed.count, float(region.flats[unit][0])))
+        def announce(self, unit: int, pushed: Pushed) -> None:
+            told.append((pushed.count, float(region.flats[unit][0])))
 
-    writer = GradientWriter(region, published, announce, "test")
+    writer = GradientWriter(region, Readers(), "test")
     ones = torch.ones(spec.layout.units[UNIT].numel)
     assert writer.landing(push_of(0)) is None, "not free yet"
     later = [writer.push(push_of(1), ones), writer.push(push_of(0), 2 * ones)]
@@ -120,10 +127,20 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
         waiting.result(WAIT)
 
 
+class Idle:
+    """Owners that have read everything."""
+
+    def published(self, unit: int, version: int) -> Future[int]:
+        return settled(0)
+
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        pass
+
+
 def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_in() -> None:
     spec = make_spec(1)
-    region = GradientRegion(spec, carve)
-    writer = GradientWriter(region, lambda unit, step: settled(0), lambda unit, pushed: None, "test")
+    region = region_of(spec)
+    writer = GradientWriter(region, Idle(), "test")
     first, ones = push_of(0), torch.ones(spec.layout.units[UNIT].numel)
     landing = writer.landing(first)
     assert landing is not None
@@ -146,7 +163,7 @@ def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_i
 
 def owner_with(spec: ModelSpec) -> tuple[ShardService, list[GradientRegion]]:
     service = ShardService(0, 1)
-    regions = [GradientRegion(spec, carve) for _ in range(spec.world_size)]
+    regions = [region_of(spec) for _ in range(spec.world_size)]
     for rank, region in enumerate(regions):
         service.attach(rank, spec, own_gradients=True)
         service.map_gradients(rank, region.flats)
@@ -207,7 +224,7 @@ def test_a_report_of_a_rank_that_has_not_attached_here_waits_for_its_pushes() ->
     other = make_spec(2)
     try:
         service.attach(0, other, own_gradients=True)
-        service.map_gradients(0, GradientRegion(other, carve).flats)
+        service.map_gradients(0, region_of(other).flats)
         none = (0,) * len(spec.layout.units)
         reports = [FinishReport(step=0, attempt=0, rank=rank, counts=none) for rank in range(2)]
         late = FinishReport(step=0, attempt=0, rank=1, counts=(0, 1, 0))

@@ -96,7 +96,7 @@ class Contributions:
     ) -> tuple[bool, Tensor | None]:
         if admission is Admission.LAND:
             rank.release(landing.staged)
-            landing.staged, memory = None, landing.buffer
+            landing.staged, memory = None, landing.sum.memory
         else:
             landing.staged = landing.staged if landing.staged is not None else rank.lease(owned)
             if landing.staged is None:
@@ -144,7 +144,7 @@ class Contributions:
         counted = report.counts[owned.unit.index]
         gradients = self.ranks.get(rank)  # None: its finish came before its attach reached this owner
         landing = gradients.landings[owned.shard.index] if gradients is not None else None
-        landed = landing.count(report.step, report.attempt) if landing is not None else 0
+        landed = landing.sum.count_of(report.step, report.attempt) if landing is not None else 0
         if landed > counted:
             raise StepMismatchError(
                 f"rank {rank} finished step {report.step} with {counted} pushes of {owned.unit.name!r}, "
@@ -158,7 +158,7 @@ class Contributions:
             return False
         for rank, gradients in self.ranks.items():
             landing = gradients.landings[owned.shard.index]
-            if landing.count(step, landing.attempt) != self._expected[rank][owned.unit.index]:
+            if landing.sum.count_of(step, landing.sum.attempt) != self._expected[rank][owned.unit.index]:
                 return False
         return True
 
@@ -176,7 +176,7 @@ class Contributions:
     def landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
         """The ranks that have something of this shard now, whatever will be counted."""
         landings = [(rank, self.ranks[rank].landings[owned.shard.index]) for rank in sorted(self.ranks)]
-        return [rank for rank, landing in landings if landing.count(step, landing.attempt)]
+        return [rank for rank, landing in landings if landing.sum.count_of(step, landing.sum.attempt)]
 
     def key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> PartKey:
         """What a norm part over ``ranks`` would be computed from now."""
@@ -194,7 +194,7 @@ class Contributions:
         landings = [
             r.landings[owned.shard.index] if (r := self.ranks.get(i)) else None for i in range(self._world_size)
         ]
-        return [landing.buffer if landing is not None else _NOTHING for landing in landings]
+        return [landing.sum.memory if landing is not None else _NOTHING for landing in landings]
 
     def keep_part(self, owned: OwnedShard, key: PartKey, squares: tuple[float, ...]) -> bool:
         """Keep a norm part unless what it was computed from has changed since."""

@@ -48,6 +48,7 @@ from rayzero.protocol.messages import (
     MeanInput,
     ModelSpec,
     Norm,
+    Pushed,
     StepInputs,
     Write,
 )
@@ -226,9 +227,9 @@ class RemoteStore(DirectMemory):
         for link, call in calls:
             link.answer(call)
         self._windows = shared.windows()
-        region = GradientRegion(spec, shared.allocate)
+        region = GradientRegion(spec, shared.gradients())
         self._unwatch = watch_gradients(self._recorder, region.flats.values(), "shm")
-        self._writer = GradientWriter(region, self.published, shared.announce, f"rayzero-rank{self._rank}")
+        self._writer = GradientWriter(region, self, f"rayzero-rank{self._rank}")
         shared.listen(self._board.publish)
 
     def _require_same(self, what: str, values: Sequence[Any]) -> None:
@@ -298,6 +299,11 @@ class RemoteStore(DirectMemory):
             written = self._writer.push(contribution, grads, sent)
             written.add_done_callback(partial(self._written, gather, here, grads.dtype))
         return gather.future
+
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        """Tell the owners of this host; see ``GradientReaders``."""
+        assert self._shared is not None
+        self._shared.announce(unit, pushed)
 
     def _send(
         self, gather: Gather, away: Away, unit: UnitLayout, contribution: Contribution, grads: Tensor

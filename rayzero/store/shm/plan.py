@@ -21,7 +21,7 @@ from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard, runs
 from rayzero.layout.shard_map import ShardMap
-from rayzero.owner.gradients.landing import landing_dtype
+from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.slabs.arena import ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.header import SlabFacts
@@ -97,7 +97,7 @@ class SharedPlan:
         """A rank's gradients by unit index, each unit contiguous and on pages of its own."""
         accumulate = self.spec.accumulation_steps > 1
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
-        pieces = [Piece(key=u.index, numel=u.numel, dtype=landing_dtype(u, accumulate)) for u in trained]
+        pieces = [Piece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
         return plan_arena([Group(pieces=(piece,), align=PAGE) for piece in pieces])
 
     # ---- control

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +16,18 @@ from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.push_order import PushOrder
 
 
+class GradientReaders(Protocol):
+    """The owners that read a rank's gradients in its memory."""
+
+    def published(self, unit: int, version: int) -> Future[int]:
+        """Done when they have read what the unit's range held in the step before ``version``'s."""
+        ...
+
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        """Tell them what the unit's range holds; its bytes are there."""
+        ...
+
+
 class GradientWriter:
     """Writes one rank's pushes, each in its turn and not before the range is free.
 
@@ -26,17 +37,8 @@ class GradientWriter:
     [Note: other readers] A push that was gathered in the region is sent from there to the unit's owners of other
     hosts: until they have it, the unit's next push, which would be added to the same bytes, waits."""
 
-    def __init__(
-        self,
-        region: GradientRegion,
-        published: Callable[[int, int], Future[int]],
-        announce: Callable[[int, Pushed], None],
-        name: str,
-    ) -> None:
-        """``published(unit, step)`` is done when the owners have read what the unit's range held in the step before;
-        ``announce(unit, pushed)`` tells them, after the bytes are there."""
-        self.region = region
-        self._published, self._announce = published, announce
+    def __init__(self, region: GradientRegion, readers: GradientReaders, name: str) -> None:
+        self.region, self._readers = region, readers
         self._free: dict[int, Future[int]] = {}  # unit -> when its range is free for the newest step asked about
         self._steps: dict[int, int] = {}  # unit -> that step
         self._sent: dict[int, Future[None]] = {}  # unit -> when its range was read by all that is sent from it
@@ -46,7 +48,7 @@ class GradientWriter:
     def _when_free(self, push: Contribution) -> Future[int]:
         """Done when the push's range may be written; asked of the owners once a step."""
         if self._steps.get(push.unit, -1) < push.step:
-            self._free[push.unit] = self._published(push.unit, push.step)
+            self._free[push.unit] = self._readers.published(push.unit, push.step)
             self._steps[push.unit] = push.step
         return self._free[push.unit]
 
@@ -97,7 +99,7 @@ class GradientWriter:
                 self._sent[push.unit] = sent
             pushed = self.region.put(push, grads)
             if pushed is not None:
-                self._announce(push.unit, pushed)
+                self._readers.announce(push.unit, pushed)
         except Exception as exc:  # whatever it is belongs to the push
             self._order.end(0, push, exc)
             return exc

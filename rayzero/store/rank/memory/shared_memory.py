@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rayzero.errors import RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
+from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.messages import Pushed, SharedPaths
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.fill_progress import FillProgress
@@ -87,11 +87,12 @@ class SharedRank:
 
     # ---- joining
 
-    def allocate(self, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Mapping[int, Tensor]:
-        """The units' gradients, for ``GradientRegion``."""
+    def gradients(self) -> Mapping[int, Tensor]:
+        """The memory for this rank's gradients, by trained unit: 1D, unit.numel elements."""
         if self._page_lock and not self._locks:
             self._locks = [slab.page_lock() for slab in self._gradients.slabs]
-        return {unit: self._gradients.tensor(unit) for unit, _ in sizes}
+        units = [unit for sizes in gradient_sizes(self._plan.spec).values() for unit, _ in sizes]
+        return {unit: self._gradients.tensor(unit) for unit in units}
 
     def offer(self) -> SharedPaths:
         """What owners need to map."""

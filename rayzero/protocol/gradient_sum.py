@@ -1,0 +1,157 @@
+"""The gradients that one rank has pushed of one range, added up.
+
+Both ends of the store add with it: a rank in its own memory, which owners of its host read; an owner in the memory
+that it keeps for a rank of another host.
+
+[Note: gradient memory] With one planned backward a step, memory is of the unit's dtype: a push lands in it as it is.
+With more it is fp32, and pushes are added in their order, whatever their dtype. fp32 memory takes more pushes than were
+planned; 16-bit memory refuses the second one, naming the setting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import AccumulationError
+from rayzero.layout.model_layout import ALIGN, SlotSlice, UnitLayout, aligned
+from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
+
+_WIDE = 1 << 16  # elements
+
+
+def gradient_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:
+    """Of the memory for a rank's gradients of a unit. ``accumulate``: more than one backward a step is planned."""
+    return torch.float32 if accumulate else unit.dtype
+
+
+def gradient_sizes(spec: ModelSpec) -> dict[torch.dtype, list[tuple[int, int]]]:
+    """What the memory for a rank's gradients takes: by dtype, (unit, elements) of every trained unit."""
+    sizes: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for unit in spec.layout.units:
+        if unit.trainable:
+            sizes.setdefault(gradient_dtype(unit, spec.accumulation_steps > 1), []).append((unit.index, unit.numel))
+    return sizes
+
+
+class GradientSum:
+    """The sum of one rank's pushes in one attempt at a step, over a whole unit or a shard of it.
+
+    Knows pushes, their order and which parameters have a gradient; not who reads the memory, or when it is free.
+    Whoever uses it makes its calls one after the other."""
+
+    def __init__(self, unit: UnitLayout, memory: Tensor, slices: Sequence[SlotSlice]) -> None:
+        """``memory``: 1D, the range's elements, of ``gradient_dtype``. ``slices``: the parameters that lie in it."""
+        self.unit, self.memory = unit, memory
+        self.step, self.attempt = -1, 0
+        self.count = 0  # pushes of that attempt whose bytes are here
+        self.presence = 0  # bit i set: slot i of the unit has a gradient here
+        self._slices = slices
+        self._all = sum(1 << part.slot for part in slices)
+        self._padding = [(s.stop, s.start + aligned(s.numel)) for s in slices if s.numel % ALIGN]
+
+    @classmethod
+    def of_unit(cls, unit: UnitLayout, memory: Tensor) -> GradientSum:
+        """That of a whole unit: ``memory`` has unit.numel elements."""
+        return cls(
+            unit,
+            memory,
+            [SlotSlice(slot=i, start=s.start, stop=s.stop, param_start=0) for i, s in enumerate(unit.slots)],
+        )
+
+    def is_older(self, push: Contribution | Pushed) -> bool:
+        """Whether ``push`` belongs to an attempt before the one that is here."""
+        return (push.step, push.attempt) < (self.step, self.attempt)
+
+    def count_of(self, step: int, attempt: int) -> int:
+        """Pushes of that attempt whose bytes are here."""
+        return self.count if (self.step, self.attempt) == (step, attempt) else 0
+
+    def is_stale(self, push: Contribution) -> bool:
+        """Whether ``push`` is of an older attempt, or a repeat: it is dropped."""
+        return self.is_older(push) or push.seq < self.count_of(push.step, push.attempt)
+
+    def lands(self, push: Contribution) -> bool:
+        """Whether the bytes of ``push`` may be put into the memory as they are: nothing is there to add them to."""
+        return push.seq == 0 and self.memory.dtype is self.unit.dtype
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether ``values`` is the memory itself."""
+        return values.data_ptr() == self.memory.data_ptr()
+
+    def require_room(self, push: Contribution) -> None:
+        """Raise AccumulationError for a second push into 16-bit memory."""
+        if push.seq > 0 and self.memory.dtype is not torch.float32:
+            kept = str(self.memory.dtype).removeprefix("torch.")
+            raise AccumulationError(
+                f"rank {push.rank} pushed {self.unit.name!r} {push.seq + 1} times in step {push.step}, but one "
+                f"backward a step was planned and {kept} gradient memory holds one push: set "
+                "gradient_accumulation_steps to the number of backwards between two optimizer.step()"
+            )
+
+    def open(self, push: Contribution) -> None:
+        """``push`` may write now: a newer attempt voids what is here."""
+        if (push.step, push.attempt) != (self.step, self.attempt):
+            self.step, self.attempt, self.count, self.presence = push.step, push.attempt, 0, 0
+
+    def add(self, push: Contribution, values: Tensor) -> None:
+        """Add the bytes of the next push of the attempt that is open. ``values``: 1D, the range's elements, any
+        floating dtype; nothing is copied where they are the memory itself, whose padding is then zero already."""
+        if self.holds(values):
+            return
+        now = int.from_bytes(push.presence, "little") & self._all
+        if push.seq == 0:
+            self.memory.copy_(values)  # absent slots too: nobody reads them
+        elif now == self._all == self.presence & self._all:
+            add_widened(self.memory, values)
+        else:
+            self._add_some(values, now)
+        self.clear_padding()
+
+    def _add_some(self, values: Tensor, now: int) -> None:
+        for part in self._slices:
+            if not now >> part.slot & 1:
+                continue
+            ours, theirs = self.memory[part.start : part.stop], values[part.start : part.stop]
+            add_widened(ours, theirs) if self.presence >> part.slot & 1 else ours.copy_(theirs)
+
+    def clear_padding(self) -> None:
+        """Make the elements between parameters zero."""
+        for start, stop in self._padding:
+            self.memory[start:stop].zero_()
+
+    def close(self, push: Contribution) -> Pushed:
+        """Count ``push``, whose bytes were added; what is here now."""
+        self.count += 1
+        self.presence |= int.from_bytes(push.presence, "little")
+        bits = self.presence.to_bytes(len(push.presence), "little")
+        return Pushed(step=self.step, attempt=self.attempt, count=self.count, presence=bits)
+
+    def replace(self, pushed: Pushed) -> None:
+        """The rank whose memory this is tells what is here."""
+        self.step, self.attempt, self.count = pushed.step, pushed.attempt, pushed.count
+        self.presence = int.from_bytes(pushed.presence, "little")
+
+
+class _Wide(threading.local):
+    """fp32 scratch of a thread that adds 16-bit gradients, made at its first use: ``add_`` of mixed dtypes would
+    allocate at every one."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(_WIDE)
+
+
+_wide = _Wide()
+
+
+def add_widened(total: Tensor, values: Tensor) -> None:
+    """``total += values`` in fp32; 16-bit values are widened a block at a time, without allocating."""
+    if values.dtype is torch.float32:
+        total.add_(values)
+        return
+    for start in range(0, values.numel(), _WIDE):
+        block = values[start : start + _WIDE]
+        total[start : start + _WIDE].add_(_wide.values[: block.numel()].copy_(block))
