@@ -1,8 +1,11 @@
-"""An owner's file of a checkpoint, and its way back."""
+"""An owner's file of a checkpoint: when it is written, what is in it, and its way back."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +14,108 @@ from torch import Tensor
 from rayzero.checkpoint.manifest import owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import staging_path, write_tensors
-from rayzero.errors import CheckpointError
+from rayzero.concurrency.futures import fail, failed, settle
+from rayzero.errors import CheckpointError, RayZeroError, StoreError
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.update.rules import UpdateRule
+from rayzero.owner.updater import Updater
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry
-
-Piece = tuple[str, Tensor, dict[str, Any]]  # name in the file, 1D values, what they are
-
-
-def write_snapshot(shards: Iterable[OwnedShard], rule: UpdateRule, owner: int, directory: Path) -> FileEntry:
-    """Write the shards as they are now into ``staging_path(directory)``. The caller keeps them still."""
-    pieces = [piece for owned in shards for piece in _pieces(owned, rule)]
-    tensors = {name: tensor for name, tensor, _ in pieces}
-    content = {name: described for name, _, described in pieces}
-    return write_tensors(staging_path(directory), owner_file_name(owner), tensors, content)
+from rayzero.telemetry.names import (
+    CHECKPOINT_BYTES,
+    CHECKPOINT_FAILURES,
+    CHECKPOINT_SECONDS,
+    CHECKPOINT_STALL_SECONDS,
+)
+from rayzero.telemetry.recorder import Recorder
 
 
-def _pieces(owned: OwnedShard, rule: UpdateRule) -> Iterator[Piece]:
+class CheckpointWriter:
+    """Writes an owner's file of each version that is asked for, once the version is there and before a later update.
+
+    Knows shards and versions; not who asks, or what else belongs to a checkpoint. Any thread may ask; files are
+    written in the updater's thread, in which versions come."""
+
+    def __init__(
+        self,
+        owner: int,
+        shards: Mapping[int, OwnedShard],
+        rule: UpdateRule,
+        updater: Updater,
+        recorder: Recorder,
+        *,
+        version: int,
+    ) -> None:
+        """``version``: what the shards start at."""
+        self._owner, self._shards, self._rule = owner, shards, rule
+        self._updater, self._recorder = updater, recorder
+        self._version = version  # the newest one whose update has run
+        self._lock = threading.Lock()
+        self._asked: dict[int, list[tuple[Path, Future[FileEntry]]]] = {}  # by version
+        self._error: StoreError | None = None
+
+    def ask(self, version: int, directory: Path) -> Future[FileEntry]:
+        """See ``ShardService.write_checkpoint``."""
+        future: Future[FileEntry] = Future()
+        with self._lock:
+            if self._error is not None:
+                return failed(self._error)
+            self._asked.setdefault(version, []).append((directory, future))
+        self._updater.submit(self._write_due)
+        return future
+
+    def reached(self, version: int) -> None:
+        """Every shard is published at ``version``. In the updater's thread, before a later update."""
+        self._version = version
+        self._write_due()
+
+    def _write_due(self) -> None:
+        with self._lock:
+            due = [(version, *asked) for version in sorted(self._asked) for asked in self._asked[version]]
+            self._asked = {version: asked for version, asked in self._asked.items() if version > self._version}
+        for version, directory, future in due:
+            if version == self._version:
+                self._write(version, directory, future)
+            elif version < self._version:
+                decided = f"optimizer {self._owner} has decided step {self._version - 1}"
+                fail(future, StoreError(f"v{version} cannot be saved: {decided}"))
+
+    def _write(self, version: int, directory: Path, future: Future[FileEntry]) -> None:
+        started = time.perf_counter()
+        over = self._recorder.spans.begin("checkpoint", directory.name, version - 1)
+        try:
+            entry = self._write_file(version, directory)
+        except (OSError, RayZeroError) as exc:
+            self._recorder.add(CHECKPOINT_FAILURES)
+            fail(future, exc)
+        else:
+            self._recorder.observe(CHECKPOINT_SECONDS, time.perf_counter() - started, phase="write")
+            self._recorder.set(CHECKPOINT_BYTES, entry.size_bytes)
+            settle(future, entry)
+        over()
+        self._recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started)
+
+    def _write_file(self, version: int, directory: Path) -> FileEntry:
+        stale = [owned for owned in self._shards.values() if owned.published != version]
+        if stale:
+            raise StoreError(f"{stale[0].unit.name!r} is at v{stale[0].published}, v{version} cannot be saved")
+        entries = [entry for owned in self._shards.values() for entry in _entries(owned, self._rule)]
+        tensors = {name: tensor for name, tensor, _ in entries}
+        content = {name: described for name, _, described in entries}
+        return write_tensors(staging_path(directory), owner_file_name(self._owner), tensors, content)
+
+    def fail(self, error: StoreError, last_version: int) -> None:
+        """Versions after ``last_version`` never come: whoever asked for one of them, or asks from now on, gets
+        ``error``."""
+        with self._lock:
+            self._error = self._error or error
+            never = [asked for version in self._asked if version > last_version for asked in self._asked[version]]
+            self._asked = {version: asked for version, asked in self._asked.items() if version <= last_version}
+        for _, future in never:
+            fail(future, error)
+
+
+def _entries(owned: OwnedShard, rule: UpdateRule) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """Name in the file, 1D values, and what they are."""
     for index, part in enumerate(owned.slices):
         slot = owned.unit.slots[part.slot]
         described: dict[str, Any] = {
@@ -47,7 +135,7 @@ def _pieces(owned: OwnedShard, rule: UpdateRule) -> Iterator[Piece]:
             yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | {"kind": kind}
 
 
-def restore_snapshot(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
+def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
     """Fill shards from a checkpoint, whatever owners and grid it was written with; returns its step.
 
     ``optimizer``: this run's class, as ``ModelSpec.optimizer`` has it. Raises CheckpointError, before anything is

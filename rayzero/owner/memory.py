@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Protocol
 
@@ -53,7 +53,12 @@ class HostMemory(Protocol):
         ...
 
 
-MakeMemory = Callable[[ModelSpec, str, OwnerPlan], HostMemory]  # (spec, name of the kernel, what will be asked for)
+class MemoryMaker(Protocol):
+    """Makes an owner's host memory, once its plan is known to fit."""
+
+    def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> HostMemory:
+        """``kernel``: the name of the one that updates; ``plan``: what will be asked for."""
+        ...
 
 
 class PrivateMemory:
@@ -75,6 +80,14 @@ class PrivateMemory:
 
     def close(self) -> None:
         """Nothing to do: it is freed with its tensors."""
+
+
+class PrivateMemoryMaker:
+    """Makes memory of this process alone."""
+
+    def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> PrivateMemory:
+        """See ``MemoryMaker.make_memory``."""
+        return PrivateMemory()
 
 
 class DeviceMemory:

@@ -10,10 +10,9 @@ import torch
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.planner import OwnerPlan, check_device, check_plan, host_limits, plan_owner
-from rayzero.owner.checkpoint import restore_snapshot
-from rayzero.owner.gradients.contributions import Contributions
-from rayzero.owner.gradients.norm import Squares, choose_squares
-from rayzero.owner.memory import DeviceMemory, HostMemory, MakeMemory
+from rayzero.owner.checkpoint import restore_checkpoint
+from rayzero.owner.gradients.squares import Squares, choose_squares
+from rayzero.owner.memory import DeviceMemory, HostMemory, MemoryMaker
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.update.elementwise import ElementwiseRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
@@ -32,7 +31,6 @@ class OwnedModel:
     rule: UpdateRule
     square_sum: Squares
     shards: Mapping[int, OwnedShard]  # by shard index, ascending
-    contributions: Contributions
     plan: OwnerPlan
     memory: HostMemory
     version: int  # what the shards start at: 0, or the checkpoint's step
@@ -49,16 +47,17 @@ def build_model(
     owner: int,
     num_owners: int,
     memory_budget: int | None,
-    make_memory: MakeMemory,
+    maker: MemoryMaker,
     *,
     memory_taken: int = 0,
     own_gradients: bool,
     measures_norms: bool,
     device: torch.device,
 ) -> OwnedModel:
-    """Plan, check, allocate, and restore where the spec says so. ``own_gradients``, ``measures_norms``: see
-    ``plan_owner``. ``device``:
-    where an owner beside a rank (``ShardMap.on_device``) has its states.
+    """Plan, check, allocate, and restore where the spec says so.
+
+    ``maker``: of host memory. ``own_gradients``, ``measures_norms``: see ``plan_owner``. ``device``: where an owner
+    beside a rank (``ShardMap.on_device``) has its states.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
@@ -77,7 +76,7 @@ def build_model(
     )
     check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
     check_device(plan, device)
-    memory = make_memory(spec, rule.kernel, plan)
+    memory = maker.make_memory(spec, rule.kernel, plan)
     memory = DeviceMemory(memory, device) if on_device else memory
     shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory)
     return OwnedModel(
@@ -86,10 +85,9 @@ def build_model(
         rule=rule,
         square_sum=choose_squares(rule.kernel),
         shards=shards,
-        contributions=Contributions(shards, spec.world_size, spec.accumulation_steps),
         plan=plan,
         memory=memory,
-        version=0 if spec.restore_from is None else restore_snapshot(spec.restore_from, shards, rule, spec.optimizer),
+        version=0 if spec.restore_from is None else restore_checkpoint(spec.restore_from, shards, rule, spec.optimizer),
     )
 
 

@@ -1,39 +1,92 @@
-"""Versions made known: reads that wait for one are answered, and whoever listens is told."""
+"""Versions of an owner's shards: which one can be read now, who waits for the next, and who is told of it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
 
-from rayzero.concurrency.futures import fail
-from rayzero.errors import RayZeroError
-from rayzero.owner.publications import Listener, Publications, Published, Read, answer
-from rayzero.owner.shard import OwnedShard
-from rayzero.owner.updater import Task
-from rayzero.protocol.messages import COMPUTE, MASTER
+from rayzero.concurrency.futures import fail, settle
+from rayzero.errors import StoreError
+from rayzero.owner.shard import OwnedShard, ShardState
+from rayzero.owner.update.rules import UpdateRule
+from rayzero.owner.updater import Updater
+from rayzero.protocol.messages import COMPUTE, MASTER, STEP, Published
+
+Listener = Callable[[Sequence[Published]], None]
+_Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
+
+_READABLE = (ShardState.PUBLISHED, ShardState.DECIDED)
 
 
 class Publisher:
-    """One owner's versions as readers and listeners get them.
+    """The only one that moves shards through their life, and tells of each version.
 
-    Knows versions and who waits for them; not how one comes to be. ``announce`` and listeners run in the updater
-    thread; the lock is the service's, and no future is settled under it."""
+    Knows versions and who waits for them; not how one comes to be. Thread-safe: no future is settled and no listener is
+    called under its lock. Listeners are called in the updater's thread."""
 
-    def __init__(
-        self, lock: threading.RLock, submit: Callable[[Task], None], read_state: Callable[[OwnedShard, str], Tensor]
-    ) -> None:
-        """``submit``: hands a task to the updater thread, where alone ``read_state(shard, kind)`` is called: it gives
-        a copy of what an optimizer keeps for itself."""
-        self._lock = lock
-        self._submit = submit
-        self._read_state = read_state
-        self._waiting = Publications()
+    def __init__(self, updater: Updater) -> None:
+        self._updater = updater
+        self._rule: UpdateRule | None = None  # after ``open``
+        self._lock = threading.Lock()
+        self._loading: set[int] = set()  # shards whose first values are being copied
+        self._waiting: dict[int, list[_Read]] = {}  # by shard
         self._listeners: list[Listener] = []
-        self._error: RayZeroError | None = None
+        self._error: StoreError | None = None
         self._last = -1  # after an error: the last version that still comes
+
+    def open(self, rule: UpdateRule) -> None:
+        """The owner has its shards. ``rule``: what keeps states of its own, asked in the updater's thread."""
+        self._rule = rule
+
+    # ---- the life of a shard
+
+    def begin_load(self, owned: OwnedShard) -> bool:
+        """Whether a shard's first values may be copied into it: the first caller's alone."""
+        with self._lock:
+            begins = owned.state is ShardState.EMPTY and owned.shard.index not in self._loading
+            self._loading.add(owned.shard.index)
+        return begins
+
+    def loaded(self, shards: Sequence[OwnedShard], version: int) -> None:
+        """Shards have their first values, which are of ``version``."""
+        with self._lock:
+            for owned in shards:
+                owned.published = owned.content = version
+                owned.move(ShardState.PUBLISHED)
+        self._updater.submit(lambda: self._announce(shards))
+
+    def decided(self, shards: Iterable[OwnedShard], version: int) -> None:
+        """A decision was taken in that will make ``version``."""
+        with self._lock:
+            for owned in shards:
+                owned.pending += 1
+                if owned.journal is not None:
+                    owned.journal.decided(version)
+                if owned.state is ShardState.PUBLISHED:
+                    owned.move(ShardState.DECIDED)
+
+    def updating(self, owned: OwnedShard) -> None:
+        """A shard's tiles are overwritten from here on."""
+        with self._lock:
+            owned.move(ShardState.UPDATING)
+
+    def publish(self, shards: Sequence[OwnedShard], version: int) -> None:
+        """Shards have ``version``, be it with unchanged content. In the updater's thread."""
+        with self._lock:
+            for owned in shards:
+                if owned.state is ShardState.UPDATING:
+                    owned.content = version
+                owned.pending -= 1
+                owned.published = version
+                owned.move(ShardState.PUBLISHED)
+                if owned.pending:
+                    owned.move(ShardState.DECIDED)
+        self._announce(shards)
+
+    # ---- readers
 
     def read(self, owned: OwnedShard, version: int, kind: str) -> Future[Tensor]:
         """Done when ``version`` is there. Raises StoreError where it is gone, and the error after which it will not
@@ -42,40 +95,88 @@ class Publisher:
         with self._lock:
             if self._error is not None and version > max(self._last, owned.published):
                 raise self._error
-            ready = self._waiting.read(owned, version, kind, future)
+            ready = _is_readable(owned, version)
+            if not ready and owned.published >= version:
+                raise StoreError(
+                    f"{owned.unit.name!r} v{version} is gone: shard {owned.shard.index} is at v{owned.published}, "
+                    f"{owned.state.name.lower()}; a rank's reads of a version must end before its finish"
+                )
+            if not ready:
+                self._waiting.setdefault(owned.shard.index, []).append((version, kind, future))
         if ready:
             self._answer(owned, [(version, kind, future)])
         return future
 
-    def _answer(self, owned: OwnedShard, reads: list[Read]) -> None:
-        planned = {COMPUTE, MASTER, *owned.states}
-        answer([read for read in reads if read[1] in planned], owned, OwnedShard.read)
-        others = [read for read in reads if read[1] not in planned]
-        if others:
-            self._submit(lambda: answer(others, owned, self._read_state))
+    def content_at(self, owned: OwnedShard, version: int) -> int | None:
+        """The version that a shard's content is from while it has exactly ``version``; None while it has not."""
+        with self._lock:
+            return owned.content if _is_readable(owned, version) else None
 
-    def listen(self, listener: Listener, shards: list[OwnedShard]) -> None:
-        """Tell ``listener`` what these have published, then of every announcement. In the updater thread."""
-        present = [(owned.shard.index, owned.published, owned.content) for owned in shards if owned.published >= 0]
+    def listen(self, listener: Listener, shards: Iterable[OwnedShard]) -> None:
+        """Tell ``listener`` what these have published, then of every version. In the updater's thread."""
+        present = [owned for owned in shards if owned.published >= 0]
         if present:
-            listener(present)
+            listener(_published(present))
         self._listeners.append(listener)
 
-    def announce(self, shards: list[OwnedShard]) -> None:
-        """Answer the reads that wait for what these have published, and tell listeners. In the updater thread."""
+    def _announce(self, shards: Sequence[OwnedShard]) -> None:
+        """Answer the reads that wait for what these have published, and tell listeners. In the updater's thread."""
         for owned in shards:
             with self._lock:
-                reads = self._waiting.ready(owned)
-            self._answer(owned, reads)
-        published: Published = [(owned.shard.index, owned.published, owned.content) for owned in shards]
-        for listener in self._listeners if published else ():
-            listener(published)
+                waiting = self._waiting.pop(owned.shard.index, [])
+                later = [read for read in waiting if read[0] > owned.published]
+                if later:
+                    self._waiting[owned.shard.index] = later
+            self._answer(owned, [read for read in waiting if read[0] <= owned.published])
+        if shards:
+            published = _published(shards)
+            for listener in self._listeners:
+                listener(published)
 
-    def fail(self, error: RayZeroError, last_version: int) -> None:
+    def _answer(self, owned: OwnedShard, reads: Sequence[_Read]) -> None:
+        """Settle reads; what the optimizer's class keeps for itself is copied in the updater's thread."""
+        planned = {COMPUTE, MASTER, *owned.states}
+        _settle(owned, [read for read in reads if read[1] in planned], OwnedShard.read)
+        others = [read for read in reads if read[1] not in planned]
+        if others:
+            self._updater.submit(lambda: _settle(owned, others, self._read_state))
+
+    def _read_state(self, owned: OwnedShard, kind: str) -> Tensor:
+        assert self._rule is not None
+        if kind == STEP and owned.trainable:
+            return owned.step_counts()
+        states = self._rule.states(owned) if owned.trainable else {}
+        return states[kind] if kind in states else owned.read(kind)
+
+    # ---- the end
+
+    def fail(self, error: StoreError, last_version: int) -> None:
         """Versions after ``last_version`` never come: whoever waits for one, now or later, gets ``error``."""
         with self._lock:
             self._last = last_version if self._error is None else min(last_version, self._last)
             self._error = self._error or error
-            reads = self._waiting.beyond(self._last)
-        for read in reads:
-            fail(read, error)
+            never = [read for reads in self._waiting.values() for read in reads if read[0] > self._last]
+            kept = {shard: [read for read in reads if read[0] <= self._last] for shard, reads in self._waiting.items()}
+            self._waiting = {shard: reads for shard, reads in kept.items() if reads}
+        for _, _, future in never:
+            fail(future, error)
+
+
+def _is_readable(owned: OwnedShard, version: int) -> bool:
+    return owned.published == version and owned.state in _READABLE
+
+
+def _published(shards: Sequence[OwnedShard]) -> list[Published]:
+    return [Published(owned.shard.index, owned.published, owned.content) for owned in shards]
+
+
+def _settle(owned: OwnedShard, reads: Iterable[_Read], read: Callable[[OwnedShard, str], Tensor]) -> None:
+    """Answer reads of the version that ``owned`` has now; those of versions that were passed over fail."""
+    for version, kind, future in reads:
+        if version != owned.published:
+            fail(future, StoreError(f"{owned.unit.name!r} v{version} was never readable: v{owned.published} is there"))
+            continue
+        try:
+            settle(future, read(owned, kind))
+        except StoreError as exc:
+            fail(future, exc)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -13,7 +15,9 @@ from rayzero.errors import StoreError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import HostMemory, ShardJournal, Sizes
-from rayzero.protocol.messages import COMPUTE, MASTER
+from rayzero.protocol.messages import COMPUTE, MASTER, Decision, Hyper, NormParts
+
+Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
 
 class ShardState(Enum):
@@ -38,8 +42,8 @@ _MOVES = {
 class OwnedShard:
     """A shard of this owner.
 
-    Knows its memory, version and state; not gradients, other shards, or who computes the update. Its fields are
-    written by the service alone, under the service's lock; tensor contents by the updater thread alone."""
+    Knows its memory, version and state; not gradients, other shards, or who computes the update. ``Publisher`` alone
+    writes where it is in its life; the updater's thread alone its tensors, ``steps`` and ``groups``."""
 
     shard: Shard
     unit: UnitLayout
@@ -56,7 +60,6 @@ class OwnedShard:
     published: int = field(default=-1, init=False)
     content: int = field(default=-1, init=False)  # the version at which the published parameters last changed
     pending: int = field(default=0, init=False)  # decisions queued or being worked on
-    pending_reads: int = field(default=0, init=False)  # of them, those that still read this shard's gradients
 
     def __post_init__(self) -> None:
         self.filled = sum(part.numel for part in self.slices)
@@ -67,6 +70,13 @@ class OwnedShard:
     def trainable(self) -> bool:
         """True when the shard has gradients, states and a master."""
         return self.unit.trainable
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it keeps, by kind; published parameters that are the master are told as that."""
+        apart = {} if self.params is self.master else {"param": self.params}
+        master = {} if self.master is None else {"master": self.master}
+        return {**apart, **master, **self.states}
 
     def move(self, state: ShardState) -> None:
         """Change state; raises StoreError when the table does not allow it."""
@@ -108,6 +118,32 @@ class OwnedShard:
             kinds = [COMPUTE, *([MASTER] if self.master is not None else []), *self.states]
             raise StoreError(f"{self.unit.name!r} has no {kind!r} to fetch; it has {', '.join(kinds)}")
         return found.cpu()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork:
+    """What one decision does to one shard whose content changes."""
+
+    gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
+    version: int  # that it makes
+    contributors: Contributors
+    scale: float
+    limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this
+    hyper: tuple[Hyper, ...]  # per parameter group
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one decision does to an owner's shards."""
+
+    decision: Decision
+    shards: Mapping[int, ShardWork | None]  # by shard; None: its content does not change
+    parts: Future[NormParts]  # of the step's gradients; done
+
+    @property
+    def version(self) -> int:
+        """The version that it makes."""
+        return self.decision.step + 1
 
 
 def allocate(

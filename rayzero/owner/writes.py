@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import fail, settle
+from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import StoreError
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.update.rules import UpdateRule
+from rayzero.owner.updater import Updater
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write
 
 
 class StagedWrites:
-    """Values that wait for their write, and the writes that were made.
+    """Values that wait for their write, and the write that was asked for last.
 
-    Knows shards' memory; not who asked. ``make`` is called by the updater thread."""
+    Knows shards' memory; not who asks, or when a step is decided. Any thread may ask; shards are changed in the
+    updater's thread, after the decisions that were queued before."""
 
-    def __init__(self) -> None:
-        self._staged: dict[int, tuple[int, str, Tensor]] = {}  # shard -> version, kind, values. freed by: make
+    def __init__(self, shards: Mapping[int, OwnedShard], rule: UpdateRule, updater: Updater) -> None:
+        self._shards, self._rule, self._updater = shards, rule, updater
+        self._lock = threading.Lock()
+        self._staged: dict[int, tuple[int, str, Tensor]] = {}  # shard -> version, kind, values. freed by: _make
         self._last: tuple[int, Future[None]] | None = None
+        self._error: StoreError | None = None
 
     def stage(self, owned: OwnedShard, version: int, kind: str, values: Tensor) -> None:
         """Keep ``values`` (1D, the shard's elements) until they are written; a repeat replaces them."""
@@ -33,27 +39,34 @@ class StagedWrites:
                 f"shard {owned.shard.index} of {owned.unit.name!r} has {owned.shard.numel} elements, got "
                 f"{tuple(values.shape)}"
             )
-        self._staged[owned.shard.index] = version, kind, values
+        with self._lock:
+            self._staged[owned.shard.index] = version, kind, values
 
-    def once(self, number: int) -> tuple[Future[None], bool]:
-        """The future of the write with this number, and whether it is new: a repeat is the same write."""
-        if self._last is None or self._last[0] != number:
-            self._last = number, Future()
-            return self._last[1], True
-        return self._last[1], False
+    def write(self, number: int, write: Write) -> Future[None]:
+        """Change the unit's shards; a repeat of ``number`` is the same write."""
+        with self._lock:
+            if self._error is not None:
+                return failed(self._error)
+            if self._last is not None and self._last[0] == number:
+                return self._last[1]
+            future: Future[None] = Future()
+            self._last = number, future
+            self._updater.submit(lambda: self._make_all(write, future))
+        return future
 
-    def make(self, write: Write, shards: Sequence[OwnedShard], rule: UpdateRule, future: Future[None]) -> None:
-        """Change the unit's shards."""
+    def _make_all(self, write: Write, future: Future[None]) -> None:
         try:
-            for owned in shards:
-                self._make(write, owned, rule)
+            for owned in self._shards.values():
+                if owned.unit.index == write.unit:
+                    self._make(write, owned)
         except StoreError as exc:
             fail(future, exc)
         else:
             settle(future, None)
 
-    def _make(self, write: Write, owned: OwnedShard, rule: UpdateRule) -> None:
-        version, kind, values = self._staged.pop(owned.shard.index, (-1, "", owned.params))
+    def _make(self, write: Write, owned: OwnedShard) -> None:
+        with self._lock:
+            version, kind, values = self._staged.pop(owned.shard.index, (-1, "", owned.params))
         if (version, kind) != (write.version, write.kind) or owned.published != version:
             raise StoreError(
                 f"{owned.unit.name!r} is at v{owned.published}: a write of {write.kind} at v{write.version} has no "
@@ -61,7 +74,12 @@ class StagedWrites:
             )
         stamps = owned.stamps(version)
         with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
-            overwrite(owned, rule, kind, values)
+            overwrite(owned, self._rule, kind, values)
+
+    def fail(self, error: StoreError) -> None:
+        """No further write is taken; what is queued is still made."""
+        with self._lock:
+            self._error = self._error or error
 
 
 def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) -> None:

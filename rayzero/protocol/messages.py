@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayzero.layout.model_layout import ModelLayout
 
@@ -99,6 +99,14 @@ class Pushed:
     attempt: int
     count: int  # contributions
     presence: bytes  # bit i set: slot i has a gradient
+
+
+class Published(NamedTuple):
+    """A version of one shard that its owner has made known: what every reader of it is told."""
+
+    shard: int
+    version: int
+    content: int  # the version its content is from: older where the last decisions changed nothing
 
 
 def pack_presence(present: list[bool]) -> bytes:

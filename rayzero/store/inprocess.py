@@ -82,7 +82,7 @@ class LocalOwners:
                 len(places),
                 threads=threads,
                 memory_budget=memory_budget,
-                make_memory=partial(self._make_memory, owner, len(places)) if _CAN_MAP else None,
+                memory=_Mappable(self.memories, owner, len(places)) if _CAN_MAP else None,
                 recorder=recorder,
                 device=device,
             )
@@ -90,17 +90,25 @@ class LocalOwners:
         ]
         self.lead = StepLead([LocalPeer(service) for service in self.services], recorder=recorder)
 
-    def _make_memory(self, owner: int, num_owners: int, spec: ModelSpec, kernel: str, _: OwnerPlan) -> OwnerSlabs:
-        plan = SharedPlan(spec, owner_map(spec, num_owners))
-        facts = partial(plan.facts, index=owner, kernel=kernel, incarnation=0)
-        self.memories[owner] = OwnerSlabs(plan, owner, facts, None)
-        return self.memories[owner]
-
     def close(self) -> None:
         """Stop the lead, then every owner. Idempotent."""
         self.lead.close()
         for service in self.services:
             service.close()
+
+
+class _Mappable:
+    """Makes one owner's memory so that windows can be opened over it. A ``MemoryMaker``."""
+
+    def __init__(self, memories: dict[int, OwnerSlabs], owner: int, num_owners: int) -> None:
+        """``memories``: where it is put, by owner."""
+        self._memories, self._owner, self._num_owners = memories, owner, num_owners
+
+    def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> OwnerSlabs:
+        shared = SharedPlan(spec, owner_map(spec, self._num_owners))
+        facts = shared.facts("params", self._owner, kernel, 0)
+        made = self._memories[self._owner] = OwnerSlabs(shared, facts, None)
+        return made
 
 
 class InProcessStore(DirectMemory):

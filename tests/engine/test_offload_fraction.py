@@ -136,7 +136,7 @@ def beside() -> Iterator[tuple[LocalOwners, MemoryRecorder]]:
 
 
 def shards_of(service: ShardService) -> list[Any]:
-    return list(service._attached().shards.values())
+    return list(service._attached().model.shards.values())
 
 
 def test_what_forward_uses_first_stays_on_the_device_and_never_more_than_its_share(beside):

@@ -102,7 +102,7 @@ def serve(owner: int, token: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     warm_up()
     shared = SharedOwner(owner, OWNERS, SHARED_MEMORY)
-    service = ShardService(owner, OWNERS, make_memory=shared.make_memory)
+    service = ShardService(owner, OWNERS, memory=shared)
     with OwnerServer(service, token=token, shared=shared) as server:
         pipe.send(server.address)
         server.connect_peers(pipe.recv())

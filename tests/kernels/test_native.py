@@ -32,7 +32,7 @@ from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
-from rayzero.owner.gradients.norm import SquareSum, choose_squares
+from rayzero.owner.gradients.squares import SquareSum, choose_squares
 
 LOADED = native.load()
 if isinstance(LOADED, str):

@@ -73,7 +73,7 @@ class WatchedPeer:
         self.calls.append(f"save {step}")
         if "save" in self.fails:
             return failed(self.fails["save"])
-        return self.answers.pop() if self.answers else self.service.save(step, directory)
+        return self.answers.pop() if self.answers else self.service.write_checkpoint(step, directory)
 
     def abort(self, error: StoreError) -> None:
         self.calls.append(f"abort {type(error).__name__}")
@@ -95,7 +95,7 @@ def lead_of(
                 peer.service.attach(rank, spec)
             for shard in spec.layout.shards:
                 unit = spec.layout.units[shard.unit]
-                if shard.index in peer.service._attached().shards:
+                if shard.index in peer.service._attached().model.shards:
                     flat = flatten(unit, values, unit.dtype)
                     peer.service.load(shard.index, flat[shard.start : shard.stop].float())
         for rank in range(spec.world_size):
@@ -282,7 +282,7 @@ def test_ranks_hear_of_a_failed_save_when_every_owner_has_answered_and_nothing_i
         assert not any(save.done() for save in saves)
         gone: list[bool] = []
         saves[0].add_done_callback(lambda _: gone.append(not any(tmp_path.iterdir())))
-        peers[1].service.save(0, directory).add_done_callback(lambda file: settle(writes, file.result()))
+        peers[1].service.write_checkpoint(0, directory).add_done_callback(lambda file: settle(writes, file.result()))
         for save in saves:
             with pytest.raises(OSError, match="disk full"):
                 save.result(WAIT)

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
 from rayzero.owner.gradients.landing import RankGradients
-from rayzero.owner.gradients.norm import choose_squares
+from rayzero.owner.gradients.squares import choose_squares
 from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.shard import allocate
 from rayzero.protocol.messages import Contribution, pack_presence

@@ -11,7 +11,7 @@ from store.toy import Grads, flatten, make_spec, random_grads
 from torch import Tensor
 
 from owner.owner import owner_of
-from rayzero.owner.group_norms import GroupNorms
+from rayzero.owner.update.group_norms import GroupNorms
 from rayzero.protocol.messages import MASTER, Action, ModelSpec
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import GROUP_GRAD_NORM, GROUP_PARAM_NORM, GROUP_UPDATE_NORM
@@ -97,6 +97,6 @@ def test_a_skipped_step_is_not_measured() -> None:
 def test_what_it_keeps_is_the_largest_trained_shard_in_fp32() -> None:
     spec = make_spec(WORLD)
     with owner_of(spec) as owner:
-        model = owner.service._attached()
+        model = owner.service._attached().model
         trained = [cut.numel for cut in spec.layout.shards if spec.layout.units[cut.unit].trainable]
-        assert GroupNorms(model, MemoryRecorder()).scratch_bytes == 4 * max(trained)
+        assert GroupNorms(spec, model.shards, model.square_sum, MemoryRecorder()).scratch_bytes == 4 * max(trained)

@@ -10,7 +10,7 @@ import torch
 
 from rayzero.kernels import choose_kernel
 from rayzero.lead.decide import decide, edited, total_norm
-from rayzero.owner.gradients.norm import LEAF, Squares, SquareSum, choose_squares
+from rayzero.owner.gradients.squares import LEAF, Squares, SquareSum, choose_squares
 from rayzero.protocol.messages import Clamp, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
 
 

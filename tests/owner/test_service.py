@@ -21,12 +21,12 @@ from rayzero.errors import (
     StoreClosedError,
     StoreError,
 )
-from rayzero.owner.gradients import norm_pass
+from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import Landing
 from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
-from rayzero.owner.updater import Task
+from rayzero.owner.updater import Task, Updater
 from rayzero.protocol.messages import MASTER, Action, FileEntry
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -286,7 +286,7 @@ def test_reports_may_come_in_any_order() -> None:
 
 
 def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_pass, "EARLY", 1)  # element: one task a shard
+    monkeypatch.setattr(contributions, "EARLY", 1)  # element: one task a shard
     spec = make_spec(1, accumulation_steps=2)
     grads = [random_grads(spec, seed) for seed in range(3)]
     results = []
@@ -306,11 +306,11 @@ def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: 
 def test_parts_are_computed_early_in_tasks_of_some_size(
     early: int, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_pass, "EARLY", early)  # elements
+    monkeypatch.setattr(contributions, "EARLY", early)  # elements
     spec = make_spec(1)
     with owner_of(spec) as owner:
         submitted: list[Task] = []
-        monkeypatch.setattr(owner.service._norm_pass(), "_submit", submitted.append)
+        monkeypatch.setattr(Updater, "submit", lambda updater, task: submitted.append(task))
         owner.push(0, random_grads(spec, 0))
         sizes = [shard.numel for shard in spec.layout.shards]
         assert (len(submitted), len(sizes)) == (tasks, 11), sizes
@@ -351,7 +351,7 @@ def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
         owner.collect(1).result(WAIT)
         gate = Gate(owner.service, hold_at=(0, 1))  # hears of it on subscribing: the updater stands still
         gate.wait()
-        entry = owner.service.save(1, tmp_path / "step-000001")
+        entry = owner.service.write_checkpoint(1, tmp_path / "step-000001")
         owner.service.apply(owner.decision(1))
         gate.release()
         late = entry.result(WAIT)
@@ -362,13 +362,13 @@ def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
         owner.take_step([grads[0]])
         assert saved(owner, late, 1)
         with pytest.raises(StoreError, match="v0 cannot be saved: optimizer 0 has decided step 0"):
-            owner.service.save(0, tmp_path / "step-000000").result(WAIT)
+            owner.service.write_checkpoint(0, tmp_path / "step-000000").result(WAIT)
 
 
 def test_a_save_may_be_asked_for_before_its_version_is_decided(tmp_path: Path) -> None:
     spec = make_spec(1, dtypes=[BF16] * 3)
     with owner_of(spec) as owner:
-        entry = owner.service.save(1, tmp_path / "step-000001")
+        entry = owner.service.write_checkpoint(1, tmp_path / "step-000001")
         owner.take_step([random_grads(spec, 1)])
         assert saved(owner, entry.result(WAIT), 1)
 

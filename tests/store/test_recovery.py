@@ -126,7 +126,7 @@ def halt_at(point: str, patch: Any, stop: Any = halt) -> None:
         apply(self, decision)
 
     def stopping_publish(self: SharedOwner, published: Any) -> None:
-        if any(version == 2 for _, version, _ in published):
+        if any(each.version == 2 for each in published):
             stop()
         publish(self, published)
 
@@ -240,7 +240,7 @@ def test_a_slab_of_an_earlier_life_is_refused_by_name() -> None:
         lives = []
         for _ in range(2):
             shared = SharedOwner(0, 1)
-            service = ShardService(0, 1, make_memory=shared.make_memory)
+            service = ShardService(0, 1, memory=shared)
             stack.callback(shared.close)
             stack.callback(service.close)
             service.attach(0, spec, own_gradients=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rayzero.errors import HandshakeError
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.page_lock import beyond_limit
-from rayzero.protocol.messages import Pushed
+from rayzero.protocol.messages import Published, Pushed
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -43,7 +43,7 @@ def slabs() -> Iterator[ExitStack]:
 
 
 def owner_slabs(stack: ExitStack, plan: SharedPlan, owner: int) -> OwnerSlabs:
-    found = OwnerSlabs(plan, owner, lambda role: plan.facts(role, owner, "test", 1), None)
+    found = OwnerSlabs(plan, plan.facts("params", owner, "test", 1), None)
     stack.callback(found.close)
     return found
 
@@ -126,9 +126,9 @@ def test_version_lines_tell_news_once_and_whose_they_are(slabs: ExitStack) -> No
     ours.describe(plan.first_tiles(0))
     theirs.check("here")
     assert theirs.news() == []
-    ours.publish(3, 0, 0)
-    ours.publish(1, 2, 1)
-    assert theirs.news() == [(1, 2, 1), (3, 0, 0)]
+    ours.publish(Published(3, 0, 0))
+    ours.publish(Published(1, 2, 1))
+    assert theirs.news() == [Published(1, 2, 1), Published(3, 0, 0)]
     assert theirs.news() == []
     with pytest.raises(HandshakeError, match=r"here has shard \(0, 0, 512\)"):
         ShardLines(slab, plan_of(1, shard_numel=1024).shards_of(0)).check("here")

@@ -71,7 +71,7 @@ def served(
     servers = []
     for owner in range(num_owners):
         shared = SharedOwner(owner, num_owners, directory) if sharing else None
-        service = ShardService(owner, num_owners, make_memory=shared.make_memory if shared is not None else None)
+        service = ShardService(owner, num_owners, memory=shared)
         stack.callback(service.close)
         server = OwnerServer(service, token=TOKEN, shared=shared, interceptors=[calls] if calls is not None else [])
         servers.append(stack.enter_context(server))

@@ -1,99 +1,133 @@
-"""What the ranks have contributed to the open step, and when that is everything they counted."""
+"""What the ranks have contributed to the open step, and the norm parts of all they counted.
+
+Reservations and arrivals come from any thread; squares are summed in the updater's thread, early where a shard has as
+many pushes as in the step before. A part is kept with what it was computed from, so that none is handed out that is
+out of date.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import StepMismatchError, StoreError
+from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, Landing, RankGradients, check_push
-from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.messages import Clamp, Contribution, FinishReport, NormParts, Pushed
-from rayzero.quantities import count
+from rayzero.owner.gradients.squares import Squares
+from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
+from rayzero.owner.updater import Updater
+from rayzero.protocol.messages import (
+    Action,
+    Clamp,
+    Contribution,
+    Decision,
+    FinishReport,
+    ModelSpec,
+    NormParts,
+    Pushed,
+)
+from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.spans import Over, nothing
 
-Contributors = tuple[tuple[int, ...], ...]  # per slice: ranks with a gradient for it, ascending
+EARLY = 1 << 20  # elements: summing fewer (0.1 ms) can wait for the finish
+
 _NOTHING = torch.empty(0)
 # What a norm part was computed from: how the sum was clamped, and (rank, generation of its landing) of each summed.
-PartKey = tuple[Clamp | None, tuple[tuple[int, int], ...]]
-Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
-
-
-@dataclass(eq=False)
-class Collection:
-    """A collect that waits: for counted pushes, then for norm parts."""
-
-    step: int
-    reports: Mapping[int, FinishReport]
-    future: Future[NormParts] = field(default_factory=Future)
-    missing: dict[int, set[int]] = field(default_factory=dict)  # shard -> ranks with a counted push not there yet
-    unsummed: set[int] = field(default_factory=set)  # shards without a valid norm part
-
-    @property
-    def attempts(self) -> tuple[int, ...]:
-        """Per rank, the attempt that counts."""
-        return tuple(self.reports[rank].attempt for rank in sorted(self.reports))
-
-    @property
-    def clamp(self) -> Clamp | None:
-        """What is done to the sums before they are squared."""
-        return next(iter(self.reports.values())).clamp
+_PartKey = tuple[Clamp | None, tuple[tuple[int, int], ...]]
+_Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
 
 
 class Contributions:
-    """All ranks' gradient memory and what is in it.
+    """All ranks' gradients of one owner's shards: the only one that moves on to the next step.
 
-    Knows ranks, shards and counts; not who adds them up, or decisions. Called under the service's lock."""
+    Knows ranks, shards and counts; not versions, nor how a decision comes to be. Thread-safe: no future is settled and
+    nothing is computed under its lock."""
 
-    def __init__(self, shards: Mapping[int, OwnedShard], world_size: int, accumulation_steps: int) -> None:
+    def __init__(
+        self,
+        owner: int,
+        spec: ModelSpec,
+        shards: Mapping[int, OwnedShard],
+        squares: Squares,
+        updater: Updater,
+        recorder: Recorder,
+        *,
+        step: int,
+    ) -> None:
+        """``squares``: used in the thread of ``updater`` alone. ``step``: the first one that is open."""
+        self.open_step = step  # whose contributions are taken
         self.ranks: dict[int, RankGradients] = {}  # those that have attached
-        self._world_size, self._accumulate = world_size, accumulation_steps > 1
+        self._owner, self._spec, self._every = owner, spec, shards
+        self._squares, self._updater, self._recorder = squares, updater, recorder
+        self._lock = threading.Lock()
         self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
-        self._waiting: list[Reservation] = []
-        self._parts: dict[int, tuple[PartKey, tuple[float, ...]]] = {}
-        units = max((shard.unit.index for shard in shards.values()), default=-1) + 1
-        self._expected = {rank: (accumulation_steps,) * units for rank in range(world_size)}  # a hint, never a rule
+        self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have yet to read a shard's gradients
+        self._waiting: list[_Reservation] = []
+        counts = (spec.accumulation_steps,) * len(spec.layout.units)
+        self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: a hint, never a rule
+        self._collection: Collection | None = None  # of the open step, once its reports are here
+        self._parts: dict[int, tuple[_PartKey, tuple[float, ...]]] = {}  # by shard
+        self._ripe: list[OwnedShard] = []  # expected pushes are all there, and no task was made for their parts yet
+        self._ripe_numel = 0
+        self._deciding: Over = nothing  # span of the open step, from its first collect on
+        self._error: StoreError | None = None
 
     # ---- memory for pushes
 
     def add_rank(self, rank: int, own_memory: Mapping[int, Tensor] | None) -> None:
-        """A rank attached; ``own_memory``: see ``RankGradients``."""
-        self.ranks[rank] = RankGradients(
-            rank, list(self._shards.values()), accumulate=self._accumulate, own_memory=own_memory
-        )
+        """A rank attached; ``own_memory``: see ``RankGradients``. A repeat changes nothing."""
+        with self._lock:
+            if rank not in self.ranks:
+                self.ranks[rank] = RankGradients(
+                    rank,
+                    list(self._shards.values()),
+                    accumulate=self._spec.accumulation_steps > 1,
+                    own_memory=own_memory,
+                )
 
-    def shards_of(self, unit: int) -> Sequence[OwnedShard]:
-        """The trained shards here of one unit."""
-        return self._by_unit.get(unit, ())
+    def reserve(self, push: Contribution, owned: OwnedShard) -> Future[Tensor | None]:
+        """See ``ShardService.reserve_when_free``."""
+        future: Future[Tensor | None] = Future()
+        try:
+            self._try_reserve((push, owned, future))
+        except StoreError as exc:
+            return failed(exc)
+        return future
 
-    def observe(self, rank: int, owned: OwnedShard, pushed: Pushed) -> bool:
-        """Take note of what a rank has in its own memory; False where that is no news."""
-        return self.ranks[rank].landings[owned.shard.index].observe(pushed)
+    def _try_reserve(self, reservation: _Reservation) -> None:
+        """Answer a reservation, or let it wait."""
+        push, owned, future = reservation
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            answered, memory = self._memory_for(push, owned)
+            if not answered:
+                self._waiting.append(reservation)
+        if answered:
+            settle(future, memory)
 
-    def reserve(self, push: Contribution, owned: OwnedShard, open_step: int) -> tuple[bool, Tensor | None]:
+    def _memory_for(self, push: Contribution, owned: OwnedShard) -> tuple[bool, Tensor | None]:
         """(answered, memory): not answered means that the push has to wait for its own rank's memory."""
         check_push(push, owned)
-        if push.step < open_step:
+        if push.step < self.open_step:
             return True, None
-        if push.step > open_step or owned.pending_reads:
+        if push.step > self.open_step or self._to_be_read[owned.shard.index]:
             return False, None
         rank = self.ranks[push.rank]
         landing = rank.landings[owned.shard.index]
         admission = landing.admit(push)
         if admission in (Admission.DROP, Admission.WAIT):
             return admission is Admission.DROP, None
-        return self._open(push, owned, rank, landing, admission)
-
-    def _open(
-        self, push: Contribution, owned: OwnedShard, rank: RankGradients, landing: Landing, admission: Admission
-    ) -> tuple[bool, Tensor | None]:
         if admission is Admission.LAND:
             rank.release(landing.staged)
             landing.staged, memory = None, landing.sum.memory
@@ -105,144 +139,265 @@ class Contributions:
         landing.open(push)
         return True, memory
 
-    def wait(self, reservation: Reservation) -> None:
-        """Keep a reservation that could not be answered."""
-        self._waiting.append(reservation)
+    def retry(self) -> None:
+        """Something became free: answer the reservations that can be answered now."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for reservation in waiting:
+            try:
+                self._try_reserve(reservation)
+            except StoreError as exc:
+                fail(reservation[2], exc)
 
-    def take_waiting(self) -> list[Reservation]:
-        """Take out all reservations that wait, to try them again."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+    def landed(self, push: Contribution, owned: OwnedShard, came: Tensor | None) -> StepMismatchError | None:
+        """See ``ShardService.landed``. What it returns fails the step: more pushes than were counted."""
+        rank = self.ranks[push.rank]
+        landing = rank.landings[owned.shard.index]
+        with self._lock:
+            wanted = push.step == self.open_step and landing.begin(push)
+        if not wanted:
+            return None
+        landing.absorb(push, came)
+        with self._lock:
+            rank.release(landing.complete(push))
+            excess = self._arrived(owned, push.rank)
+        self.retry()
+        return excess
 
-    def landing(self, push: Contribution) -> dict[int, Landing]:
-        """The landings of the pushing rank, by shard."""
-        return self.ranks[push.rank].landings
+    def observe(self, rank: int, unit: int, pushed: Pushed) -> StepMismatchError | None:
+        """See ``ShardService.observe``. What it returns fails the step: more pushes than were counted."""
+        excess = None
+        with self._lock:
+            for owned in self._by_unit.get(unit, ()) if pushed.step == self.open_step else ():
+                if self.ranks[rank].landings[owned.shard.index].observe(pushed):
+                    excess = self._arrived(owned, rank) or excess
+        return excess
 
-    # ---- counts
+    def _arrived(self, owned: OwnedShard, rank: int) -> StepMismatchError | None:
+        """A push of ``rank`` is there: sum the shard if it was the last one that is counted, or expected."""
+        try:
+            if self._collection is not None:
+                if self._collection.arrived(owned, rank, self.ranks):
+                    self._sum_later([owned], self.open_step)
+            elif self._looks_complete(owned):
+                self._ripen(owned)
+        except StepMismatchError as exc:
+            return exc
+        return None
 
-    def collect(self, collection: Collection) -> None:
-        """Note what is still missing. Raises StepMismatchError where more arrived than was counted."""
-        for index, owned in self._shards.items():
-            missing = {rank for rank in collection.reports if not self._is_there(collection, owned, rank)}
-            if missing:
-                collection.missing[index] = missing
-        collection.unsummed = set(self._shards)
-
-    def arrived(self, collection: Collection, owned: OwnedShard, rank: int) -> bool:
-        """A push landed: True when it was the last that ``owned`` missed."""
-        missing = collection.missing.get(owned.shard.index)
-        if missing is None or rank not in missing or not self._is_there(collection, owned, rank):
-            return False
-        missing.discard(rank)
-        if missing:
-            return False
-        del collection.missing[owned.shard.index]
-        return True
-
-    def _is_there(self, collection: Collection, owned: OwnedShard, rank: int) -> bool:
-        report = collection.reports[rank]
-        counted = report.counts[owned.unit.index]
-        gradients = self.ranks.get(rank)  # None: its finish came before its attach reached this owner
-        landing = gradients.landings[owned.shard.index] if gradients is not None else None
-        landed = landing.sum.count_of(report.step, report.attempt) if landing is not None else 0
-        if landed > counted:
-            raise StepMismatchError(
-                f"rank {rank} finished step {report.step} with {counted} pushes of {owned.unit.name!r}, "
-                f"but {landed} arrived; every push must be issued before finish"
-            )
-        return landed == counted
-
-    def looks_complete(self, owned: OwnedShard, step: int) -> bool:
-        """True when every rank has pushed as often as in the last step: its norm part may be computed early."""
-        if len(self.ranks) < self._world_size:
+    def _looks_complete(self, owned: OwnedShard) -> bool:
+        """Whether every rank has pushed as often as in the last step: its norm part may be computed early."""
+        if len(self.ranks) < self._spec.world_size:
             return False
         for rank, gradients in self.ranks.items():
-            landing = gradients.landings[owned.shard.index]
-            if landing.sum.count_of(step, landing.sum.attempt) != self._expected[rank][owned.unit.index]:
+            here = gradients.landings[owned.shard.index].sum
+            if here.count_of(self.open_step, here.attempt) != self._expected[rank][owned.unit.index]:
                 return False
         return True
 
-    def remember(self, reports: Mapping[int, FinishReport]) -> None:
-        """Expect the next step's counts to be like these."""
-        self._expected = {rank: report.counts for rank, report in reports.items()}
+    def _ripen(self, owned: OwnedShard) -> None:
+        """Sum early, some shards at a time: waking the updater's thread takes as long as summing many elements."""
+        self._ripe.append(owned)
+        self._ripe_numel += owned.shard.numel
+        if self._ripe_numel >= EARLY:
+            self._sum_later(self._ripe, self.open_step)
+            self._ripe, self._ripe_numel = [], 0
 
-    # ---- norm parts
+    # ---- collect and decide
 
-    def counted_ranks(self, owned: OwnedShard, collection: Collection) -> list[int]:
-        """The ranks whose pushes of this shard count."""
-        unit = owned.unit.index
-        return [rank for rank in sorted(collection.reports) if collection.reports[rank].counts[unit]]
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """The parts of ``step``, which is open; other reports than before replace what was asked for.
 
-    def landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
-        """The ranks that have something of this shard now, whatever will be counted."""
-        landings = [(rank, self.ranks[rank].landings[owned.shard.index]) for rank in sorted(self.ranks)]
-        return [rank for rank, landing in landings if landing.sum.count_of(step, landing.sum.attempt)]
+        Raises StepMismatchError or StoreError where reports do not fit each other or what has arrived."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if step != self.open_step:
+                raise StepMismatchError(f"{self._who} is in step {self.open_step}, asked to collect {step}")
+            check_reports(step, reports, self._spec)
+            new, old = Collection(step, {report.rank: report for report in reports}), self._collection
+            if old is not None and old.reports == new.reports:
+                return old.future
+            new.begin(self._shards, self.ranks)
+            self._expected = {rank: report.counts for rank, report in new.reports.items()}
+            self._collection = new
+            if self._deciding is nothing:
+                self._deciding = self._recorder.spans.begin("decide", f"step {step}", step)
+        if old is not None:
+            fail(old.future, StepMismatchError(f"step {old.step} was reopened"))
+        self._updater.submit(lambda: self._sum_missing(new))
+        return new.future
 
-    def key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> PartKey:
-        """What a norm part over ``ranks`` would be computed from now."""
-        return clamp, tuple((rank, self.ranks[rank].landings[owned.shard.index].generation) for rank in ranks)
+    def decide(self, decision: Decision) -> StepWork | None:
+        """Take a decision in: the next step is open, and what the decision does to each shard is returned. None: it
+        was taken in before. Raises StepMismatchError for one that does not fit what was collected."""
+        with self._lock:
+            if decision.step < self.open_step:
+                return None
+            collection = self._counted(decision)
+            shards = {index: self._work_of(owned, decision, collection) for index, owned in self._every.items()}
+            for index, work in shards.items():
+                if work is not None:
+                    self._to_be_read[index] += 1
+            self.open_step, self._collection = decision.step + 1, None
+            self._ripe, self._ripe_numel = [], 0
+            self._deciding()
+            self._deciding = nothing
+        return StepWork(decision=decision, shards=shards, parts=collection.future)
 
-    def contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
-        """Per slice, those of ``ranks`` with a gradient for it."""
-        present = [self.ranks[rank].landings[owned.shard.index].present for rank in ranks]
-        if all(map(all, present)):
-            return (tuple(ranks),) * len(owned.slices)
-        return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
+    def _counted(self, decision: Decision) -> Collection:
+        """The collection whose pushes ``decision`` counts. Raises StepMismatchError where it was decided too early, or
+        counts something else than what was collected."""
+        collection = self._collection
+        if decision.step > self.open_step or collection is None:
+            raise StepMismatchError(
+                f"{self._who} is in step {self.open_step} ({'collected' if collection else 'not collected'}), "
+                f"got the decision of step {decision.step}"
+            )
+        if decision.attempts != collection.attempts:
+            raise StepMismatchError(
+                f"the decision of step {decision.step} counts attempts {decision.attempts}, "
+                f"{self._who} collected {collection.attempts}"
+            )
+        if any(owned.state is ShardState.EMPTY for owned in self._every.values()):
+            raise StepMismatchError(f"step {decision.step} was decided before {self._who} was loaded")
+        return collection
 
-    def gradients(self, owned: OwnedShard) -> list[Tensor]:
-        """Per rank, its memory for this shard; empty for one that has not attached and so has no gradient."""
-        landings = [
-            r.landings[owned.shard.index] if (r := self.ranks.get(i)) else None for i in range(self._world_size)
-        ]
-        return [landing.sum.memory if landing is not None else _NOTHING for landing in landings]
+    def _work_of(self, owned: OwnedShard, decision: Decision, collection: Collection) -> ShardWork | None:
+        if decision.action is not Action.APPLY or not owned.trainable:
+            return None
+        contributors = self._contributors(owned, collection.ranks_of(owned))
+        if not any(contributors):
+            return None
+        return ShardWork(
+            version=decision.step + 1,
+            gradients=self._gradients(owned),
+            contributors=contributors,
+            scale=decision.scale,
+            limit=decision.limit,
+            hyper=decision.hyper,
+        )
 
-    def keep_part(self, owned: OwnedShard, key: PartKey, squares: tuple[float, ...]) -> bool:
-        """Keep a norm part unless what it was computed from has changed since."""
-        clamp, landings = key
-        if key != self.key(owned, [rank for rank, _ in landings], clamp):
-            return False
-        self._parts[owned.shard.index] = (key, squares)
-        return True
+    def release(self, owned: OwnedShard) -> None:
+        """The update that a decision asked for has read the shard's gradients: ranks may write there again."""
+        with self._lock:
+            self._to_be_read[owned.shard.index] -= 1
+        self.retry()
 
-    def has_part(self, owned: OwnedShard, collection: Collection) -> bool:
-        """True when the kept part is the one the collection asks for."""
-        kept = self._parts.get(owned.shard.index)
-        wanted = self.key(owned, self.counted_ranks(owned, collection), collection.clamp)
-        return kept is not None and kept[0] == wanted
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks with counted pushes that are not there."""
+        with self._lock:
+            return self._collection.missing_ranks if self._collection is not None else []
 
-    def check_off(self, owned: OwnedShard, collection: Collection) -> None:
-        """Where all counted pushes of a shard are there and its part is valid, the collection waits for it no more."""
-        if owned.shard.index not in collection.missing and self.has_part(owned, collection):
-            collection.unsummed.discard(owned.shard.index)
+    def fail(self, error: StoreError) -> None:
+        """The open step will never be decided: who waits for it, now or later, gets the first error."""
+        with self._lock:
+            error = self._error = self._error or error
+            collection = self._collection
+        if collection is not None:
+            fail(collection.future, error)
+        self.retry()
 
-    def unsummed(self, collection: Collection) -> list[OwnedShard]:
-        """The shards whose counted pushes are all there, and whose parts nobody computed early."""
-        for index in tuple(collection.unsummed):
-            self.check_off(self._shards[index], collection)
-        return [self._shards[index] for index in sorted(collection.unsummed - collection.missing.keys())]
+    @property
+    def _who(self) -> str:
+        return f"optimizer {self._owner}"
 
-    def norm_parts(self, collection: Collection) -> NormParts:
-        """All parts of this owner, once ``collection.unsummed`` is empty."""
+    # ---- norm parts: computed in the updater's thread
+
+    def _sum_later(self, shards: Sequence[OwnedShard], step: int) -> None:
+        def sum_all() -> None:
+            over = self._recorder.spans.begin("norm", "sums of squares", step)
+            for owned in shards:
+                self._sum(owned, step)
+            over()
+
+        self._updater.submit(sum_all)
+
+    def _sum_missing(self, collection: Collection) -> None:
+        """Compute the parts that nobody computed early; completes a collection that has no shards at all."""
+        over = self._recorder.spans.begin("norm", "sums of squares", collection.step)
+        with self._lock:
+            for index in tuple(collection.unsummed):
+                self._check_off(self._shards[index], collection)
+            missing = [self._shards[index] for index in sorted(collection.unsummed - collection.missing.keys())]
+        for owned in missing:
+            self._sum(owned, collection.step)
+        self._hand_out()
+        over()
+
+    def _sum(self, owned: OwnedShard, step: int) -> None:
+        """Compute a shard's part, unless the one that is kept will do."""
+        with self._lock:
+            collection = self._collection
+            known = collection is not None and self._has_part(owned, collection)
+            ranks = self._landed_ranks(owned, step) if collection is None else collection.ranks_of(owned)
+            clamp = None if collection is None else collection.clamp
+            key, contributors = self._key(owned, ranks, clamp), self._contributors(owned, ranks)
+            gradients = self._gradients(owned)
+        squares = None if known else self._squares_of(owned, gradients, contributors, clamp)
+        with self._lock:
+            if squares is not None and key == self._key(owned, ranks, clamp):  # else a push came meanwhile
+                self._parts[owned.shard.index] = (key, squares)
+            if self._collection is not None:
+                self._check_off(owned, self._collection)
+        self._hand_out()
+
+    def _squares_of(
+        self, owned: OwnedShard, gradients: Sequence[Tensor], contributors: Contributors, clamp: Clamp | None
+    ) -> tuple[float, ...]:
+        """Per slice; neighbours with the same contributors in one call, because models have many parameters."""
+        squares: list[float] = []
+        for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
+            ranges = tuple((part.start, part.stop) for _, part in group)
+            squares += self._squares.parts(gradients, members, ranges, clamp) if members else [0.0] * len(ranges)
+        return tuple(squares)
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            collection = self._collection
+            if collection is None or collection.unsummed:
+                return
+            parts = self._norm_parts(collection)
+        settle(collection.future, parts)
+
+    def _norm_parts(self, collection: Collection) -> NormParts:
         found = []
         for index in sorted(self._shards):
             owned = self._shards[index]
-            contributors = self.contributors(owned, self.counted_ranks(owned, collection))
+            contributors = self._contributors(owned, collection.ranks_of(owned))
             squares = self._parts[index][1]
             found += [(index, part.slot, squares[i]) for i, part in enumerate(owned.slices) if contributors[i]]
         return NormParts(step=collection.step, parts=tuple(found))
 
+    def _check_off(self, owned: OwnedShard, collection: Collection) -> None:
+        """Where all counted pushes of a shard are there and its part is valid, the collection waits for it no more."""
+        if owned.shard.index not in collection.missing and self._has_part(owned, collection):
+            collection.unsummed.discard(owned.shard.index)
 
-def check_reports(step: int, reports: Sequence[FinishReport], world_size: int, num_units: int) -> None:
-    """Raise unless there is one report of each rank, of this step, with a count for every unit."""
-    ranks = sorted(report.rank for report in reports)
-    alike = all(report.step == step and report.clamp == reports[0].clamp for report in reports)
-    if ranks != list(range(world_size)) or not alike:
-        raise StepMismatchError(
-            f"step {step} needs a report of each of {count(world_size, 'rank')}, got "
-            f"{[(report.rank, report.step) for report in reports]} as (rank, step)"
-        )
-    for report in reports:
-        if len(report.counts) != num_units:
-            raise StoreError(
-                f"rank {report.rank} counted {count(len(report.counts), 'unit')}, the layout has {num_units}"
-            )
+    def _has_part(self, owned: OwnedShard, collection: Collection) -> bool:
+        kept = self._parts.get(owned.shard.index)
+        return kept is not None and kept[0] == self._key(owned, collection.ranks_of(owned), collection.clamp)
+
+    def _landing(self, owned: OwnedShard, rank: int) -> Landing:
+        return self.ranks[rank].landings[owned.shard.index]
+
+    def _landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
+        """The ranks that have something of this shard now, whatever will be counted."""
+        found = {rank: self._landing(owned, rank).sum for rank in sorted(self.ranks)}
+        return [rank for rank, here in found.items() if here.count_of(step, here.attempt)]
+
+    def _key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> _PartKey:
+        return clamp, tuple((rank, self._landing(owned, rank).generation) for rank in ranks)
+
+    def _contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
+        """Per slice, those of ``ranks`` with a gradient for it."""
+        present = [self._landing(owned, rank).present for rank in ranks]
+        if all(map(all, present)):
+            return (tuple(ranks),) * len(owned.slices)
+        return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
+
+    def _gradients(self, owned: OwnedShard) -> list[Tensor]:
+        """Per rank, its memory for this shard; empty for one that has not attached and so has no gradient."""
+        ranks = range(self._spec.world_size)
+        return [self._landing(owned, rank).sum.memory if rank in self.ranks else _NOTHING for rank in ranks]

@@ -9,7 +9,7 @@ closure, or draws random numbers fails and is refused by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.layout.model_layout import aligned
-from rayzero.owner.shard import OwnedShard
-from rayzero.owner.update.rules import OnTile, ShardWork
+from rayzero.owner.shard import OwnedShard, ShardWork
+from rayzero.owner.update.rules import OnTile
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec
 
 _PROBE_SHAPE = (16, 24)  # elements of the probe's matrix ...
@@ -55,12 +55,8 @@ class ElementwiseRule:
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
         if owned.shard.index not in self._shards:
-            self._shards[owned.shard.index] = _ShardOptimizer(self._cls, self._options, owned)
+            self._shards[owned.shard.index] = _ShardOptimizer(self._cls, self._hyper, owned)
         return self._shards[owned.shard.index]
-
-    def _options(self, group: int) -> Hyper:
-        """What an instance is built with; each step brings the options of the day, also of groups added later."""
-        return self._hyper[group if group < len(self._hyper) else 0]
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one ``step()`` of the shard's instance."""
@@ -98,14 +94,15 @@ class ElementwiseRule:
 class _ShardOptimizer:
     """One shard's instance of the class."""
 
-    def __init__(self, cls: type[torch.optim.Optimizer], options: Callable[[int], Hyper], owned: OwnedShard) -> None:
+    def __init__(self, cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], owned: OwnedShard) -> None:
+        """``hyper``: what it is built with; each step brings its own options, also of groups that were added later."""
         assert owned.master is not None
         self._owned = owned
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
         self.params = [owned.master[start:stop].detach().requires_grad_() for start, stop in self._ranges]
         self._used = sorted(set(owned.groups))  # groups without a slice here would be empty
         members = [[p for p, g in zip(self.params, owned.groups, strict=True) if g == used] for used in self._used]
-        self._optimizer = build(cls, [options(group) for group in self._used], members)
+        self._optimizer = build(cls, [hyper[group if group < len(hyper) else 0] for group in self._used], members)
 
     def step(self, work: ShardWork) -> None:
         for group, used in zip(self._optimizer.param_groups, self._used, strict=True):

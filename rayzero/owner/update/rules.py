@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
@@ -15,25 +13,13 @@ from torch import Tensor
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
-from rayzero.owner.shard import OwnedShard
+from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec
 
 OnTile = Callable[[int, int], None]
 
 _ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardWork:
-    """What one decision does to one shard."""
-
-    gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
-    version: int  # that it makes
-    contributors: tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
-    scale: float
-    limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this
-    hyper: tuple[Hyper, ...]  # per parameter group
 
 
 class UpdateRule(Protocol):

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,11 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferErr
 from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
-from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution
+from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.owner_state import OwnerState, Repeats, as_store_error, ended, result_of
+from rayzero.store.owner.long_polls import Repeats, ended, result_of
+from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.wire import translate
-from rayzero.store.wire.notices import News
 from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
 from rayzero.store.wire.rpc import (
     MAX_CHUNK_BYTES,
@@ -91,15 +91,15 @@ def _wire_dtype(wire_format: int, unit: UnitLayout) -> torch.dtype:
 class RankCalls:
     """StoreService: what ranks ask for."""
 
-    def __init__(self, state: OwnerState) -> None:
-        self._s = state
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self._repeats = Repeats()
 
     # ---- attach, notices, leave
 
     async def attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
         """Compare both sides, then let the service allocate or compare."""
-        service = self._s.service
+        service = self._model.service
         self._require_same_terms(request)
         spec = translate.spec_from_bytes(request.spec)
         if spec.layout.digest != request.layout_digest:
@@ -107,29 +107,31 @@ class RankCalls:
                 f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
                 f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
             )
-        shares = self._s.shared is not None and self._s.shared.host == request.host != ""
-        attached = await self._s.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
-        self._s.take_spec(spec)
-        self._s.left.discard(request.rank)
-        if self._s.leads:
+        shares = self._model.shared is not None and self._model.shared.host == request.host != ""
+        attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
+        self._model.take_spec(spec)
+        self._model.left.discard(request.rank)
+        if self._model.leads:
             self._connected_lead().attach(request.rank, spec, attached.version)
         return pb.AttachResponse(
             version=attached.version,
             needs_load=attached.needs_load,
             kernel=service.kernel,
-            shared=translate.paths_to_pb(self._s.shared.offer()) if self._s.shared is not None and shares else None,
+            shared=translate.paths_to_pb(self._model.shared.offer())
+            if self._model.shared is not None and shares
+            else None,
         )
 
     async def share(self, request: pb.ShareRequest, context: Context) -> pb.ShareResponse:
         """Map what the rank shares."""
-        if self._s.shared is None:
-            raise StoreError(f"optimizer {self._s.service.owner} shares no memory; use transport='grpc'")
+        if self._model.shared is None:
+            raise StoreError(f"optimizer {self._model.service.owner} shares no memory; use transport='grpc'")
         paths = translate.paths_from_pb(request.files)
-        await self._s.compute(self._s.shared.join, request.rank, paths, dict(request.controls))
+        await self._model.compute(self._model.shared.join, request.rank, paths, dict(request.controls))
         return pb.ShareResponse()
 
     def _require_same_terms(self, request: pb.AttachRequest) -> None:
-        service = self._s.service
+        service = self._model.service
         if request.protocol_version != PROTOCOL_VERSION:
             raise HandshakeError(
                 f"rank {request.rank} speaks protocol {request.protocol_version}, optimizer {service.owner} speaks "
@@ -142,42 +144,41 @@ class RankCalls:
             )
 
     def _connected_lead(self) -> StepLead:
-        if self._s.lead is None:
-            raise StoreError(f"optimizer {self._s.service.owner} leads but was not told its peers: connect_peers()")
-        return self._s.lead
+        if self._model.lead is None:
+            raise StoreError(f"optimizer {self._model.service.owner} leads but was not told its peers: connect_peers()")
+        return self._model.lead
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
         """Tell the rank what is published until it leaves; one whose stream breaks before that is gone."""
-        subscription = self._s.board.subscribe()
+        stream = self._model.published.open()
         try:
             while True:
-                news, error = await subscription.next()
+                published, error = await stream.next()
                 if error is not None or not request.quiet:
-                    await context.write(_notice(news, error))
+                    await context.write(_notice(published, error))
         finally:
-            self._s.board.unsubscribe(subscription)
+            self._model.published.close(stream)
             self._lost(request.rank)
 
     def _lost(self, rank: int) -> None:
-        state = self._s
-        if not (state.stopping or state.board.aborted or rank in state.left):
-            log.warning("optimizer %d lost its connection to rank %d", state.service.owner, rank)
+        model = self._model
+        if not (model.stopping or model.published.aborted or rank in model.left):
+            log.warning("optimizer %d lost its connection to rank %d", model.service.owner, rank)
             self._gone(rank, "connection lost")
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """The rank goes on purpose."""
-        self._s.left.add(request.rank)
+        self._model.left.add(request.rank)
         self._gone(request.rank, request.reason)
         return pb.LeaveResponse()
 
     def _gone(self, rank: int, reason: str) -> None:
-        state = self._s
-        if state.shared is not None:
-            state.shared.leave(rank)
-        if (error := state.service.left(rank, reason)) is not None:
-            state.board.abort(error)
-        if state.leads:
-            state.require_lead().leave(rank, reason)
+        model = self._model
+        if model.shared is not None:
+            model.shared.leave(rank)
+        model.service.left(rank, reason)
+        if model.leads:
+            model.require_lead().leave(rank, reason)
 
     # ---- bytes
 
@@ -185,7 +186,7 @@ class RankCalls:
         """Stream shards as they are at the version asked for, each as soon as it is published."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         for index in request.shards:
-            values = await result_of(self._s.service.read(index, request.version, request.kind))
+            values = await result_of(self._model.service.read(index, request.version, request.kind))
             for message in encode_shard(index, values, chunk_bytes):
                 await context.write(message)
 
@@ -198,8 +199,8 @@ class RankCalls:
         return pb.PushResponse()
 
     async def _land(self, contribution: Contribution, index: int, wire_format: int, chunks: Requests) -> None:
-        service = self._s.service
-        shard, unit = self._s.shard(index, contribution.unit)
+        service = self._model.service
+        shard, unit = self._model.shard(index, contribution.unit)
         dtype = _wire_dtype(wire_format, unit)
         memory = await result_of(service.reserve_when_free(contribution, index))
         if memory is None:  # a repeat
@@ -208,39 +209,39 @@ class RankCalls:
         came = None if dtype == unit.dtype else torch.empty(shard.numel, dtype=dtype)
         target = memory if came is None else came
         await _receive(chunks, index, target.nbytes, byte_view(target))
-        await self._s.compute(service.landed, contribution, index, came)
+        await self._model.compute(service.landed, contribution, index, came)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Take initial weights, one shard at a time."""
         async for header, chunks in _sections(requests, pb.LoadRequest):
             for index in header.shards:
                 await self._load_shard(index, header.unit, chunks)
-        if self._s.service.is_loaded:  # what came is of no more use: as much again as the model's weights
-            await self._s.compute(give_back_freed)
+        if self._model.service.is_loaded:  # what came is of no more use: as much again as the model's weights
+            await self._model.compute(give_back_freed)
         return pb.LoadResponse()
 
     async def _load_shard(self, index: int, unit_index: int, chunks: Requests) -> None:
-        shard, unit = self._s.shard(index, unit_index)
+        shard, unit = self._model.shard(index, unit_index)
         values = torch.empty(shard.numel, dtype=unit.initial_dtype)
         await _receive(chunks, index, values.nbytes, byte_view(values))
-        await self._s.compute(self._s.service.load, index, values)
+        await self._model.compute(self._model.service.load, index, values)
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Keep the values of a write to come."""
         async for header, chunks in _sections(requests, pb.StageRequest):
             for index in header.shards:
-                shard, unit = self._s.shard(index, header.unit)
+                shard, unit = self._model.shard(index, header.unit)
                 values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
                 await _receive(chunks, index, values.nbytes, byte_view(values))
-                self._s.service.stage(index, header.version, header.kind, values)
+                self._model.service.stage(index, header.version, header.kind, values)
         return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """What is going on with a shard, in words."""
         if request.step:
-            return pb.DescribeResponse(text=self._s.require_lead().describe())
-        self._s.shard(request.shard)
-        return pb.DescribeResponse(text=self._s.service.describe(request.shard))
+            return pb.DescribeResponse(text=self._model.require_lead().describe())
+        self._model.shard(request.shard)
+        return pb.DescribeResponse(text=self._model.service.describe(request.shard))
 
     # ---- the step
 
@@ -256,7 +257,7 @@ class RankCalls:
 
     async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
         """The recorded decision, once there is one."""
-        answer = await self._wait(self._s.steps.begin("GetDecision", request), context)
+        answer = await self._wait(self._model.steps.begin("GetDecision", request), context)
         return answer or pb.GetDecisionResponse(waiting=self._waiting())
 
     async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
@@ -281,7 +282,7 @@ class RankCalls:
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may make again; None: not yet."""
-        answer = self._repeats.once(rank, request, lambda: self._s.steps.begin(method, request))
+        answer = self._repeats.once(rank, request, lambda: self._model.steps.begin(method, request))
         return await self._wait(answer, context)
 
     async def _wait(self, answer: Future[Any], context: Context) -> Any:
@@ -289,22 +290,22 @@ class RankCalls:
 
     def _patience_s(self, context: Context) -> float:
         left = context.time_remaining()
-        return self._s.poll_s if left is None else max(0.0, min(self._s.poll_s, left - POLL_MARGIN_S))
+        return self._model.poll_s if left is None else max(0.0, min(self._model.poll_s, left - POLL_MARGIN_S))
 
     def _waiting(self) -> pb.Waiting:
-        return pb.Waiting(on=self._s.require_lead().describe())
+        return pb.Waiting(on=self._model.require_lead().describe())
 
 
-def _notice(news: News, error: RayZeroError | None) -> pb.NoticesResponse:
-    published = [pb.NoticesResponse.Published(shard=shard, version=v, content=content) for shard, v, content in news]
-    return pb.NoticesResponse(published=published, abort=to_failure(error) if error is not None else None)
+def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.NoticesResponse:
+    told = [pb.NoticesResponse.Published(shard=p.shard, version=p.version, content=p.content) for p in published]
+    return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 
 class LeadCalls:
     """OwnerService: what the lead asks of this owner."""
 
-    def __init__(self, state: OwnerState) -> None:
-        self._local, self._steps = state.local, state.steps
+    def __init__(self, model: ServedModel) -> None:
+        self._local, self._steps = model.local, model.steps
 
     async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
         """Norm parts, once every counted push is there."""
@@ -325,7 +326,8 @@ class LeadCalls:
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End the run for this owner."""
-        self._local.abort(as_store_error(from_failure(request.failure)))
+        error = from_failure(request.failure)
+        self._local.abort(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
         return pb.AbortResponse()
 
 
@@ -335,17 +337,17 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 class ModelCalls:
     """All that is asked of an owner for one prepared model."""
 
-    def __init__(self, state: OwnerState) -> None:
-        self._running = state.running
-        self._served: dict[str, RankCalls | LeadCalls] = {
-            STORE_SERVICE: RankCalls(state),
-            OWNER_SERVICE: LeadCalls(state),
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self._services: dict[str, RankCalls | LeadCalls] = {
+            STORE_SERVICE: RankCalls(model),
+            OWNER_SERVICE: LeadCalls(model),
         }
 
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
         """Do what a method is for: ``GetDecision`` is the function ``get_decision``."""
-        behaviour: Behaviour = getattr(self._served[service], _function_name(method))
-        with self._running():
+        behaviour: Behaviour = getattr(self._services[service], _function_name(method))
+        with self.model.running():
             return await behaviour(request, context)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +19,6 @@ class Hosted(NamedTuple):
 
     service: ShardService
     shared: SharedOwner | None  # None: its memory is its own
-
-
-Host = Callable[[int], Hosted]  # of a prepared model's number
 
 
 class HostedModels:
@@ -61,7 +57,7 @@ class HostedModels:
             threads=self._threads,
             memory_budget=self._memory_budget,
             memory_taken=self.planned_bytes,
-            make_memory=shared.make_memory if shared is not None else None,
+            memory=shared,
             recorder=FurtherRecorder(self._recorder) if number else self._recorder,
             norms_every=None if number else self._norms_every,
             device=self._device,

@@ -1,23 +1,32 @@
-"""One prepared model as its owner's server has it: what is called for it, who listens to it, who leads it."""
+"""One prepared model as its owner's server has it: its service, its listeners, the calls that run, its lead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from rayzero.concurrency.event_loop import shared_loop
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, StoreError
+from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
+from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.owner import OwnerPeer
+from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
-from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.hosted import Hosted
-from rayzero.store.owner.notice_board import NoticeBoard
-from rayzero.store.owner.owner_state import OwnerState
 from rayzero.store.owner.peers.local import LocalPeer
 from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
+from rayzero.store.owner.publish_streams import PublishStreams
+from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.wire.rpc import TlsFiles
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +42,33 @@ class ServerTerms:
 class ServedModel:
     """One prepared model's service behind a server, and its lead.
 
-    Knows the model's number and its peers; not addresses of its own, nor the other models."""
+    Knows the model's number, its peers and the calls that run; not what a call does, addresses of its own, or the other
+    models. After its construction all but ``connect_peers``, ``end`` and ``close`` is the event loop's."""
 
     def __init__(self, number: int, hosted: Hosted, terms: ServerTerms) -> None:
         """Call it off the event loop."""
-        service, shared = hosted
-        self._number, self._service, self._terms = number, service, terms
+        self.service, self.shared = hosted  # ``shared``: where this owner shares memory with its host
+        self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
+        self.published = PublishStreams(shared_loop().loop)
+        self.local = LocalPeer(self.service)
+        self.steps = StepCalls(self)  # what is asked within a step, whoever carries it
+        self.lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
+        self.spec: ModelSpec | None = None  # set by the first attach
+        self.leads = False  # this owner has shard 0
+        self.left: set[int] = set()  # ranks that left on purpose
+        self.stopping = False
+        self._number, self._terms = number, terms
         self._peers: list[RemotePeer] = []
-        board = NoticeBoard(shared_loop().loop)
-        local = LocalPeer(service, board.abort)
-        self.state = OwnerState(service=service, board=board, poll_s=terms.poll_s, local=local, shared=shared)
-        self.calls = ModelCalls(self.state)
-        service.on_publish(board.publish)
-        if shared is not None:
-            shared.serve(service, self.state.steps.begin_bytes)
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
+        self.service.on_publish(self.published.publish)
+        self.service.failed.add_done_callback(lambda failed: self.published.abort(failed.result()))
+        if self.shared is not None:
+            self.shared.serve(self.service, self.steps)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """See ``OwnerServer.connect_peers``. Call it off the event loop."""
-        service, terms = self._service, self._terms
+        service, terms, shared = self.service, self._terms, self.shared
         if len(addresses) != service.num_owners:
             raise ConfigError(f"{len(addresses)} addresses for {count(service.num_owners, 'owner')}")
         self._peers = [
@@ -65,24 +83,71 @@ class ServedModel:
             for owner, address in enumerate(addresses)
             if owner != service.owner
         ]
-        shared = self.state.shared
         peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
-        peers.insert(service.owner, self.state.local)
+        peers.insert(service.owner, self.local)
         record = shared.record if shared is not None else None
-        self.state.lead = StepLead(peers, record, service.recorder)
+        self.lead = StepLead(peers, record, service.recorder)
+
+    # ---- what its calls share
+
+    def take_spec(self, spec: ModelSpec) -> None:
+        """Remember what the first rank attached with."""
+        if self.spec is None:
+            self.spec = spec
+            self.leads = owner_map(spec, self.service.num_owners).owns(self.service.owner, 0)
+
+    def require_lead(self) -> StepLead:
+        """The lead; an error when this owner is not it."""
+        if self.lead is None or not self.leads:
+            raise StoreError(f"optimizer {self.service.owner} is not the lead owner, or no rank has attached to it")
+        return self.lead
+
+    def shard(self, index: int, unit: int | None = None) -> tuple[Shard, UnitLayout]:
+        """A shard and its unit; an error when the layout has no such shard or it is not of ``unit``."""
+        if self.spec is None:
+            raise StoreError(f"optimizer {self.service.owner}: attach before anything else")
+        shards = self.spec.layout.shards
+        if not 0 <= index < len(shards) or unit not in (None, shards[index].unit):
+            raise StoreError(f"optimizer {self.service.owner}: no shard {index} in unit {unit}")
+        return shards[index], self.spec.layout.units[shards[index].unit]
+
+    async def compute(self, work: Callable[..., T], *args: Any) -> T:
+        """Run what allocates or computes off the event loop. It must wait for no other client."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around every call: ``end_calls`` ends it with a StoreError."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise  # the caller is gone
+            raise StoreError(f"optimizer {self.service.owner} was stopped") from None
+        finally:
+            self._calls.discard(task)
+
+    # ---- the end
 
     def end(self) -> None:
         """Fail all that waits, before the server stops listening."""
-        state = self.state
-        state.stopping = True
-        state.local.abort(StoreError(f"optimizer {self._service.owner} was stopped"))
-        if state.leads and state.lead is not None:  # it ends the run for all; who leads nobody does not
-            state.lead.close()
+        self.stopping = True
+        self.service.abort(StoreError(f"optimizer {self.service.owner} was stopped"))
+        if self.leads and self.lead is not None:  # it ends the run for all; who leads nobody does not
+            self.lead.close()
+
+    def end_calls(self) -> None:
+        """End every call that runs now."""
+        for task in self._calls:
+            task.cancel()
 
     def close(self) -> None:
         """Close the connections to peers and what is shared, after the server has stopped."""
         for peer in self._peers:
             peer.close()
-        if self.state.shared is not None:
-            self.state.shared.close()
-        self.state.pool.shutdown(wait=True)
+        if self.shared is not None:
+            self.shared.close()
+        self._pool.shutdown(wait=True)

@@ -15,7 +15,7 @@ from rayzero.owner.service import ShardService
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
-from rayzero.store.owner.hosted import Host, Hosted, HostedModels
+from rayzero.store.owner.hosted import Hosted, HostedModels
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.store.wire.rpc import SERVER_OPTIONS, TlsFiles
@@ -30,7 +30,7 @@ class OwnerServer:
     """Serves one owner over gRPC: the ``ShardService`` of each prepared model and, on the owner of shard 0, its
     ``StepLead``.
 
-    Knows its address, its models and when it is stopping; not what a call does (grpc_handlers.py). All servers of a
+    Knows its address, its models and when it is stopping; not what a call does (handlers.py). All servers of a
     process share one event-loop thread. Services are not its own: whoever made them closes them, after ``stop()``.
     """
 
@@ -45,13 +45,13 @@ class OwnerServer:
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
         shared: SharedOwner | None = None,
-        further: Host | None = None,
+        further: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
         ``service``, ``shared``: of the run's first prepared model; ``shared``: its memory, to be shared with ranks of
-        the same host. ``further``: makes those of the models after it; None: they are refused.
+        the same host. ``further``: has those of the models after it; None: they are refused.
         ``token``: what every caller must send, not empty. ``poll_s``: how long a call that waits for other ranks is
         held before its caller is told to ask again. ``peer_timeout_s``: deadline of the lead's calls that compute.
         ``interceptors``: grpc.aio server interceptors, around every call. Raises StoreError when the port is taken.
@@ -64,29 +64,27 @@ class OwnerServer:
         self._terms = ServerTerms(token=token, tls=tls, poll_s=poll_s, peer_timeout_s=peer_timeout_s)
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
-        self._first = ServedModel(0, Hosted(service, shared), self._terms)
+        self._first = ModelCalls(ServedModel(0, Hosted(service, shared), self._terms))
         assert self._models[0] is self._first
         self.address = self._loop.run(self._start(host, port, list(interceptors)), _QUICK_S)
         if tls is None and not _is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", service.owner, self.address)
 
-    def _serve(self, number: int) -> ServedModel:
+    def _serve(self, number: int) -> ModelCalls:
         """One model, from its first call on."""
         if not number:
             return self._first
         if self._further is None:
             raise StoreError(f"optimizer {self._owner} serves one prepared model, it was asked for model {number}")
-        served = ServedModel(number, self._further(number), self._terms)
+        served = ServedModel(number, self._further[number], self._terms)
         if self._addresses is not None:
             served.connect_peers(self._addresses)
-        return served
+        return ModelCalls(served)
 
     async def _find(self, number: int) -> ModelCalls:
         """A model by its number. One that is new is made off the event loop: it opens channels."""
-        served = self._models.known(number)
-        if served is None:
-            served = await self._first.state.compute(lambda: self._models[number])
-        return served.calls
+        calls = self._models.known(number)
+        return calls if calls is not None else await self._first.model.compute(lambda: self._models[number])
 
     async def _start(self, host: str, port: int, interceptors: list[Any]) -> str:
         self._health = Health()
@@ -111,7 +109,7 @@ class OwnerServer:
         """Tell this owner where all owners listen (by index, itself included), before the first rank attaches.
 
         The owner of shard 0 leads with it; on the others it is unused."""
-        self._first.connect_peers(addresses)
+        self._first.model.connect_peers(addresses)
         self._addresses = tuple(addresses)
 
     def stop(self) -> None:
@@ -119,7 +117,7 @@ class OwnerServer:
         if self._stopped:
             return
         self._stopped = True
-        served = self._models.close()
+        served = [calls.model for calls in self._models.close()]
         for model in served:
             model.end()
         self._loop.run(self._stop(served), _QUICK_S)
@@ -129,7 +127,7 @@ class OwnerServer:
     async def _stop(self, served: Sequence[ServedModel]) -> None:
         self._health.stop()
         for model in served:
-            model.state.end_calls()
+            model.end_calls()
         await self._server.stop(_GRACE_S)  # what is left is answering; without grace callers would see a reset link
 
     def __enter__(self) -> OwnerServer:
@@ -142,7 +140,7 @@ class OwnerServer:
 def serve_models(models: HostedModels, **options: Any) -> OwnerServer:
     """A server in front of all that an owner has. ``options``: see ``OwnerServer``."""
     service, shared = models[0]
-    return OwnerServer(service, shared=shared, further=models.__getitem__, **options)
+    return OwnerServer(service, shared=shared, further=models, **options)
 
 
 def _joined(host: str, port: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.memory.planner import OwnerPlan, check_shared
-from rayzero.owner.publications import Published
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import Decision, ModelSpec, SharedPaths
+from rayzero.protocol.messages import Decision, ModelSpec, Published, SharedPaths
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
-from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
 from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.plan import SharedPlan
@@ -32,8 +32,6 @@ from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Stamps, bell_of, cells_of
 
 log = logging.getLogger(__name__)
-
-Begin = Callable[[str, bytes], "Future[bytes]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +68,22 @@ class SharedOwner:
 
     # ---- memory
 
-    def make_memory(self, spec: ModelSpec, kernel: str, needed: OwnerPlan) -> OwnerSlabs:
-        """Slabs for this owner's tensors and signals; see ``ShardService``. Slabs of dead runs are swept first.
+    def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> OwnerSlabs:
+        """Slabs for this owner's tensors and signals; see ``MemoryMaker``. Slabs of dead runs are swept first.
 
         Raises MemoryPlanError, before anything is allocated, where they and the ranks' gradients do not fit."""
         swept = sweep(self.directory)
         if swept:
             size = format_bytes(sum(size for _, size in swept))
             log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
-        check_shared(needed.total - needed.norms, self.directory)
-        plan = SharedPlan(spec, owner_map(spec, self._num_owners))
-
-        def facts(role: str) -> SlabFacts:
-            return plan.facts(role, self.owner, kernel, self._life)
-
-        self._control = Slab.create(lay_out_slab(facts("control"), plan.owner_control(self.owner)), self.directory)
-        self._lines = ShardLines(self._control, plan.shards_of(self.owner))
-        self._lines.describe(plan.first_tiles(self.owner))
-        self._memory = OwnerSlabs(plan, self.owner, facts, self.directory, self._lines)
+        check_shared(plan.total - plan.norms, self.directory)
+        shared = self._plan = SharedPlan(spec, owner_map(spec, self._num_owners))
+        facts = shared.facts("control", self.owner, kernel, self._life)
+        self._control = Slab.create(lay_out_slab(facts, shared.owner_control(self.owner)), self.directory)
+        self._lines = ShardLines(self._control, shared.shards_of(self.owner))
+        self._lines.describe(shared.first_tiles(self.owner))
+        self._memory = OwnerSlabs(shared, facts, self.directory, self._lines)
         self._bell = bell_of(self._control)
-        self._plan = plan
         return self._memory
 
     def offer(self) -> SharedPaths:
@@ -97,9 +91,9 @@ class SharedOwner:
         assert self._memory is not None
         return SharedPaths(str(self._own_control().path), tuple(map(str, self._memory.paths)))
 
-    def serve(self, service: ShardService, begin: Begin) -> None:
-        """Publish what ``service`` does; ``begin`` starts a call that came through a mailbox."""
-        self._service, self._begin = service, begin
+    def serve(self, service: ShardService, steps: StepCalls) -> None:
+        """Publish what ``service`` does; ``steps`` answers what comes through mailboxes."""
+        self._service, self._steps = service, steps
         service.on_publish(self._publish)
 
     def record(self, decision: Decision) -> None:
@@ -158,10 +152,10 @@ class SharedOwner:
 
     # ---- talking
 
-    def _publish(self, published: Published) -> None:
+    def _publish(self, published: Sequence[Published]) -> None:
         """In the updater thread: lines first, then every rank's bell."""
-        for shard, version, content in published:
-            self._lines.publish(shard, version, content)
+        for each in published:
+            self._lines.publish(each)
         for rank in list(self._ranks.values()):
             rank.bell.ring()
 
@@ -203,7 +197,7 @@ class SharedOwner:
     def _answer_all(self, answerer: Answerer) -> None:
         for slot, number, method, request in answerer.take_questions():
             try:
-                answer = self._begin(method, request)
+                answer = self._steps.begin_bytes(method, request)
             except RayZeroError as exc:
                 answerer.answer(slot, number, exc)
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,16 +26,21 @@ class OwnerSlabs:
     def __init__(
         self,
         plan: SharedPlan,
-        owner: int,
-        facts: Callable[[str], SlabFacts],
+        facts: SlabFacts,
         directory: Path | None,
         lines: ShardLines | None = None,
     ) -> None:
-        """``directory``: of the files; None: without names, for one process. ``lines``: where to note what happens."""
+        """``facts``: what the owner's slabs say of themselves, but for their roles. ``directory``: of the files; None:
+        without names, for one process. ``lines``: where to note what happens."""
         self._lines = lines
         self._facts, self._directory = facts, directory
-        self._who = f"optimizer {owner}"
-        self._params = Arena.create(plan.params(owner), facts("params"), directory, on_progress=FillProgress(self._who))
+        self._who = f"optimizer {facts.index}"
+        self._params = Arena.create(
+            plan.params(facts.index),
+            replace(facts, role="params"),
+            directory,
+            on_progress=FillProgress(self._who),
+        )
         self._state: list[Arena] = []
 
     @property
@@ -58,7 +63,7 @@ class OwnerSlabs:
         number = sum(len(arena.slabs) for arena in self._state)
         arena = Arena.create(
             plan_arena(groups),
-            replace(self._facts("state"), number=number),
+            replace(self._facts, role="state", number=number),
             self._directory,
             on_progress=FillProgress(self._who),
         )

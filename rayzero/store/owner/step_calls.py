@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rayzero.concurrency.futures import then
 from rayzero.lead.lead import StepLead
@@ -16,14 +16,26 @@ from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods
 
 
+class Answering(Protocol):
+    """Who answers in this process."""
+
+    @property
+    def local(self) -> OwnerPeer:
+        """The owner."""
+        ...
+
+    def require_lead(self) -> StepLead:
+        """The lead. Raises StoreError where this owner does not lead."""
+        ...
+
+
 class StepCalls:
     """Begins each call; waits for nothing.
 
     Knows the lead, this process's owner and what messages mean; not repeats, deadlines or transports."""
 
-    def __init__(self, lead: Callable[[], StepLead], local: OwnerPeer) -> None:
-        """``lead`` raises StoreError where this owner does not lead."""
-        self._lead, self._local = lead, local
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
         self._begin: dict[str, Callable[[Any], Future[Any]]] = {
             "Finish": self._finish,
             "Commit": self._commit,
@@ -49,46 +61,48 @@ class StepCalls:
 
     def _finish(self, request: pb.FinishRequest) -> Future[pb.FinishResponse]:
         inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
-        norm = self._lead().finish(translate.report_from_pb(request.report), inputs)
+        norm = self._answering.require_lead().finish(translate.report_from_pb(request.report), inputs)
         return then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
 
     def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
-        decision = self._lead().commit(request.rank, request.step, translate.inputs_from_pb(request.inputs))
+        decision = self._answering.require_lead().commit(
+            request.rank, request.step, translate.inputs_from_pb(request.inputs)
+        )
         return then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
 
     def _decision(self, request: pb.GetDecisionRequest) -> Future[pb.GetDecisionResponse]:
-        decision = self._lead().decision(request.step)
+        decision = self._answering.require_lead().decision(request.step)
         return then(decision, lambda made: pb.GetDecisionResponse(decision=translate.decision_to_pb(made)))
 
     def _discard(self, request: pb.DiscardRequest) -> Future[pb.DiscardResponse]:
-        done = self._lead().discard(request.rank, request.step, request.attempt)
+        done = self._answering.require_lead().discard(request.rank, request.step, request.attempt)
         return then(done, lambda _: pb.DiscardResponse())
 
     def _save(self, request: pb.SaveRequest) -> Future[pb.SaveResponse]:
         files = tuple(translate.file_from_pb(entry) for entry in request.files)
-        saved = self._lead().save(request.rank, request.step, Path(request.directory), files)
+        saved = self._answering.require_lead().save(request.rank, request.step, Path(request.directory), files)
         return then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
 
     def _write(self, request: pb.WriteRequest) -> Future[pb.WriteResponse]:
-        written = self._lead().write(request.rank, translate.write_from_pb(request.write))
+        written = self._answering.require_lead().write(request.rank, translate.write_from_pb(request.write))
         return then(written, lambda _: pb.WriteResponse())
 
     def _mean(self, request: pb.MeanRequest) -> Future[pb.MeanResponse]:
-        mean = self._lead().mean(request.rank, request.number, translate.mean_from_pb(request))
+        mean = self._answering.require_lead().mean(request.rank, request.number, translate.mean_from_pb(request))
         return then(mean, lambda values: pb.MeanResponse(mean=pb.MeanResponse.Mean(values=values)))
 
     # ---- of the lead
 
     def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
         reports = tuple(translate.report_from_pb(report) for report in request.reports)
-        return then(self._local.collect(request.step, reports), translate.parts_to_pb)
+        return then(self._answering.local.collect(request.step, reports), translate.parts_to_pb)
 
     def _apply(self, request: pb.ApplyRequest) -> Future[pb.ApplyResponse]:
-        applied = self._local.apply(translate.decision_from_pb(request.decision))
+        applied = self._answering.local.apply(translate.decision_from_pb(request.decision))
         return then(applied, lambda _: pb.ApplyResponse())
 
     def _overwrite(self, request: pb.OverwriteRequest) -> Future[pb.OverwriteResponse]:
-        written = self._local.write(request.number, translate.write_from_pb(request.write))
+        written = self._answering.local.write(request.number, translate.write_from_pb(request.write))
         return then(written, lambda _: pb.OverwriteResponse())
 
 

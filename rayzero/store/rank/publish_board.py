@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError
-from rayzero.store.wire.notices import Notice
+from rayzero.protocol.messages import Published
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +29,7 @@ class PublishBoard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[int, Notice] = {}  # by shard
+        self._known: dict[int, Published] = {}  # by shard
         self._waits: set[_Wait] = set()
         self._released: dict[int, RayZeroError] = {}  # owners that will not announce all that is asked for, and why
         self._error: RayZeroError | None = None
@@ -51,18 +51,18 @@ class PublishBoard:
     def content(self, shards: Sequence[int], version: int) -> int | None:
         """The version that the newest content among ``shards`` is from; None while one of them lacks ``version``."""
         with self._lock:
-            there = [self._known[shard][2] for shard in shards if self._has(shard, version)]
+            there = [self._known[shard].content for shard in shards if self._has(shard, version)]
             return max(there) if len(there) == len(shards) else None
 
     def are_at(self, shards: Sequence[int], version: int) -> bool:
         """Whether all ``shards`` have exactly ``version``, as far as we have heard."""
         with self._lock:
-            return all(shard in self._known and self._known[shard][1] == version for shard in shards)
+            return all(shard in self._known and self._known[shard].version == version for shard in shards)
 
-    def publish(self, owner: int, news: Iterable[Notice]) -> None:
-        """News of ``owner``."""
+    def publish(self, owner: int, published: Iterable[Published]) -> None:
+        """``owner`` has made versions known."""
         with self._lock:
-            self._known.update((notice[0], notice) for notice in news)
+            self._known.update((each.shard, each) for each in published)
             ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
         for wait in ready:
             settle(wait.published, None)
@@ -72,7 +72,7 @@ class PublishBoard:
         return not wait.missing
 
     def _has(self, shard: int, version: int) -> bool:
-        return shard in self._known and self._known[shard][1] >= version
+        return shard in self._known and self._known[shard].version >= version
 
     def _take(self, wanted: Callable[[_Wait], bool]) -> list[_Wait]:
         taken = [wait for wait in self._waits if wanted(wait)]

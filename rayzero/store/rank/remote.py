@@ -48,6 +48,7 @@ from rayzero.protocol.messages import (
     MeanInput,
     ModelSpec,
     Norm,
+    Published,
     Pushed,
     StepInputs,
     Write,
@@ -230,7 +231,7 @@ class RemoteStore(DirectMemory):
         region = GradientRegion(spec, shared.gradients())
         self._unwatch = watch_gradients(self._recorder, region.flats.values(), "shm")
         self._writer = GradientWriter(region, self, f"rayzero-rank{self._rank}")
-        shared.listen(self._board.publish)
+        shared.listen(self._board)
 
     def _require_same(self, what: str, values: Sequence[Any]) -> None:
         for link, value in zip(self._links, values, strict=True):
@@ -256,7 +257,7 @@ class RemoteStore(DirectMemory):
         """Take an owner's news until it ends; without it nothing more can be waited for."""
         try:
             for notice in stream:
-                self._board.publish(link.owner, [(n.shard, n.version, n.content) for n in notice.published])
+                self._board.publish(link.owner, [Published(p.shard, p.version, p.content) for p in notice.published])
                 if notice.HasField("abort"):
                     log.debug("rank %d: %s ends the run: %s", self._rank, link.name, notice.abort.message)
                     self._board.release(link.owner, from_failure(notice.abort))

@@ -16,6 +16,7 @@ import torch
 from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP
 from rayzero.layout.model_layout import Shard
+from rayzero.protocol.messages import Published
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE
 from rayzero.store.shm.recovery import ShardRemains
@@ -51,18 +52,18 @@ class ShardLines:
             if there != (shard.index, shard.start, shard.stop):
                 raise HandshakeError(f"{source} has shard {there}, this process has {shard}, as (index, start, stop)")
 
-    def publish(self, shard: int, version: int, content: int) -> None:
+    def publish(self, published: Published) -> None:
         """Make a version visible; ring bells after it."""
-        line = self._line[shard]
-        store_release_64(line + CONTENT, content + 1)
-        store_release_64(line + PUBLISHED, version + 1)
+        line = self._line[published.shard]
+        store_release_64(line + CONTENT, published.content + 1)
+        store_release_64(line + PUBLISHED, published.version + 1)
 
-    def news(self) -> list[tuple[int, int, int]]:
-        """(shard, version, content version) of every shard that was published since the last look."""
+    def news(self) -> list[Published]:
+        """What was published since the last look."""
         found = []
         for i in changed(self._address, LINE_BYTES, self._seen, len(self._shards)):
             content = load_acquire_64(self._address + i * LINE_BYTES + CONTENT) - 1
-            found.append((self._shards[i].index, self._seen[i] - 1, content))
+            found.append(Published(self._shards[i].index, self._seen[i] - 1, content))
         return found
 
     def journal(self, shard: int) -> LineJournal | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormPar
 class LocalPeer:
     """A ``ShardService`` of this process, as an ``OwnerPeer`` (protocol/owner.py).
 
-    Knows the service and who else must hear of an abort; not what a step is."""
+    Knows the service; not what a step is."""
 
-    def __init__(self, service: ShardService, on_abort: Callable[[StoreError], None] | None = None) -> None:
-        """``on_abort`` is called after the service was aborted."""
+    def __init__(self, service: ShardService) -> None:
         self._service = service
-        self._on_abort = on_abort
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Norm parts of the step, once every counted push is there."""
@@ -36,7 +33,7 @@ class LocalPeer:
 
     def save(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step``."""
-        return self._service.save(step, directory)
+        return self._service.write_checkpoint(step, directory)
 
     def write(self, number: int, write: Write) -> Future[None]:
         """Change the owner's shards of a unit."""
@@ -45,5 +42,3 @@ class LocalPeer:
     def abort(self, error: StoreError) -> None:
         """Fail what waits for the owner."""
         self._service.abort(error)
-        if self._on_abort is not None:
-            self._on_abort(error)

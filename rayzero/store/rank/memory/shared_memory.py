@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,14 +20,13 @@ from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab
 from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Stamps, bell_of, cells_of
-
-News = Callable[[int, list[tuple[int, int, int]]], None]  # (owner, [(shard, version, content version)])
 
 
 def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
@@ -110,9 +109,9 @@ class SharedRank:
             answers = cells_of(control, "answers", self.rank, plan.answer_bytes)
             self._lead = Asker(questions, answers, bell_of(control))
 
-    def listen(self, on_news: News) -> None:
-        """Bring news and answers from now on, from a thread of its own."""
-        self._on_news = on_news
+    def listen(self, board: PublishBoard) -> None:
+        """Bring what owners publish to ``board``, and the lead's answers, from now on, in a thread of its own."""
+        self._board = board
         self._listener = Listener(self._bell, self._look, f"rayzero-rank{self.rank}-bell")
 
     def windows(self) -> UnitWindows:
@@ -122,9 +121,9 @@ class SharedRank:
 
     def _look(self) -> None:
         for owner in self._owners.values():
-            news = owner.lines.news()
-            if news:
-                self._on_news(owner.owner, news)
+            published = owner.lines.news()
+            if published:
+                self._board.publish(owner.owner, published)
         if self._lead is not None:
             self._lead.take_answers()
 

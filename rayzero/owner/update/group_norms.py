@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from rayzero.layout.groups import layer_groups
-from rayzero.owner.model import OwnedModel
+from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.messages import NormParts
+from rayzero.protocol.messages import ModelSpec, NormParts
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import GROUP_GRAD_NORM, GROUP_PARAM_NORM, GROUP_UPDATE_NORM, MAX_GROUPS
 from rayzero.telemetry.recorder import Recorder
 
-Squares = dict[str, float]  # by group
+_Sums = dict[str, float]  # by group
 
 
 class GroupNorms:
@@ -30,14 +30,15 @@ class GroupNorms:
 
     Knows shards and the groups they are of; not when an update is due."""
 
-    def __init__(self, model: OwnedModel, recorder: Recorder) -> None:
-        self._model = model
-        self._recorder = recorder
-        groups = layer_groups(model.spec.layout, MAX_GROUPS)
-        self._group_of = {index: groups[owned.shard.unit] for index, owned in model.shards.items()}
-        trained = [owned.shard.numel for owned in model.shards.values() if owned.trainable]
+    def __init__(
+        self, spec: ModelSpec, shards: Mapping[int, OwnedShard], square_sum: Squares, recorder: Recorder
+    ) -> None:
+        self._spec, self._shards, self._square_sum, self._recorder = spec, shards, square_sum, recorder
+        groups = layer_groups(spec.layout, MAX_GROUPS)
+        self._group_of = {index: groups[owned.shard.unit] for index, owned in shards.items()}
+        trained = [owned.shard.numel for owned in shards.values() if owned.trainable]
         self._before = torch.empty(max(trained, default=0))
-        self._updates: Squares = {}
+        self._updates: _Sums = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -59,25 +60,25 @@ class GroupNorms:
     def _scratch(self, owned: OwnedShard) -> Tensor:
         return self._before[: owned.shard.numel]
 
-    def _add(self, sums: Squares, owned: OwnedShard, values: Tensor) -> None:
+    def _add(self, sums: _Sums, owned: OwnedShard, values: Tensor) -> None:
         group, square = (
             self._group_of[owned.shard.index],
-            self._model.square_sum.parts([values], [0], [(0, len(values))])[0],
+            self._square_sum.parts([values], [0], [(0, len(values))])[0],
         )
         sums[group] = sums.get(group, 0.0) + square
 
     def tell(self, parts: NormParts) -> None:
         """All shards are updated. ``parts``: the step's sums of squares of gradients, over ranks."""
-        gradients: Squares = {}
+        gradients: _Sums = {}
         for shard, _, square in parts.parts:
             group = self._group_of[shard]
             gradients[group] = gradients.get(group, 0.0) + square
-        weights: Squares = {}
-        for owned in self._model.shards.values():
+        weights: _Sums = {}
+        for owned in self._shards.values():
             if owned.master is not None:
                 self._add(weights, owned, owned.master.cpu())
         updates, self._updates = self._updates, {}
-        self._set(GROUP_GRAD_NORM, gradients, 1 / self._model.spec.world_size)
+        self._set(GROUP_GRAD_NORM, gradients, 1 / self._spec.world_size)
         self._set(GROUP_UPDATE_NORM, updates, 1.0)
         self._set(GROUP_PARAM_NORM, weights, 1.0)
 

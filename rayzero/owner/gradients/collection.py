@@ -1,0 +1,98 @@
+"""What the lead has asked an owner to collect: the pushes that ranks counted, and what is still missing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rayzero.errors import StepMismatchError, StoreError
+from rayzero.owner.gradients.landing import RankGradients
+from rayzero.owner.shard import OwnedShard
+from rayzero.protocol.messages import Clamp, FinishReport, ModelSpec, NormParts
+from rayzero.quantities import count
+
+
+@dataclass(eq=False)
+class Collection:
+    """A collect that waits: for counted pushes, then for norm parts.
+
+    Knows what was counted; not where gradients lie, nor who adds them up."""
+
+    step: int
+    reports: Mapping[int, FinishReport]  # by rank
+    future: Future[NormParts] = field(default_factory=Future)
+    missing: dict[int, set[int]] = field(default_factory=dict)  # shard -> ranks with a counted push not there yet
+    unsummed: set[int] = field(default_factory=set)  # shards without a valid norm part
+
+    @property
+    def attempts(self) -> tuple[int, ...]:
+        """Per rank, the attempt that counts."""
+        return tuple(self.reports[rank].attempt for rank in sorted(self.reports))
+
+    @property
+    def clamp(self) -> Clamp | None:
+        """What is done to the sums before they are squared."""
+        return next(iter(self.reports.values())).clamp
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks with counted pushes that are not there."""
+        return sorted({rank for ranks in self.missing.values() for rank in ranks})
+
+    def ranks_of(self, owned: OwnedShard) -> list[int]:
+        """The ranks whose pushes of this shard count, ascending."""
+        unit = owned.unit.index
+        return [rank for rank in sorted(self.reports) if self.reports[rank].counts[unit]]
+
+    def begin(self, shards: Mapping[int, OwnedShard], ranks: Mapping[int, RankGradients]) -> None:
+        """Note what is still missing. ``ranks``: those that have attached. Raises StepMismatchError where more arrived
+        than was counted."""
+        for index, owned in shards.items():
+            missing = {rank for rank in self.reports if not self._is_there(owned, rank, ranks)}
+            if missing:
+                self.missing[index] = missing
+        self.unsummed = set(shards)
+
+    def arrived(self, owned: OwnedShard, rank: int, ranks: Mapping[int, RankGradients]) -> bool:
+        """A push landed: True when it was the last one that ``owned`` missed. Raises StepMismatchError where more
+        arrived than was counted."""
+        missing = self.missing.get(owned.shard.index)
+        if missing is None or rank not in missing or not self._is_there(owned, rank, ranks):
+            return False
+        missing.discard(rank)
+        if missing:
+            return False
+        del self.missing[owned.shard.index]
+        return True
+
+    def _is_there(self, owned: OwnedShard, rank: int, ranks: Mapping[int, RankGradients]) -> bool:
+        report = self.reports[rank]
+        counted = report.counts[owned.unit.index]
+        gradients = ranks.get(rank)  # None: its finish came before its attach reached this owner
+        landed = 0
+        if gradients is not None:
+            landed = gradients.landings[owned.shard.index].sum.count_of(report.step, report.attempt)
+        if landed > counted:
+            raise StepMismatchError(
+                f"rank {rank} finished step {report.step} with {counted} pushes of {owned.unit.name!r}, "
+                f"but {landed} arrived; every push must be issued before finish"
+            )
+        return landed == counted
+
+
+def check_reports(step: int, reports: Sequence[FinishReport], spec: ModelSpec) -> None:
+    """Raise unless there is one report of each rank, of this step, with a count for every unit."""
+    ranks = sorted(report.rank for report in reports)
+    alike = all(report.step == step and report.clamp == reports[0].clamp for report in reports)
+    if ranks != list(range(spec.world_size)) or not alike:
+        raise StepMismatchError(
+            f"step {step} needs a report of each of {count(spec.world_size, 'rank')}, got "
+            f"{[(report.rank, report.step) for report in reports]} as (rank, step)"
+        )
+    for report in reports:
+        if len(report.counts) != len(spec.layout.units):
+            raise StoreError(
+                f"rank {report.rank} counted {count(len(report.counts), 'unit')}, "
+                f"the layout has {len(spec.layout.units)}"
+            )

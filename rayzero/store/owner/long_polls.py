@@ -1,0 +1,55 @@
+"""How calls of an owner's server wait: on the event loop, holding no thread, asked again until there is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def ended(future: Future[Any], timeout_s: float | None = None) -> bool:
+    """Wait until ``future`` is done, holding no thread and never cancelling it; False after ``timeout_s``."""
+    if future.done():
+        return True
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    try:
+        await asyncio.wait_for(done.wait(), timeout_s)
+    except TimeoutError:
+        return future.done()
+    return True
+
+
+async def result_of(future: Future[T]) -> T:
+    """The result of a future that another thread completes."""
+    await ended(future)
+    return future.result()
+
+
+class Repeats:
+    """The calls that wait for others, by their request: asked again (a long poll, a retry), they are the same call.
+
+    Knows a rank's last calls; not what they do."""
+
+    def __init__(self, kept: int = 8) -> None:
+        self._kept = kept
+        self._calls: dict[int, dict[bytes, Future[Any]]] = defaultdict(dict)  # freed by: newer calls of the rank
+
+    def once(self, rank: int, request: Any, start: Callable[[], Future[T]]) -> Future[T]:
+        """The future of this request, started at its first arrival."""
+        key = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
+        calls = self._calls[rank]
+        if key not in calls:
+            calls[key] = start()
+            self._forget(calls)
+        return calls[key]
+
+    def _forget(self, calls: dict[bytes, Future[Any]]) -> None:
+        done = [key for key, future in calls.items() if future.done()]
+        for key in done[: max(0, len(calls) - self._kept)]:
+            del calls[key]
