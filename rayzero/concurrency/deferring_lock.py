@@ -1,4 +1,4 @@
-"""A lock under which nobody is told of anything: what is to be told waits until it is free."""
+"""A lock that defers calls until it is free, so that its holder tells nobody anything while it holds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 
-class AfterLock:
+class DeferringLock:
     """A lock, and the calls that its holder puts off until it has left.
 
     Knows their order; not what they do. They run in the thread that leaves, and may take the lock themselves."""
@@ -18,8 +18,8 @@ class AfterLock:
         self._lock = threading.RLock()
         self._calls: deque[Callable[[], Any]] = deque()  # what to do once the lock is free, in order
 
-    def after(self, call: Callable[..., Any], *args: Any) -> None:
-        """Call it once the lock is free; the caller holds it."""
+    def defer(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make this call once the lock is free; the caller holds it."""
         self._calls.append(partial(call, *args))
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step does, as pure functions: reports, inputs and norm parts in; norm, decision or error out."""
+"""What a step does, as pure functions: reports, inputs and norm parts go in; a norm, decision or error comes out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,45 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rayzero.errors import NonFiniteGradientError, StepMismatchError
+import torch
+
+from rayzero.errors import NonFiniteGradientError, StepMismatchError, UnsupportedError
+from rayzero.kernels import AdamOptions
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.protocol.messages import Action, Decision, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
+from rayzero.protocol.hyper import require_numbers, resolve_optimizer
+from rayzero.protocol.messages import (
+    Action,
+    Decision,
+    Edit,
+    EditKind,
+    FinishReport,
+    Hyper,
+    ModelSpec,
+    Norm,
+    NormParts,
+    StepInputs,
+)
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
+    """Raise where a step's hyper-parameters cannot be applied to what was attached: groups came or went,
+    ``amsgrad`` was switched, a number became something else, or an option is out of range."""
+    if len(hyper) < len(spec.hyper):
+        raise StepMismatchError(
+            f"step inputs have {len(hyper)} parameter groups, the run was attached with {len(spec.hyper)}; "
+            "groups may be added, but not taken away"
+        )
+    like = (*spec.hyper, *[spec.hyper[0]] * (len(hyper) - len(spec.hyper)))  # added groups have the same options
+    for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
+        require_numbers(group, now, then)
+    if resolve_optimizer(spec.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
+        options = AdamOptions.from_hyper(now, decoupled=True)
+        if options.amsgrad and not then.get("amsgrad"):
+            raise UnsupportedError(f"amsgrad of parameter group {group} was switched on after prepare()")
 
 
 def total_norm(step: int, parts: Iterable[NormParts], world_size: int) -> Norm:

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rayzero.errors import RankLeftError, StepMismatchError
-from rayzero.lead.round import Pass, Round
-from rayzero.lead.saves import have
+from rayzero.lead.round import Pass, Round, have
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import FinishReport, ModelSpec
 

@@ -8,25 +8,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.concurrency.deferring_lock import AfterLock
+from rayzero.concurrency.deferring_lock import DeferringLock
 from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
-from rayzero.lead.decide import agreed, decide, nonfinite_error, total_norm
-from rayzero.lead.early import EarlyCalls
-from rayzero.lead.hyper import check_hyper
+from rayzero.lead.checkpoints import CheckpointRequests
+from rayzero.lead.decide import agreed, check_hyper, decide, nonfinite_error, total_norm
 from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
+from rayzero.lead.journal import DecisionJournal, DecisionRecord, tell_decision
 from rayzero.lead.means import Means
-from rayzero.lead.measures import tell_decision
-from rayzero.lead.records import Records
-from rayzero.lead.round import Pass, Round
-from rayzero.lead.saves import SaveRequests, owing
+from rayzero.lead.round import CallsAhead, Pass, Round, owing
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import (
     CheckpointInfo,
@@ -56,23 +53,23 @@ class StepLead:
     def __init__(
         self,
         peers: Sequence[OwnerPeer],
-        record: Callable[[Decision], None] | None = None,
+        record: DecisionRecord | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """``peers``: every owner, by index. ``record`` keeps each decision where it outlives this process."""
+        """``peers``: every owner, by index. ``record``: see ``DecisionJournal``."""
         self._peers = list(peers)
-        self._lock = AfterLock()
+        self._lock = DeferringLock()
         self._spec: ModelSpec | None = None
         self._left: dict[int, str] = {}  # rank -> reason
         self._round = Round(0)
         self._next: Round | None = None  # reports for the next try, of ranks that discarded before others did
-        self._records = Records(record)
-        self._early = EarlyCalls()  # of ranks that are a step ahead
+        self._journal = DecisionJournal(record)
+        self._ahead = CallsAhead()
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that owners are being told:
         # until all of them know it, they cannot collect the next step
         self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
         self._recorder = recorder or NullRecorder()
-        self._saves = SaveRequests(self._peers, self._recorder)
+        self._checkpoints = CheckpointRequests(self._peers, self._recorder)
         self._writes = WriteRequests()
         self._means = Means()
         self._failure: StoreError | None = None
@@ -106,7 +103,7 @@ class StepLead:
         try:
             with self._lock:
                 if self._is_ahead(report.rank, report.step):
-                    return self._early.wait(report.step, lambda: self.finish(report, inputs))
+                    return self._ahead.wait(report.step, lambda: self.finish(report, inputs))
                 current = self._round_of(report)
                 asked = self._pass_of(current, report)
                 if report.rank in asked.reports:
@@ -127,8 +124,8 @@ class StepLead:
 
     def _open_round(self, step: int) -> None:
         self._round = Round(step)
-        for call in self._early.take(step):
-            self._lock.after(call)
+        for call in self._ahead.take(step):
+            self._lock.defer(call)
 
     def _round_of(self, report: FinishReport) -> Round:
         """The round a report belongs to. Raises StepMismatchError naming the ranks that are elsewhere."""
@@ -171,10 +168,10 @@ class StepLead:
         """A rank wants the step decided, after a finish without inputs."""
         try:
             with self._lock:
-                if (known := self._records.of(step)) is not None:
+                if (known := self._journal.decision(step)) is not None:
                     return settled(known)
                 if self._is_ahead(rank, step):
-                    return self._early.wait(step, lambda: self.commit(rank, step, inputs))
+                    return self._ahead.wait(step, lambda: self.commit(rank, step, inputs))
                 self._check_open(step, rank)
                 current = self._next if rank in self._round.discarded and self._next else self._round
                 if rank not in current.reports:
@@ -217,7 +214,7 @@ class StepLead:
         try:
             with self._lock:
                 if self._is_ahead(rank, write.version):
-                    return self._early.wait(write.version, lambda: self.write(rank, write))
+                    return self._ahead.wait(write.version, lambda: self.write(rank, write))
                 self._check_open(write.version, rank)
                 assert self._spec is not None
                 try:
@@ -241,24 +238,24 @@ class StepLead:
             def ask() -> None:
                 answers = tuple(peer.write(*begun) for peer in self._peers)
                 self._writes.told(answers)
-                when_all(answers, lambda _: self._written(), self._peer_failed)
+                when_all(answers, lambda _: self._write_made(), self._peer_failed)
 
-            self._lock.after(ask)
+            self._lock.defer(ask)
 
-    def _written(self) -> None:
+    def _write_made(self) -> None:
         with self._lock:
             for future in self._writes.end():
-                self._lock.after(settle, future, None)
+                self._lock.defer(settle, future, None)
             self._advance()
 
     # ---- the state machine
 
     def _advance(self) -> None:
-        """Do what can be done now. Called under the lock, after every event."""
+        """Do what can be done now, after every event."""
         if self._spec is None or self._failure is not None:
             return
         current, everyone = self._round, self._spec.world_size
-        never = impasse(current, self._saves.asked(), self._writes, self._means.waiting(), self._spec)
+        never = impasse(current, self._checkpoints.asked(), self._writes, self._means.waiting(), self._spec)
         self._begin_write()
         if never is not None:
             self._fail(never)
@@ -279,7 +276,7 @@ class StepLead:
 
     def _is_held(self, step: int) -> bool:
         """Whether the version that the step changes is still being saved or written to."""
-        return self._saves.holds(step) or bool(self._writes.ranks)
+        return self._checkpoints.holds(step) or bool(self._writes.ranks)
 
     def _agree(self, current: Round) -> bool:
         try:
@@ -296,7 +293,7 @@ class StepLead:
             answers = asked.asked = tuple(peer.collect(current.step, reports) for peer in self._peers)
             when_all(answers, partial(self._take_parts, current, asked), self._peer_failed)
 
-        self._lock.after(ask)
+        self._lock.defer(ask)
 
     def _take_parts(self, current: Round, asked: Pass, parts: list[NormParts]) -> None:
         with self._lock:
@@ -314,9 +311,9 @@ class StepLead:
     def _answer(self, future: Future[T], value: T, error: RayZeroError | None) -> None:
         """Tell who waits, once the lock is free."""
         if error is None:
-            self._lock.after(settle, future, value)
+            self._lock.defer(settle, future, value)
         else:
-            self._lock.after(fail, future, error)
+            self._lock.defer(fail, future, error)
 
     def _nonfinite(self, current: Round) -> RayZeroError | None:
         assert self._spec is not None
@@ -332,7 +329,7 @@ class StepLead:
         inputs = agreed(current.step, current.inputs)
         norms = [each.norm for each in current.passes if each.norm is not None]
         decision = decide(norms, current.reports, inputs, self._spec.world_size)
-        self._records.write(decision)
+        self._journal.write(decision)
         tell_decision(self._recorder, decision, inputs.edits, self._spec.world_size)
         self._telling = list(current.commits.values())
         self._open_round(decision.step + 1)
@@ -342,27 +339,27 @@ class StepLead:
             acks = self._told = tuple(peer.apply(decision) for peer in self._peers)
             when_all(acks, lambda _: self._tell_ranks(decision, error), self._peer_failed)
 
-        self._lock.after(tell)
+        self._lock.defer(tell)
 
     def _tell_ranks(self, decision: Decision, error: RayZeroError | None) -> None:
         with self._lock:
             commits, self._telling = self._telling or [], None
             for commit in commits:
                 self._answer(commit, decision, error)
-            for asker in self._records.take_askers(decision.step):
-                self._answer(asker, decision, None)
+            for waiting in self._journal.take_waiting(decision.step):
+                self._answer(waiting, decision, None)
             self._advance()
 
     def decision(self, step: int) -> Future[Decision]:
         """What was decided for ``step``, once it is recorded."""
         with self._lock:
-            if (known := self._records.of(step)) is not None:
+            if (known := self._journal.decision(step)) is not None:
                 return settled(known)
             if step < self._round.step:
                 return failed(StoreError(f"the decision of step {step} is no longer kept"))
             if self._failure is not None:
                 return failed(self._failure)
-            return self._records.ask(step)
+            return self._journal.wait(step)
 
     # ---- checkpoints
 
@@ -376,9 +373,11 @@ class StepLead:
                 if step < self._round.step:
                     raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._round.step - 1} is decided")
                 assert self._spec is not None
-                save, future = self._saves.ask(rank, step, directory, files)
-                if len(save.files) == self._spec.world_size:
-                    self._lock.after(self._saves.write, save, self._spec, self._hyper_at, self._saved)
+                request, future = self._checkpoints.ask(rank, step, directory, files)
+                if len(request.files) == self._spec.world_size:
+                    self._lock.defer(
+                        self._checkpoints.write, request, self._spec, self._hyper_at, self._checkpoint_over
+                    )
                 self._advance()
                 return future
         except RayZeroError as exc:
@@ -387,7 +386,7 @@ class StepLead:
     def _hyper_at(self, version: int) -> tuple[Hyper, ...]:
         """What version ``version`` was made with; before the first decision, what the run started with."""
         assert self._spec is not None
-        last = self._records.of(version - 1)
+        last = self._journal.decision(version - 1)
         if last is not None:
             return last.hyper
         if self._spec.restore_from is None:
@@ -395,7 +394,7 @@ class StepLead:
         with CheckpointReader(self._spec.restore_from) as reader:
             return reader.hyper
 
-    def _saved(self) -> None:
+    def _checkpoint_over(self) -> None:
         """Owners have written, or failed to: decisions go on."""
         with self._lock:
             self._advance()
@@ -421,7 +420,7 @@ class StepLead:
     def _end_means(self) -> None:
         if self._spec is not None:
             for future, outcome in self._means.end(self._spec.world_size, self._left):
-                self._lock.after(fail if isinstance(outcome, RayZeroError) else settle, future, outcome)
+                self._lock.defer(fail if isinstance(outcome, RayZeroError) else settle, future, outcome)
 
     # ---- failures and the end
 
@@ -435,13 +434,13 @@ class StepLead:
             return
         self._failure = error
         waiting = [*self._round.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
-        for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._records.take_all_askers()):
-            self._lock.after(fail, future, error)
-        for call in self._early.take_all():  # they find the failure
-            self._lock.after(call)
-        self._lock.after(self._saves.abandon, error)
+        for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._journal.take_all()):
+            self._lock.defer(fail, future, error)
+        for call in self._ahead.take_all():  # they find the failure
+            self._lock.defer(call)
+        self._lock.defer(self._checkpoints.abandon, error)
         for peer in self._peers:
-            self._lock.after(peer.abort, error)
+            self._lock.defer(peer.abort, error)
 
     def describe(self) -> str:
         """Who is waited for, for messages about waits."""
@@ -455,8 +454,8 @@ class StepLead:
             return f"{owing(self._told)} not taken in the decision of step {self._round.step - 1}"
         if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # those who wait there do nothing else
             return ranks
-        if self._saves.holds(self._round.step):  # before it is written, who asked for it does nothing else
-            return f"v{self._round.step} is being saved: {self._saves.waits_for(self._spec.world_size)}"
+        if self._checkpoints.holds(self._round.step):  # before it is written, who asked for it does nothing else
+            return f"v{self._round.step} is being saved: {self._checkpoints.waits_for(self._spec.world_size)}"
         if self._writes.ranks:
             return self._writes.waits_for(self._spec.layout, self._spec.world_size)
         return self._round.waits_for(self._spec.world_size)
@@ -465,4 +464,4 @@ class StepLead:
         """Fail whoever waits; finish the checkpoint that is being committed. Idempotent."""
         with self._lock:
             self._fail(StoreClosedError("the store was closed"))
-        self._saves.close()
+        self._checkpoints.close()

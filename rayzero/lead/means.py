@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from rayzero.concurrency.futures import chain
 from rayzero.errors import ConfigError, RankLeftError, RayZeroError, StepMismatchError, StoreError
-from rayzero.lead.saves import have
+from rayzero.lead.round import have
 from rayzero.protocol.messages import MeanInput, quoted
 
 Mean = tuple[float, ...]
@@ -31,7 +31,7 @@ class _Call:
 class Means:
     """The means that ranks ask for: the ranks' nth calls belong together.
 
-    Knows numbers and who gave them; not steps or owners. Called under the lead's lock."""
+    Knows numbers and who gave them; not steps or owners. One thread at a time calls it."""
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}  # by number. freed by: every rank's next call

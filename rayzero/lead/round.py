@@ -1,14 +1,17 @@
-"""One try at one step: what ranks have said, and who waits for an answer."""
+"""One try at one step: what ranks have said, who waits for an answer, and the calls of ranks that are ahead of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from rayzero.concurrency.futures import chain
 from rayzero.errors import StepMismatchError
-from rayzero.lead.saves import have, owing
 from rayzero.protocol.messages import Decision, FinishReport, Norm, NormParts, StepInputs
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -86,3 +89,42 @@ class Round:
             if what == "finished" and self.passes[-1].norm is None:
                 return f"{owing(self.passes[-1].asked)} not answered with the norm of step {self.step}"
         return f"step {self.step} is being decided"
+
+
+class CallsAhead:
+    """Calls about steps that are not open yet: a rank that uses no parameters waits for nobody, and may be ahead.
+
+    Knows steps and the order of the calls; not what is asked. One thread at a time calls it."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, Callable[[], None]]] = []  # step, call
+
+    def wait(self, step: int, call: Callable[[], Future[T]]) -> Future[T]:
+        """What ``call`` will answer, which is made when ``step`` opens."""
+        future: Future[T] = Future()
+        self._calls.append((step, lambda: chain(call(), future)))
+        return future
+
+    def take(self, step: int) -> list[Callable[[], None]]:
+        """Take out the calls that ``step``, which opens, lets in."""
+        ready = [call for at, call in self._calls if at <= step]
+        self._calls = [(at, call) for at, call in self._calls if at > step]
+        return ready
+
+    def take_all(self) -> list[Callable[[], None]]:
+        """Take out all of them: no step will open any more."""
+        calls, self._calls = self._calls, []
+        return [call for _, call in calls]
+
+
+def have(ranks: Sequence[int]) -> str:
+    """Which ranks have (done something), for messages."""
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+
+
+def owing(asked: Sequence[Future[Any]]) -> str:
+    """Which owners have (not answered), for messages. ``asked``: their answers, by owner index."""
+    late = [owner for owner, answer in enumerate(asked) if not answer.done()]
+    if not late:
+        return "owners have"
+    return f"optimizer {late[0]} has" if len(late) == 1 else f"optimizers {late} have"

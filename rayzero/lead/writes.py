@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rayzero.errors import StepMismatchError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.lead.saves import have, owing
+from rayzero.lead.round import have, owing
 from rayzero.protocol.messages import COMPUTE, MASTER, Write
 
 
@@ -23,7 +23,7 @@ class _Asked:
 class WriteRequests:
     """The write that ranks are asking for, one at a time.
 
-    Knows who asked for what; not steps or owners. Called under the lead's lock."""
+    Knows who asked for what; not steps or owners. One thread at a time calls it."""
 
     def __init__(self) -> None:
         self._asked: _Asked | None = None

@@ -21,8 +21,8 @@ class OwnerPeer(Protocol):
         """See ``ShardService.apply``; done when the owner has taken the decision in, not when it has updated."""
         ...
 
-    def save(self, step: int, directory: Path) -> Future[FileEntry]:
-        """See ``ShardService.save``."""
+    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
+        """See ``ShardService.write_checkpoint``."""
         ...
 
     def write(self, number: int, write: Write) -> Future[None]:

@@ -69,7 +69,7 @@ class WatchedPeer:
                 settle(ack, None)
         return ack
 
-    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         self.calls.append(f"save {step}")
         if "save" in self.fails:
             return failed(self.fails["save"])

@@ -321,7 +321,7 @@ class LeadCalls:
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""
-        entry = await result_of(self._local.save(request.step, Path(request.directory)))
+        entry = await result_of(self._local.write_checkpoint(request.step, Path(request.directory)))
         return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

@@ -85,8 +85,7 @@ class ServedModel:
         ]
         peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
         peers.insert(service.owner, self.local)
-        record = shared.record if shared is not None else None
-        self.lead = StepLead(peers, record, service.recorder)
+        self.lead = StepLead(peers, shared, service.recorder)
 
     # ---- what its calls share
 

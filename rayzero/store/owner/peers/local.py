@@ -31,7 +31,7 @@ class LocalPeer:
             return failed(exc)
         return settled(None)
 
-    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step``."""
         return self._service.write_checkpoint(step, directory)
 

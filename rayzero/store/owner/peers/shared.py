@@ -42,9 +42,9 @@ class SharedPeer:
     def _ask(self, method: str, request: Any) -> Future[bytes] | None:
         return self._shared.ask(self._remote.owner, method, request.SerializeToString())
 
-    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step``."""
-        return self._remote.save(step, directory)
+        return self._remote.write_checkpoint(step, directory)
 
     def write(self, number: int, write: Write) -> Future[None]:
         """Change the owner's shards of a unit. It goes another way than decisions, which it must not overtake."""

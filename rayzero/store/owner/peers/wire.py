@@ -73,7 +73,7 @@ class RemotePeer:
 
         return self._submit(apply())
 
-    def save(self, step: int, directory: Path) -> Future[FileEntry]:
+    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step`` into the staging directory."""
         request = pb.WriteShardsRequest(step=step, directory=str(directory))
 

@@ -14,6 +14,7 @@ from typing import Any
 from rayzero.checkpoint.writer import commit_checkpoint, discard_staging
 from rayzero.concurrency.futures import fail, settle, when_ended
 from rayzero.errors import RayZeroError, StepMismatchError
+from rayzero.lead.round import have, owing
 from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.telemetry.names import CHECKPOINT_FAILURES, CHECKPOINT_LAST_SUCCESS, CHECKPOINT_SECONDS
@@ -21,7 +22,7 @@ from rayzero.telemetry.recorder import Recorder, timed
 
 
 @dataclass(eq=False)
-class Save:
+class CheckpointRequest:
     """One checkpoint on its way."""
 
     step: int
@@ -32,12 +33,12 @@ class Save:
     asked: tuple[Future[FileEntry], ...] = ()  # those, by index
 
     def fail(self, error: BaseException) -> None:
-        """Tell the ranks that asked."""
+        """Tell the ranks that asked for it."""
         for future in self.futures.values():
             fail(future, error)
 
 
-class SaveRequests:
+class CheckpointRequests:
     """The checkpoint the ranks are asking for, at most one at a time.
 
     Knows who asked, and owners as peers; not steps, or when a decision may go on. Thread-safe."""
@@ -47,22 +48,22 @@ class SaveRequests:
         self._peers = peers
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._open: Save | None = None
+        self._open: CheckpointRequest | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
 
     def ask(
         self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]
-    ) -> tuple[Save, Future[CheckpointInfo]]:
+    ) -> tuple[CheckpointRequest, Future[CheckpointInfo]]:
         """Note that a rank asks. Raises StepMismatchError when another asked for something else."""
         with self._lock:
-            save = self._open = self._open or Save(step, directory)
-            if (save.step, save.directory) != (step, directory):
+            request = self._open = self._open or CheckpointRequest(step, directory)
+            if (request.step, request.directory) != (step, directory):
                 raise StepMismatchError(
-                    f"rank {rank} saves v{step} to {directory}, rank {min(save.files)} saves v{save.step} to "
-                    f"{save.directory}; every rank must save the same"
+                    f"rank {rank} saves v{step} to {directory}, rank {min(request.files)} saves v{request.step} to "
+                    f"{request.directory}; every rank must save the same"
                 )
-            save.files[rank] = files
-            return save, save.futures.setdefault(rank, Future())
+            request.files[rank] = files
+            return request, request.futures.setdefault(rank, Future())
 
     def holds(self, step: int) -> bool:
         """True while version ``step`` is asked for and not yet written by every owner."""
@@ -82,96 +83,89 @@ class SaveRequests:
 
     def write(
         self,
-        save: Save,
+        request: CheckpointRequest,
         spec: ModelSpec,
         hyper_at: Callable[[int], tuple[Hyper, ...]],
-        written: Callable[[], None],
+        over: Callable[[], None],
     ) -> None:
-        """Ask every owner to write. Once all have answered, ``written`` is called, and in a thread the manifest is
-        committed, or what was staged is discarded; only then do ranks hear, and may try again."""
-        if not self._begin(save):
+        """Ask every owner to write. Once all have answered, ``over`` is called, and a thread commits the manifest or
+        discards what was staged; only then do ranks hear of it, and may try again.
+
+        ``hyper_at``: the hyper-parameters that a version was made with; raises where they are gone."""
+        if not self._begin(request):
             return
 
         def then(owner_files: list[FileEntry]) -> None:
             try:
-                hyper = hyper_at(save.step)
+                hyper = hyper_at(request.step)
             except (OSError, RayZeroError) as exc:  # the checkpoint that the run began with is gone
                 otherwise(exc)
                 return
-            self._end(save, _commit, save, spec, hyper, owner_files, self._recorder)
-            written()
+            self._end(request, _commit, request, spec, hyper, owner_files, self._recorder)
+            over()
 
         def otherwise(error: BaseException) -> None:
             self._recorder.add(CHECKPOINT_FAILURES)
-            self._end(save, _give_up, save, error)
-            written()
+            self._end(request, _give_up, request, error)
+            over()
 
-        save.asked = tuple(peer.save(save.step, save.directory) for peer in self._peers)
-        when_ended(save.asked, then, otherwise)
+        request.asked = tuple(peer.write_checkpoint(request.step, request.directory) for peer in self._peers)
+        when_ended(request.asked, then, otherwise)
 
-    def _begin(self, save: Save) -> bool:
-        """False for a save that was abandoned, or is being written: a rank that gave up waiting asked again."""
+    def _begin(self, request: CheckpointRequest) -> bool:
+        """False for a request that was abandoned, or is being written: a rank that gave up waiting asked again."""
         with self._lock:
-            begins = self._open is save and not save.writing
-            save.writing = save.writing or begins
+            begins = self._open is request and not request.writing
+            request.writing = request.writing or begins
             return begins
 
-    def _end(self, save: Save, action: Callable[..., None], *args: Any) -> None:
+    def _end(self, request: CheckpointRequest, action: Callable[..., None], *args: Any) -> None:
         """Owners have answered: ``action`` in the committing thread, unless the run has failed meanwhile."""
         with self._lock:
-            goes_on = self._open is save
+            goes_on = self._open is request
             self._open = None
         if goes_on:  # from here on a rank that hears of a failure can ask for the next one
             self._committer.submit(action, *args)
         else:
-            discard_staging(save.directory)
+            discard_staging(request.directory)
 
     def abandon(self, error: BaseException) -> None:
         """Fail those who ask for a checkpoint that will not be. While owners write, their files are left to ``_end``:
         ranks need not wait for an owner that may be gone."""
         with self._lock:
-            save, self._open = self._open, None
-        if save is None:
+            request, self._open = self._open, None
+        if request is None:
             return
-        if not save.writing:
-            discard_staging(save.directory)
-        save.fail(error)
+        if not request.writing:
+            discard_staging(request.directory)
+        request.fail(error)
 
     def close(self) -> None:
         """Finish the checkpoint that is being committed. Idempotent."""
         self._committer.shutdown(wait=True)
 
 
-def have(ranks: Sequence[int]) -> str:
-    """Which ranks have (done something), for messages."""
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
-
-
-def owing(asked: Sequence[Future[Any]]) -> str:
-    """Which owners have (not answered), for messages. ``asked``: their answers, by owner index."""
-    late = [owner for owner, answer in enumerate(asked) if not answer.done()]
-    if not late:
-        return "owners have"
-    return f"optimizer {late[0]} has" if len(late) == 1 else f"optimizers {late} have"
-
-
-def _give_up(save: Save, error: BaseException) -> None:
-    discard_staging(save.directory)
-    save.fail(error)
+def _give_up(request: CheckpointRequest, error: BaseException) -> None:
+    discard_staging(request.directory)
+    request.fail(error)
 
 
 def _commit(
-    save: Save, spec: ModelSpec, hyper: tuple[Hyper, ...], owner_files: Sequence[FileEntry], recorder: Recorder
+    request: CheckpointRequest,
+    spec: ModelSpec,
+    hyper: tuple[Hyper, ...],
+    owner_files: Sequence[FileEntry],
+    recorder: Recorder,
 ) -> None:
-    commit = partial(commit_checkpoint, save.directory, step=save.step, spec=spec, hyper=hyper)
-    rank_files = [entry for rank in sorted(save.files) for entry in save.files[rank]]
-    try:  # each piece's content carries its own step count
+    commit = partial(commit_checkpoint, request.directory, step=request.step, spec=spec, hyper=hyper)
+    rank_files = [entry for rank in sorted(request.files) for entry in request.files[rank]]
+    try:  # the content of each file carries its own step counts
         with timed(recorder, CHECKPOINT_SECONDS, phase="publish"):
             info = commit(slot_steps={}, owner_files=owner_files, rank_files=rank_files)
     except (OSError, RayZeroError) as exc:
         recorder.add(CHECKPOINT_FAILURES)
-        save.fail(exc)
+        request.fail(exc)
         return
     recorder.set(CHECKPOINT_LAST_SUCCESS, time.time())
-    for future in save.futures.values():
+    for future in request.futures.values():
         settle(future, info)
