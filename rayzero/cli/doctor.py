@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from rayzero.cli.slabs import remains_lines, slab_lines, slab_sum, swept
+from rayzero.cli.slabs import dead_run_lines, slab_lines, slab_sum, swept
 
 GIB = 1 << 30
 _LEAST_SHM = 64 << 20  # bytes; what containers often have, and less than Ray's object store takes
@@ -171,7 +171,7 @@ def slabs(slab_dir: Path) -> Finding:
 
     found = list_slabs(slab_dir)
     return Finding(
-        name="slabs", ok=None, detail=slab_sum(found, slab_dir), lines=(*slab_lines(found), *remains_lines(found))
+        name="slabs", ok=None, detail=slab_sum(found, slab_dir), lines=(*slab_lines(found), *dead_run_lines(found))
     )
 
 

@@ -24,10 +24,9 @@ def slab_sum(slabs: Sequence[FoundSlab], directory: Path) -> str:
     return f"{said}; {len(dead)} of dead processes, {_size(sum(s.bytes for s in dead))}: rayzero doctor --sweep"
 
 
-def remains_lines(slabs: Sequence[FoundSlab]) -> list[str]:
+def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
     """One line for each run that has lost an owner: what its shared memory is still good for."""
-    from rayzero.store.shm.recovery import assess
-    from rayzero.store.shm.remains import dead_runs
+    from rayzero.store.shm.recovery import assess, dead_runs
     from rayzero.store.shm.signals import available
 
     if available() is not None:  # nobody shared memory here
@@ -40,11 +39,11 @@ def swept(directory: Path) -> list[str]:
     """Remove the slabs of dead processes: one line each, and their sum."""
     from rayzero.slabs.slab import list_slabs, sweep
 
-    remains = remains_lines(list_slabs(directory))
+    runs = dead_run_lines(list_slabs(directory))
     removed = sweep(directory)
     lines = [f"removed {path}: {_size(size)}" for path, size in removed]
     return [
-        *remains,
+        *runs,
         *lines,
         f"slabs of dead processes removed: {len(removed)}, {_size(sum(size for _, size in removed))}",
     ]

@@ -28,8 +28,7 @@ from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.store.rank.remote import RemoteStore
 from rayzero.store.shm.plan import SharedPlan
-from rayzero.store.shm.recovery import Outcome, RunRemains, ShardRemains, Verdict, assess
-from rayzero.store.shm.remains import read_run
+from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, Verdict, assess, read_run
 from rayzero.store.shm.signals import available
 
 from .stores import TOKEN
@@ -39,9 +38,9 @@ from .toy import Rank, make_spec, masters, random_grads, start
 # ---- the decision, from values
 
 
-def shard(index: int = 0, **fields: Any) -> ShardRemains:
+def shard(index: int = 0, **fields: Any) -> DeadShard:
     at = {"owner": index % 2, "published": 7, "decided": 7, "applied": 7, "tiles": (14, 14, 14)}
-    return ShardRemains(shard=index, **at | fields)
+    return DeadShard(shard=index, **at | fields)
 
 
 def record(step: int, **fields: Any) -> Decision:
@@ -49,9 +48,9 @@ def record(step: int, **fields: Any) -> Decision:
     return Decision(step=step, **values | fields)
 
 
-def run(*shards: ShardRemains, **fields: Any) -> RunRemains:
+def run(*shards: DeadShard, **fields: Any) -> DeadRun:
     values = {"num_owners": 2, "records": (record(5), record(6)), "ranks": frozenset((0, 1)), "lives": (0, 1)}
-    return RunRemains(run="r", shards=shards, **values | fields)
+    return DeadRun(run="r", shards=shards, **values | fields)
 
 
 DECIDED = {"records": (record(6), record(7))}
@@ -59,7 +58,7 @@ MIXED = shard(1, decided=8, tiles=(16, 14, 16))
 
 
 @pytest.mark.parametrize(
-    ("remains", "outcome", "version", "behind"),
+    ("dead", "outcome", "version", "behind"),
     [
         (run(shard(0), shard(1)), Outcome.WHOLE, 7, ()),
         (run(shard(0), shard(1, applied=-1, decided=-1, tiles=())), Outcome.WHOLE, 7, ()),  # frozen
@@ -69,13 +68,13 @@ MIXED = shard(1, decided=8, tiles=(16, 14, 16))
         (run(shard(0, published=8), shard(1), records=(record(7, action=Action.SKIP),)), Outcome.REDO, 8, ((1, ()),)),
     ],
 )
-def test_what_can_be_had(remains: RunRemains, outcome: Outcome, version: int, behind: object) -> None:
-    found = assess(remains)
+def test_what_can_be_had(dead: DeadRun, outcome: Outcome, version: int, behind: object) -> None:
+    found = assess(dead)
     assert (found.outcome, found.version, found.behind) == (outcome, version, behind)
 
 
 @pytest.mark.parametrize(
-    ("remains", "reason"),
+    ("dead", "reason"),
     [
         (run(shard(0), shard(1, decided=8, tiles=(16, 15, 14)), **DECIDED), "tiles [1] of shard 1 of optimizer 1 were"),
         (run(shard(0), MIXED), "the decision of step 7 is not recorded on this host"),
@@ -87,8 +86,8 @@ def test_what_can_be_had(remains: RunRemains, outcome: Outcome, version: int, be
         (run(shard(0), shard(1, tiles=(), on_device=True)), "masters and states of shard 1 of optimizer 1 were in a"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_reason(remains: RunRemains, reason: str) -> None:
-    found = assess(remains)
+def test_what_cannot_be_had_is_refused_with_the_reason(dead: DeadRun, reason: str) -> None:
+    found = assess(dead)
     assert (found.outcome, found.version) == (Outcome.REFUSED, -1)
     assert reason in found.reason
 
@@ -163,9 +162,9 @@ def two_steps(stack: ExitStack, spec: ModelSpec, directory: Path = SHARED_MEMORY
 
 def found_of(run_id: str) -> Verdict:
     control = [s for s in list_slabs() if s.header is not None and s.header.facts.run == run_id]
-    remains = read_run(run_id, [s for s in control if s.header is not None and s.header.facts.role == "control"])
-    assert remains is not None
-    return assess(remains)
+    dead = read_run(run_id, [s for s in control if s.header is not None and s.header.facts.role == "control"])
+    assert dead is not None
+    return assess(dead)
 
 
 @needs_signals
@@ -199,12 +198,12 @@ def test_every_kernel_stamps_what_it_wrote(kernel: str) -> None:
         rank.finish().result(20)
         masters(rank, 1)
         control = [s for s in list_slabs() if s.header is not None and s.header.facts.run == spec.run]
-        remains = read_run(spec.run, [s for s in control if s.header is not None and s.header.facts.role == "control"])
-        assert remains is not None
-        assert {shard.tiles for shard in remains.shards} == {(2,)}
-        assert {shard.applied for shard in remains.shards} == {1}
-        assert [record.step for record in remains.records] == [0]
-        assert assess(remains).reason == f"all {len(remains.shards)} shards have v1"
+        dead = read_run(spec.run, [s for s in control if s.header is not None and s.header.facts.role == "control"])
+        assert dead is not None
+        assert {shard.tiles for shard in dead.shards} == {(2,)}
+        assert {shard.applied for shard in dead.shards} == {1}
+        assert [record.step for record in dead.records] == [0]
+        assert assess(dead).reason == f"all {len(dead.shards)} shards have v1"
 
 
 # ---- killed

@@ -25,11 +25,10 @@ from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.plan import SharedPlan
-from rayzero.store.shm.remains import write_record
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
-from rayzero.store.shm.words import Stamps, bell_of, cells_of
+from rayzero.store.shm.words import Stamps, bell_of, cells_of, write_record
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a dead run's shared memory is still good for, decided from what stands in it.
+"""What a dead run's shared memory is still good for: read from its files alone, and decided from what stands there.
 
 An update overwrites masters and moments tile by tile, so an owner that dies in the middle leaves tiles of version n,
 tiles of n + 1, and the tiles its threads were at, which are of neither. The first two kinds can be made one: the
@@ -7,12 +7,20 @@ decision was recorded before any tile changed, and the ranks' gradients stay in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import torn
 from rayzero.protocol.messages import Action, Decision
+from rayzero.slabs.slab import FoundSlab, Slab
+from rayzero.store.shm.plan import ON_DEVICE
+from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps
+from rayzero.store.shm.signals import load_acquire_64
+from rayzero.store.shm.words import read_records, region
 
 
 class Outcome(StrEnum):
@@ -24,8 +32,8 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRemains:
-    """What a shard's line and stamps say. Versions are -1 where there was none."""
+class DeadShard:
+    """What the line and the stamps of a shard say. Versions are -1 where there was none."""
 
     shard: int
     owner: int
@@ -52,12 +60,12 @@ class ShardRemains:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRemains:
-    """All that is on this host of one run."""
+class DeadRun:
+    """All that is on this host of a run that has lost an owner."""
 
     run: str
     num_owners: int
-    shards: tuple[ShardRemains, ...]
+    shards: tuple[DeadShard, ...]
     records: tuple[Decision, ...]  # whole slots of the lead's record
     ranks: frozenset[int]  # whose gradients are here
     lives: tuple[int, ...]  # owner index of each control slab: a repeated one has slabs of two lives
@@ -73,8 +81,8 @@ class Verdict:
     behind: tuple[tuple[int, tuple[int, ...]], ...] = ()  # REDO: (shard, tiles to update); no tiles: publish it
 
 
-def assess(run: RunRemains) -> Verdict:
-    """What the remains are good for."""
+def assess(run: DeadRun) -> Verdict:
+    """What is left of a run, and what it is good for."""
     refusal = next(_refusals(run), None)
     if refusal is not None:
         return Verdict(outcome=Outcome.REFUSED, version=-1, reason=refusal)
@@ -88,17 +96,17 @@ def assess(run: RunRemains) -> Verdict:
     return Verdict(outcome=Outcome.REDO, version=version, reason=reason, behind=behind)
 
 
-def _target(run: RunRemains) -> int:
+def _target(run: DeadRun) -> int:
     """The newest version that a shard has, has begun, or that was decided."""
     reached = [shard.version + shard.begun for shard in run.shards]
     return max([*reached, *(shard.decided for shard in run.shards), *(r.step + 1 for r in run.records)])
 
 
-def _record(run: RunRemains, version: int) -> Decision | None:
+def _record(run: DeadRun, version: int) -> Decision | None:
     return next((record for record in run.records if record.step == version - 1), None)
 
 
-def _refusals(run: RunRemains) -> Iterator[str]:
+def _refusals(run: DeadRun) -> Iterator[str]:
     """Each reason why no version can be had, the most telling first."""
     twice = sorted({owner for owner in run.lives if run.lives.count(owner) > 1})
     if twice:
@@ -124,3 +132,65 @@ def _refusals(run: RunRemains) -> Iterator[str]:
         gone = sorted(set(range(len(record.attempts))) - run.ranks)
         if gone:
             yield f"gradients of ranks {gone} are not on this host"
+
+
+# ---- reading the files
+
+
+def dead_runs(slabs: Sequence[FoundSlab]) -> list[DeadRun]:
+    """Every run that has lost an owner, by name. What its other processes write meanwhile may or may not be seen."""
+    by_run: dict[str, list[FoundSlab]] = defaultdict(list)
+    for slab in slabs:
+        if slab.header is not None and slab.header.facts.role == "control":
+            by_run[slab.header.facts.run].append(slab)
+    lost = {run for run, found in by_run.items() if any(not s.alive and _is_owner(s) for s in found)}
+    return [read for run in sorted(lost) if (read := read_run(run, by_run[run])) is not None]
+
+
+def _is_owner(slab: FoundSlab) -> bool:
+    return slab.header is not None and bool(slab.header.regions_of("versions"))
+
+
+def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
+    """What the control slabs of one run say; None where no owner's is there."""
+    with ExitStack() as stack:
+        slabs = [slab for entry in found if (slab := _opened(stack, entry)) is not None]
+        owners = [slab for slab in slabs if slab.header.regions_of("versions")]
+        if not owners:
+            return None
+        orders = region(owners[0], "orders")
+        return DeadRun(
+            run=run,
+            num_owners=orders.bytes // orders.stride,
+            shards=tuple(sorted((s for slab in owners for s in _read_lines(slab)), key=lambda s: s.shard)),
+            records=tuple(record for slab in owners for record in read_records(slab)),
+            ranks=frozenset(slab.header.facts.index for slab in slabs if slab.header.regions_of("stamps")),
+            lives=tuple(slab.header.facts.index for slab in owners),
+        )
+
+
+def _opened(stack: ExitStack, found: FoundSlab) -> Slab | None:
+    assert found.header is not None
+    facts = found.header.facts
+    try:
+        slab = Slab.attach(found.path, writable=False, run=facts.run, layout_digest=facts.layout_digest)
+    except HandshakeError:  # gone since it was listed
+        return None
+    stack.callback(slab.close)
+    return slab
+
+
+def _read_lines(slab: Slab) -> Iterator[DeadShard]:
+    """What an owner's control slab says of its shards; of a dead owner's it changes no more."""
+    found = region(slab, "versions")
+    for line in range(slab.address(found.offset), slab.address(found.offset) + found.bytes, found.stride):
+        first = load_acquire_64(line + TILES) - 1
+        yield DeadShard(
+            shard=load_acquire_64(line + INDEX),
+            owner=slab.header.facts.index,
+            published=load_acquire_64(line + PUBLISHED) - 1,
+            decided=load_acquire_64(line + DECIDED) - 1,
+            applied=load_acquire_64(line + APPLIED) - 1,
+            tiles=tuple(tile_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else (),
+            on_device=first == ON_DEVICE,
+        )

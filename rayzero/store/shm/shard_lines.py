@@ -9,7 +9,7 @@ The owner writes each of them; the words from ``decided`` on are read when it is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +19,6 @@ from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Published
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE
-from rayzero.store.shm.recovery import ShardRemains
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 
@@ -70,7 +69,7 @@ class ShardLines:
         """Of a shard with tiles."""
         line = self._line[shard]
         first = load_acquire_64(line + TILES) - 1
-        return LineJournal(line, _stamps(self._slab, line, first)) if 0 <= first < ON_DEVICE else None
+        return LineJournal(line, tile_stamps(self._slab, line, first)) if 0 <= first < ON_DEVICE else None
 
 
 class LineJournal:
@@ -88,22 +87,7 @@ class LineJournal:
         store_release_64(self._line + APPLIED, version + 1)
 
 
-def _stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
+def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
+    """The stamps of the shard whose line is at address ``line``, from stamp ``first`` on: 1D int64."""
     numel = load_acquire_64(line + STOP) - load_acquire_64(line + START)
     return slab.tensor(region(slab, "tiles").offset + first * 8, -(-numel // STAMP), torch.int64)
-
-
-def read_lines(slab: Slab) -> Iterator[ShardRemains]:
-    """What an owner's control slab says of its shards; of a dead owner's it changes no more."""
-    found = region(slab, "versions")
-    for line in range(slab.address(found.offset), slab.address(found.offset) + found.bytes, found.stride):
-        first = load_acquire_64(line + TILES) - 1
-        yield ShardRemains(
-            shard=load_acquire_64(line + INDEX),
-            owner=slab.header.facts.index,
-            published=load_acquire_64(line + PUBLISHED) - 1,
-            decided=load_acquire_64(line + DECIDED) - 1,
-            applied=load_acquire_64(line + APPLIED) - 1,
-            tiles=tuple(_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else (),
-            on_device=first == ON_DEVICE,
-        )

@@ -1,17 +1,20 @@
-"""Control slabs in use: stamps, bells and mailboxes, found by their region's kind."""
+"""Control slabs in use: stamps, bells, mailboxes and the lead's decision record, found by their region's kind."""
 
 from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterator
 
 from rayzero.errors import HandshakeError
-from rayzero.protocol.messages import Pushed
+from rayzero.protocol.messages import Decision, Pushed
 from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.signals import Bell, Cell, changed
+from rayzero.store.wire import translate
 
 _STAMP = struct.Struct("<qQII")  # step, attempt, count, bytes of presence bits, which follow
 
@@ -64,3 +67,25 @@ class Stamps:
 def _decode(stamp: bytes) -> Pushed:
     step, attempt, count, size = _STAMP.unpack_from(stamp)
     return Pushed(step=step, attempt=attempt, count=count, presence=stamp[_STAMP.size : _STAMP.size + size])
+
+
+def _record_cells(slab: Slab) -> list[Cell]:
+    """The two slots of the decision record, in the lead's control slab; none in another's."""
+    return [
+        Cell(slab.address(r.offset + at), slab.keeper, Cell.capacity_in(r.stride))
+        for r in slab.header.regions_of("record")
+        for at in range(0, r.bytes, r.stride)
+    ]
+
+
+def write_record(slab: Slab, decision: Decision) -> None:
+    """Record a decision in the slot that holds the one before the last: a write that is cut off loses no other."""
+    cells = _record_cells(slab)
+    cells[decision.step % len(cells)].write(translate.decision_to_pb(decision).SerializeToString())
+
+
+def read_records(slab: Slab) -> Iterator[Decision]:
+    """The decisions that are recorded whole."""
+    for cell in _record_cells(slab):
+        if (read := cell.read()) is not None:
+            yield translate.decision_from_pb(pb.Decision.FromString(read[1]))
