@@ -27,7 +27,7 @@ from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
 from rayzero.owner.updater import Task, Updater
-from rayzero.protocol.messages import MASTER, Action, FileEntry
+from rayzero.protocol.messages import MASTER, Action, FileEntry, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -393,6 +393,72 @@ def test_an_abort_fails_what_can_never_come_and_keeps_what_is_decided() -> None:
         gate.release()
         assert decided.result(WAIT) is not None
         assert owner.service.read(0, 1, MASTER).result(WAIT) is not None
+
+
+def test_an_abort_fails_the_checkpoint_that_can_never_be_written_and_keeps_the_one_that_can(tmp_path: Path) -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        gate = Gate(owner.service, hold_at=(0, 1))
+        owner.take_step([random_grads(spec, 1)])
+        gate.wait()  # v1 is decided and not published whole
+        decided = owner.service.write_checkpoint(1, tmp_path / "step-000001")
+        never = owner.service.write_checkpoint(2, tmp_path / "step-000002")
+        owner.service.abort(RankLeftError("rank 1 left"))
+        later = owner.service.write_checkpoint(1, tmp_path / "again")
+        for future in (never, later):
+            with pytest.raises(RankLeftError, match="rank 1 left"):
+                future.result(0)
+        gate.release()
+        assert saved(owner, decided.result(WAIT), 1)
+    assert not (tmp_path / "step-000002").exists()
+
+
+def test_its_failure_is_told_once_with_the_first_reason() -> None:
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        heard: list[str] = []
+        owner.service.failed.add_done_callback(lambda failed: heard.append(str(failed.result())))
+        assert not owner.service.failed.done()
+        owner.service.abort(StoreError("first"))
+        owner.service.abort(StoreError("second"))
+        owner.service.close()
+        assert heard == ["first"]
+        with pytest.raises(StoreError, match="first"):
+            owner.collect().result(0)
+
+
+def test_an_owner_that_failed_before_anybody_attached_takes_no_step_and_still_gives_its_values() -> None:
+    spec = make_spec(1)
+    service = ShardService(0, 1)
+    service.abort(RankLeftError("rank 1 left"))
+    try:
+        service.attach(0, spec)
+        owner = Owner(service, spec)
+        for shard in spec.layout.shards:
+            service.load(shard.index, torch.ones(shard.numel))
+        assert owner.read(0, 0) is not None
+        waiting = [
+            service.reserve_when_free(owner.header(0, 0, 0, random_grads(spec, 1)), 0),
+            owner.collect(),
+            service.read(0, 1, "compute"),
+            service.write(1, Write(version=0, unit=0, kind=MASTER, digest="")),
+        ]
+        for future in waiting:
+            with pytest.raises(RankLeftError, match="rank 1 left"):
+                future.result(0)
+    finally:
+        service.close()
+
+
+def test_only_the_first_initial_values_of_a_shard_count() -> None:
+    spec = make_spec(1)
+    with owner_of(spec, load=False) as owner:
+        numel = spec.layout.shards[0].numel
+        owner.service.load(0, torch.full((numel,), 2.0))
+        owner.service.load(0, torch.full((numel,), 3.0))
+        assert owner.read(0, 0, MASTER)[0] == 2.0
+        with pytest.raises(StoreError, match=f"shard 0 of 'emb' has {numel} elements"):
+            owner.service.load(0, torch.zeros(1))
 
 
 class Exploding(torch.optim.SGD):
