@@ -160,16 +160,17 @@ class _Outcome:
 
 @contextmanager
 def _local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float) -> Iterator[Connect]:
-    from rayzero.store.inprocess import InProcessStore, LocalOwners
+    from rayzero.store.inprocess import LocalConnection, LocalOwners
     from rayzero.store.owner.by_model import ByModel
+    from rayzero.store.rank.store import RankStore
 
     def make(_: int) -> LocalOwners:
         return LocalOwners(num_optimizers, threads=threads, devices=[torch.device("cpu")] * beside_ranks)
 
     models = ByModel(make)
     try:
-        yield lambda rank, recorder, model: InProcessStore(
-            rank, models[model], stall_timeout=stall_timeout, recorder=recorder
+        yield lambda rank, recorder, model: RankStore(
+            LocalConnection(rank, models[model], stall_timeout=stall_timeout, recorder=recorder)
         )
     finally:
         for owners in models.close():
@@ -186,16 +187,19 @@ class _Addresses:
     share: Path | None
 
     def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
-        from rayzero.store.rank.remote import RemoteStore
+        from rayzero.store.rank.remote import RemoteConnection
+        from rayzero.store.rank.store import RankStore
 
-        return RemoteStore(
-            rank,
-            self.addresses,
-            token=self.token,
-            stall_timeout=self.stall_timeout,
-            share=self.share,
-            recorder=recorder,
-            model=model,
+        return RankStore(
+            RemoteConnection(
+                rank,
+                self.addresses,
+                token=self.token,
+                stall_timeout=self.stall_timeout,
+                share=self.share,
+                recorder=recorder,
+                model=model,
+            )
         )
 
 

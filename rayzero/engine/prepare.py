@@ -347,7 +347,8 @@ def _root_units(plan: UnitPlan) -> list[int]:
 
 def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> ParameterStore:
     """One owner in this process, and where asked for one with its states on ``device``; ended with the context."""
-    from rayzero.store.inprocess import InProcessStore, LocalOwners
+    from rayzero.store.inprocess import LocalConnection, LocalOwners
+    from rayzero.store.rank.store import RankStore
 
     if config.transport not in ("auto", "inproc"):
         raise UnsupportedError(
@@ -362,7 +363,7 @@ def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> Pa
         devices=[device] * device_owners(1, config.host_fraction),
     )
     context.on_close(lambda _: owners.close())
-    return InProcessStore(0, owners, stall_timeout=config.stall_timeout, recorder=context.recorder)
+    return RankStore(LocalConnection(0, owners, stall_timeout=config.stall_timeout, recorder=context.recorder))
 
 
 def _engine(

@@ -17,12 +17,13 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import StoreClosedError, TransferError
 from rayzero.protocol.messages import COMPUTE, Contribution
-from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.rank.store import RankStore
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
 
 
-class FaultyStore(InProcessStore):
+class FaultyStore(RankStore):
     """An in-process store whose chosen fetches and pushes fail, or are held until they are let go."""
 
     fail_fetch: Callable[[int, int], bool] = staticmethod(lambda unit, version: False)
@@ -68,7 +69,7 @@ def once(condition: Callable[..., bool]) -> Callable[..., bool]:
 @pytest.fixture
 def store() -> Any:
     owners = LocalOwners(2)
-    store = FaultyStore(0, owners)
+    store = FaultyStore(LocalConnection(0, owners))
     with running_in(RankContext(connect=lambda _: store)):
         yield store
     owners.close()

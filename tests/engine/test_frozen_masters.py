@@ -271,6 +271,6 @@ def test_masters_are_planned_for_and_kept_by_owners_alone(alone: RankContext) ->
     sizes = {}
     for config in (BF16, ROUNDED):
         _, optimizer = prepared(frozen_base(), config)
-        sizes[config.frozen_masters] = optimizer.engine.store._owners.services[0].planned_bytes
+        sizes[config.frozen_masters] = optimizer.engine.store.connection.owners.services[0].planned_bytes
     units = plan_units(frozen_base(), BF16).layout.units
     assert sizes[True] - sizes[False] == 4 * sum(unit.numel for unit in units if unit.frozen_master)

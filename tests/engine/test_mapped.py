@@ -15,7 +15,8 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.messages import COMPUTE
-from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
@@ -33,7 +34,9 @@ def recorder() -> Iterator[MemoryRecorder]:
     """Of a rank alone, whose one owner is in this process."""
     recorder = MemoryRecorder()
     owners = LocalOwners(2)
-    with running_in(RankContext(connect=lambda _: InProcessStore(0, owners, recorder=recorder), recorder=recorder)):
+    with running_in(
+        RankContext(connect=lambda _: RankStore(LocalConnection(0, owners, recorder=recorder)), recorder=recorder)
+    ):
         yield recorder
     owners.close()
 

@@ -19,7 +19,8 @@ from rayzero.errors import ConfigError
 from rayzero.layout.shard_map import device_shards
 from rayzero.owner.service import ShardService
 from rayzero.protocol.ownership import owner_map
-from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
@@ -128,7 +129,7 @@ def beside() -> Iterator[tuple[LocalOwners, MemoryRecorder]]:
     recorder = MemoryRecorder()
     owners = LocalOwners(2, recorder=recorder, devices=[torch.device("cpu")])
     config = SMALL.replace(offload_fraction=0.5)
-    store = InProcessStore(0, owners)
+    store = RankStore(LocalConnection(0, owners))
     with running_in(RankContext(connect=lambda _: store, config=config)) as context:
         loop(context, seeded(Net), steps=1)
         yield owners, recorder

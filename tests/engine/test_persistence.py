@@ -17,7 +17,8 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.messages import COMPUTE, Contribution
-from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.names import PREFETCH_DEPTH
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -29,12 +30,12 @@ def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYZERO_DEBUG", "0")  # debug mode keeps no out-of-date memory
 
 
-class FarStore(InProcessStore):
-    """An in-process store of a rank that shares no memory with the owners; it notes what is fetched, and may hold
-    pushes back."""
+class FarStore(RankStore):
+    """A store over owners of this process, without their memory; it notes what is fetched, and may hold pushes
+    back."""
 
     def __init__(self, owners: LocalOwners, recorder: MemoryRecorder) -> None:
-        super().__init__(0, owners, recorder=recorder)
+        super().__init__(LocalConnection(0, owners, recorder=recorder))
         self.fetched: list[int] = []
         self.held: list[tuple[Contribution, Tensor, Future[None]]] | None = None
         self.most_held = 0  # bytes
@@ -210,7 +211,7 @@ def test_no_schedule_has_more_up_than_the_budget_or_other_bits(
     least = buffer_bytes(4) + buffer_bytes(4 * max(sizes))
     config = ZeroConfig(gpu_param_memory_budget=least + spare, prefetch_buffer_size=depth)
     owners, recorder = LocalOwners(2), MemoryRecorder()
-    store = FarStore(owners, recorder) if far else InProcessStore(0, owners, recorder=recorder)
+    store = FarStore(owners, recorder) if far else RankStore(LocalConnection(0, owners, recorder=recorder))
     with running_in(RankContext(connect=lambda _: store, recorder=recorder)):
         model, optimizer = prepared(base, config)
         plain_optimizer = sgd(plain)

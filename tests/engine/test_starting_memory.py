@@ -26,7 +26,8 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.shared_memory import SharedOwner
-from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 
@@ -94,7 +95,11 @@ class Connect:
     token: str
 
     def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
-        return RemoteStore(rank, self.addresses, token=self.token, share=SHARED_MEMORY, recorder=recorder, model=model)
+        return RankStore(
+            RemoteConnection(
+                rank, self.addresses, token=self.token, share=SHARED_MEMORY, recorder=recorder, model=model
+            )
+        )
 
 
 def serve(owner: int, token: str, pipe: Connection) -> None:

@@ -8,11 +8,12 @@ from functools import partial
 
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.slab import SHARED_MEMORY
-from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 
 TOKEN = "the token of this test run"
@@ -48,7 +49,9 @@ def inprocess(
         models = ByModel(lambda _: LocalOwners(num_owners, threads=owner_threads))
         stack.callback(lambda: [owners.close() for owners in models.close()])
         yield Stores(
-            lambda rank, model: InProcessStore(rank, models[model], stall_timeout=stall_timeout), world_size, stack
+            lambda rank, model: RankStore(LocalConnection(rank, models[model], stall_timeout=stall_timeout)),
+            world_size,
+            stack,
         )
 
 
@@ -77,15 +80,17 @@ def over_grpc(
             server.connect_peers(addresses)
 
         def connect(rank: int, model: int) -> ParameterStore:
-            return RemoteStore(
-                rank,
-                addresses,
-                token=TOKEN,
-                stall_timeout=stall_timeout,
-                chunk_bytes=1000,
-                broadcast=broadcast,
-                share=somewhere,
-                model=model,
+            return RankStore(
+                RemoteConnection(
+                    rank,
+                    addresses,
+                    token=TOKEN,
+                    stall_timeout=stall_timeout,
+                    chunk_bytes=1000,
+                    broadcast=broadcast,
+                    share=somewhere,
+                    model=model,
+                )
             )
 
         yield Stores(connect, world_size, stack)

@@ -40,8 +40,9 @@ from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishR
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
+from rayzero.store.rank.store import RankStore
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     _CODES,
@@ -79,12 +80,14 @@ def serving(num_owners: int = 1, **options: Any) -> Iterator[list[OwnerServer]]:
 
 
 @contextmanager
-def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: Any) -> Iterator[list[RemoteStore]]:
+def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: Any) -> Iterator[list[RankStore]]:
     """One store a rank."""
     with ExitStack() as stack:
         stores = []
         for rank in range(world_size):
-            store = RemoteStore(rank, [s.address for s in servers], **{"token": TOKEN, "chunk_bytes": 1000} | options)
+            store = RankStore(
+                RemoteConnection(rank, [s.address for s in servers], **{"token": TOKEN, "chunk_bytes": 1000} | options)
+            )
             stack.callback(store.close)
             stores.append(store)
         yield stores
@@ -389,7 +392,7 @@ def test_a_wrong_dtype_is_refused() -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, (32 << 20) + 1])
 def test_chunk_sizes_are_bounded(chunk_bytes: int) -> None:
     with pytest.raises(ConfigError, match=r"chunk_bytes must be in 1\.\.33,554,432"):
-        RemoteStore(0, ["127.0.0.1:1"], token=TOKEN, chunk_bytes=chunk_bytes)
+        RankStore(RemoteConnection(0, ["127.0.0.1:1"], token=TOKEN, chunk_bytes=chunk_bytes))
 
 
 # ---- waits
@@ -435,9 +438,10 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
             import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
-            from rayzero.store.rank.remote import RemoteStore
+            from rayzero.store.rank.remote import RemoteConnection
+            from rayzero.store.rank.store import RankStore
             from store.toy import make_spec
-            store = RemoteStore(1, {[s.address for s in servers]!r}, token={TOKEN!r})
+            store = RankStore(RemoteConnection(1, {[s.address for s in servers]!r}, token={TOKEN!r}))
             store.attach(make_spec(2))
             print("attached", flush=True)
             input()
@@ -554,13 +558,14 @@ def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
     program = f"""
         import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
         from rayzero.owner.service import ShardService
-        from rayzero.store.rank.remote import RemoteStore
+        from rayzero.store.rank.remote import RemoteConnection
+        from rayzero.store.rank.store import RankStore
         from rayzero.store.owner.server import OwnerServer
         from store.toy import make_spec, random_grads, start, take_step
         spec = make_spec(1, kernel="torch")
         server = OwnerServer(ShardService(0, 1), token="t")
         server.connect_peers([server.address])
-        ranks = start([RemoteStore(0, [server.address], token="t")], spec)
+        ranks = start([RankStore(RemoteConnection(0, [server.address], token="t"))], spec)
         take_step(ranks, [random_grads(spec, 1)])
         ranks[0].fetch_unit(0, 2)
         print("done")

@@ -159,7 +159,7 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
     spec = make_spec(1, dtypes=[BF16] * 3)
     with serving() as servers, connected(servers) as (store,):
         (rank,) = start([store], spec)
-        link = store._links[0]
+        link = store.connection._links[0]
         sent = pb.Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
         header = pb.PushRequest.Header(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
         message = pb.PushRequest(header=header, chunk=pb.Chunk(shard=0)).SerializeToString()

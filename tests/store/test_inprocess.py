@@ -13,7 +13,8 @@ from owner.owner import Gate
 
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.protocol.messages import COMPUTE
-from rayzero.store.inprocess import InProcessStore, LocalOwners
+from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.toy import WAIT, make_spec, random_grads, start, take_step
@@ -24,7 +25,7 @@ def test_a_cancelled_fetch_never_writes_its_buffer() -> None:
     with ExitStack() as stack:
         owners = LocalOwners(2)
         stack.callback(owners.close)
-        store = InProcessStore(0, owners)
+        store = RankStore(LocalConnection(0, owners))
         stack.callback(store.close)
         (rank,) = start([store], spec)
         future, out = rank.fetch_unit(1, 1)
@@ -39,7 +40,7 @@ def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
     with ExitStack() as stack:
         owners = LocalOwners(1)
         stack.callback(owners.close)
-        store = InProcessStore(0, owners)
+        store = RankStore(LocalConnection(0, owners))
         stack.callback(store.close)
         (rank,) = start([store], spec)
         gate = Gate(owners.services[0], hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
@@ -59,11 +60,11 @@ def test_a_fetch_that_fails_is_over_only_when_nobody_writes_its_buffer(monkeypat
     with ExitStack() as stack:
         owners = LocalOwners(1)
         stack.callback(owners.close)
-        store = InProcessStore(0, owners)
+        store = RankStore(LocalConnection(0, owners))
         stack.callback(store.close)
         (rank,) = start([store], make_spec(1))
         reads: dict[int, Future[torch.Tensor]] = defaultdict(Future)
-        monkeypatch.setattr(store, "_read", lambda shard, *_: reads[shard.index])
+        monkeypatch.setattr(owners.services[0], "read", lambda shard, *_: reads[shard])
         future, out = rank.fetch_unit(0)
         (broken, *others) = reads.values()
         broken.set_exception(StoreError("as planned"))
@@ -81,7 +82,7 @@ def test_bytes_and_seconds_are_counted_by_direction() -> None:
     with ExitStack() as stack:
         owners = LocalOwners(2)
         stack.callback(owners.close)
-        store = InProcessStore(0, owners, recorder=recorder)
+        store = RankStore(LocalConnection(0, owners, recorder=recorder))
         stack.callback(store.close)
         (rank,) = start([store], spec)
         take_step([rank], [random_grads(spec, 1)])
@@ -97,7 +98,7 @@ def test_bytes_and_seconds_are_counted_by_direction() -> None:
 def test_nothing_is_left_after_close() -> None:
     before = {thread.ident for thread in threading.enumerate()}
     owners = LocalOwners(3)
-    store = InProcessStore(0, owners)
+    store = RankStore(LocalConnection(0, owners))
     start([store], make_spec(1))
     future = store.fetch(0, 1, COMPUTE, torch.zeros(960))
     store.close("done")
@@ -111,7 +112,7 @@ def test_nothing_is_left_after_close() -> None:
 def test_owners_do_not_change_torchs_thread_count_for_others() -> None:
     before = torch.get_num_threads()
     owners = LocalOwners(2, threads=before + 1)
-    store = InProcessStore(0, owners)
+    store = RankStore(LocalConnection(0, owners))
     start([store], make_spec(1))
     store.close()
     owners.close()
@@ -124,7 +125,7 @@ def test_owners_do_not_change_torchs_thread_count_for_others() -> None:
 
 def test_use_before_attach_is_an_error() -> None:
     owners = LocalOwners(1)
-    store = InProcessStore(4, owners)
+    store = RankStore(LocalConnection(4, owners))
     with pytest.raises(StoreError, match="rank 4 has not attached"):
         store.fetch(0, 0, COMPUTE, torch.zeros(1)).result(WAIT)
     with pytest.raises(StoreError, match="rank 4 has not attached"):
@@ -139,7 +140,7 @@ def test_every_unit_is_spread_over_as_many_owners_as_it_has_shards(num_owners: i
     with ExitStack() as stack:
         owners = LocalOwners(num_owners)
         stack.callback(owners.close)
-        store = InProcessStore(0, owners)
+        store = RankStore(LocalConnection(0, owners))
         stack.callback(store.close)
         start([store], spec)
         published: list[set[int]] = []

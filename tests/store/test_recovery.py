@@ -26,7 +26,8 @@ from rayzero.owner.update import rules
 from rayzero.protocol.messages import Action, Decision, ModelSpec
 from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.shared_memory import SharedOwner
-from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, Verdict, assess, read_run
 from rayzero.store.shm.signals import available
@@ -150,7 +151,9 @@ def halt_at(point: str, patch: Any, stop: Any = halt) -> None:
 
 
 def two_steps(stack: ExitStack, spec: ModelSpec, directory: Path = SHARED_MEMORY) -> Rank:
-    store = RemoteStore(0, served(stack, 1, directory=directory), token=TOKEN, share=directory, stall_timeout=20)
+    store = RankStore(
+        RemoteConnection(0, served(stack, 1, directory=directory), token=TOKEN, share=directory, stall_timeout=20)
+    )
     stack.callback(store.close)
     (rank,) = start([store], spec)
     for step in range(2):
@@ -191,7 +194,7 @@ def test_an_update_that_stopped_anywhere_is_told_from_the_files(point: str, monk
 def test_every_kernel_stamps_what_it_wrote(kernel: str) -> None:
     spec = replace(make_spec(1), run=f"stamps-{kernel}", kernel=kernel)
     with ExitStack() as stack:
-        store = RemoteStore(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY)
+        store = RankStore(RemoteConnection(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY))
         stack.callback(store.close)
         (rank,) = start([store], spec)
         rank.push(random_grads(spec, 1))

@@ -24,7 +24,8 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import StallError
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from store.stores import TOKEN
@@ -79,7 +80,7 @@ def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, subpro
         print(*addresses, file=process.stdin, flush=True)
         assert process.stdout.readline() == "connected\n"
         server.connect_peers(addresses)
-        store = RemoteStore(0, addresses, token=TOKEN, share=share, stall_timeout=TIMEOUT_S)
+        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, share=share, stall_timeout=TIMEOUT_S))
         stack.callback(store.close)
         (rank,) = start([store], make_spec(1))
         yield rank, process

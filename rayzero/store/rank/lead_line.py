@@ -1,33 +1,91 @@
-"""How one rank asks the lead: by mailbox on one host, by long polls elsewhere."""
+"""How one rank asks a lead in another process: by mailbox on one host, by long polls elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rayzero.concurrency.futures import then
+from rayzero.protocol.messages import (
+    CheckpointInfo,
+    Decision,
+    FileEntry,
+    FinishReport,
+    MeanInput,
+    Norm,
+    StepInputs,
+    Write,
+)
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.owner_link import LongPoll, OwnerLink
 from rayzero.store.rank.stall import StallWatch
+from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods
 
 T = TypeVar("T")
 
 
-class LeadLine:
-    """Carries a rank's questions to the lead, and its answers back.
+class RemoteLead:
+    """A ``LeadLine`` (store/rank/connection.py) to another process.
 
-    Knows ways; not what the questions mean. Every wait ends by an answer, leave, abort or stall."""
+    Knows ways and messages; not what the lead does. Repeats of a call carry its number, so that it counts once."""
 
     def __init__(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
         """``shared``: where the lead may be of this host."""
         self._link, self._shared, self._watch = link, shared, watch
+        self._rank = link.rank
+        self._writes = self._saves = self._means = 0  # asked for so far
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
-    def ask(self, method: str, request: Any, read: Callable[[Any], T], awaited: str) -> Future[T]:
-        """Ask; ``read`` makes the result of the response, ``awaited`` names it for errors."""
+    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+        """See ``LeadLine.finish``."""
+        sent = None if inputs is None else translate.inputs_to_pb(inputs)
+        request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
+        awaited = f"the norm of step {report.step}"
+        return self._ask("Finish", request, lambda answer: translate.norm_from_pb(answer.norm), awaited)
+
+    def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
+        """See ``LeadLine.commit``."""
+        request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
+        return self._ask("Commit", request, _decision_of, f"the decision of step {step}")
+
+    def decision(self, step: int) -> Future[Decision]:
+        """See ``LeadLine.decision``."""
+        request = pb.GetDecisionRequest(step=step)
+        return self._ask("GetDecision", request, _decision_of, f"the decision of step {step}")
+
+    def discard(self, step: int, attempt: int) -> Future[None]:
+        """See ``LeadLine.discard``."""
+        request = pb.DiscardRequest(rank=self._rank, step=step, attempt=attempt)
+        return self._ask("Discard", request, lambda _: None, f"the discard of step {step}")
+
+    def write(self, write: Write, name: str) -> Future[None]:
+        """See ``LeadLine.write``."""
+        self._writes += 1
+        request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes)
+        return self._ask("Write", request, lambda _: None, f"the write to {name} at step {write.version}")
+
+    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+        """See ``LeadLine.save``."""
+        self._saves += 1
+        entries = [translate.file_to_pb(entry) for entry in files]
+        request = pb.SaveRequest(
+            rank=self._rank, step=step, directory=str(directory), files=entries, number=self._saves
+        )
+        awaited = f"the checkpoint of step {step}"
+        return self._ask("Save", request, lambda a: translate.checkpoint_from_pb(a.checkpoint), awaited)
+
+    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+        """See ``LeadLine.mean``."""
+        self._means += 1
+        request = translate.mean_to_pb(self._rank, self._means, given)
+        return self._ask("Mean", request, lambda answer: tuple(answer.mean.values), f"the mean of {given}")
+
+    def _ask(self, method: str, request: Any, read: Callable[[Any], T], awaited: str) -> Future[T]:
+        """``read`` makes the result of the response, ``awaited`` names it for errors."""
         asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
         if asked is not None:
             response = methods(STORE_SERVICE)[method].response
@@ -43,3 +101,7 @@ class LeadLine:
     def close(self) -> None:
         """End the thread that completes answers; after link and mailbox were closed. Idempotent."""
         self._answers.shutdown(wait=True)
+
+
+def _decision_of(answer: Any) -> Decision:
+    return translate.decision_from_pb(answer.decision)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.store import ParameterStore
-from rayzero.store.rank.remote import RemoteStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.rpc import TlsFiles
 from rayzero.telemetry.recorder import Recorder
@@ -41,17 +42,19 @@ def connect_store(
     if reason is not None:
         level = logging.INFO if share is None else logging.WARNING  # slower than what was hoped for
         log.log(level, "rank %d: gRPC to every owner (%d): %s", rank, len(addresses), reason)
-    return RemoteStore(
-        rank,
-        addresses,
-        token=token,
-        tls=tls,
-        model=model,
-        stall_timeout=config.stall_timeout,
-        chunk_bytes=config.chunk_bytes,
-        wire_compression=config.wire_compression,
-        broadcast=config.broadcast,
-        share=share if reason is None else None,
-        share_with_all=config.transport == "shm",
-        recorder=recorder,
+    return RankStore(
+        RemoteConnection(
+            rank,
+            addresses,
+            token=token,
+            tls=tls,
+            model=model,
+            stall_timeout=config.stall_timeout,
+            chunk_bytes=config.chunk_bytes,
+            wire_compression=config.wire_compression,
+            broadcast=config.broadcast,
+            share=share if reason is None else None,
+            share_with_all=config.transport == "shm",
+            recorder=recorder,
+        )
     )

@@ -12,10 +12,10 @@ from torch import Tensor
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import COMPUTE
+from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.transfers.wire import Transfers
+from rayzero.store.rank.transfers.wire import WireTransfers
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import Recorder
 
@@ -23,7 +23,7 @@ _COPIERS = 2  # threads a fetch is copied in
 
 
 class SharedTransfers:
-    """The verbs of ``Transfers`` for an owner of this host. Its gradients need none: it reads them where they are.
+    """``Transfers`` for an owner of this host, which reads gradients where they are.
 
     Knows where the owner's shards are mapped; not units of several owners, or pushes."""
 
@@ -31,7 +31,7 @@ class SharedTransfers:
         self,
         owner: int,
         shared: SharedRank,
-        wire: Transfers,
+        wire: WireTransfers,
         *,
         board: PublishBoard,
         copies: ThreadPoolExecutor,
@@ -39,24 +39,35 @@ class SharedTransfers:
     ) -> None:
         """``wire``: the way for initial values and states; ``copies``: threads to copy in."""
         self._board = board
+        self.transport, self.reads_gradients = "shm", True
         self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
-        """See :class:`Transfers`."""
+        """See ``Transfers``."""
         self._wire.load(gather, unit, shards, values)
 
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
-        """See :class:`Transfers`."""
+        """See ``Transfers``."""
         self._wire.stage(gather, unit, shards, version, kind, values)
 
+    def push(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
+    ) -> None:
+        """See ``Transfers``."""
+        self._wire.push(gather, unit, shards, contribution, grads)
+
+    def content(self, shards: Sequence[Shard], version: int) -> int | None:
+        """See ``Transfers``."""
+        return self._wire.content(shards, version)
+
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
-        """See :class:`Transfers`."""
+        """See ``Transfers``."""
         return self._wire.published(awaited, shards, version)
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
-        """See :class:`Transfers`."""
+        """See ``Transfers``."""
         if kind != COMPUTE:
             self._wire.fetch(gather, unit, shards, version, kind, out)
             return

@@ -145,8 +145,8 @@ class _Counted:
             yield message
 
 
-class Transfers:
-    """Moves one rank's bytes to and from one owner. Every verb is one part of a ``Gather``.
+class WireTransfers:
+    """``Transfers`` (store/rank/connection.py) over gRPC.
 
     Knows the owner's link, what is published and whose turn it is; not other owners, or steps."""
 
@@ -166,7 +166,7 @@ class Transfers:
     ) -> None:
         """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
         closes. ``lead_says``: asks the lead whom the step waits for."""
-        self.owner = link.owner
+        self.owner, self.transport, self.reads_gradients = link.owner, "grpc", False
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._lead_says = closing, lead_says
         self._options, self._recorder = options, recorder
@@ -228,6 +228,10 @@ class Transfers:
         """Done once all ``shards`` have ``version``, or the owner is to be asked for it: it is ending the run."""
         published = self._board.when(self._link.owner, _indices(shards), version)
         return self._watch.watch(published, self._name(awaited), partial(self._describe_step, shards[-1]))
+
+    def content(self, shards: Sequence[Shard], version: int) -> int | None:
+        """See ``Transfers.content``."""
+        return self._board.content(_indices(shards), version)
 
     # ---- waiting
 

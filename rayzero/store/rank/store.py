@@ -1,0 +1,331 @@
+"""The owners of a run as one rank sees them, whatever way leads to each."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rayzero.concurrency.futures import DONE, chain, fail, failed, settle, settled, when_all
+from rayzero.concurrency.gather import Gather
+from rayzero.errors import RayZeroError, StoreClosedError, StoreError
+from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
+from rayzero.protocol.bits import digest_of
+from rayzero.protocol.messages import (
+    COMPUTE,
+    Attached,
+    CheckpointInfo,
+    Contribution,
+    Decision,
+    FileEntry,
+    FinishReport,
+    MeanInput,
+    ModelSpec,
+    Norm,
+    Pushed,
+    StepInputs,
+    Write,
+)
+from rayzero.store.rank.connection import Connection, Joined, LeadLine, Transfers
+from rayzero.store.rank.memory.gradient_writer import GradientWriter
+from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
+from rayzero.telemetry.metric import Metric
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
+from rayzero.telemetry.recorder import End
+
+T = TypeVar("T")
+Parts = list[tuple[Transfers, list[Shard]]]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One unit's shards by owner, in shard order, and the ways there."""
+
+    unit: UnitLayout
+    parts: Parts
+
+    @property
+    def away(self) -> Parts:
+        """Owners that gradients are sent to."""
+        return [(way, shards) for way, shards in self.parts if not way.reads_gradients]
+
+    def content(self, version: int) -> int | None:
+        """The version that the unit's content is from; None while a shard lacks ``version``."""
+        found = [way.content(shards, version) for way, shards in self.parts]
+        return None if None in found else max((content for content in found if content is not None), default=0)
+
+
+class RankStore:
+    """A ``ParameterStore`` (protocol/store.py) over a connection.
+
+    Knows which owner has which shard, and when this rank's gradient memory may be written; not how bytes travel, what
+    owners do with them, or what the engine does. What waits for other ranks (``finish``, ``commit``, ``decision``,
+    ``discard``, ``save``, ``mean``) holds no thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Nothing is sent before ``attach``."""
+        self.connection = connection
+        self._recorder = connection.recorder
+        self._joined: Joined | None = None
+        self._routes: list[_Route] = []  # by unit
+        self._writer: GradientWriter | None = None  # of gradients that owners read
+        self._unwatch: End = lambda: None  # ends telling of their memory
+        self._newest = settled(0)  # the content version that ``published`` gave last
+        self._closed = False
+        self._close_once = threading.Lock()
+        self._attaching = threading.RLock()  # held until an attach has ended: what it makes, close() ends after it
+        if not connection.in_process:
+            atexit.register(self.close)
+
+    # ---- handshake
+
+    def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
+        """Shake hands with every owner; see ``ParameterStore.attach``."""
+        with self._attaching:
+            self._require_open()
+            joined = self.connection.attach(spec, page_lock=page_lock)
+            if self._writer is None and joined.gradients is not None:
+                region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
+                self._writer = GradientWriter(region, self, name)
+                self._unwatch = watch_gradients(self._recorder, region.flats.values(), joined.gradient_tier)
+            self._joined = joined
+            self._routes = [self._route_of(joined, unit) for unit in spec.layout.units]
+            tell_build(self._recorder, joined.kernel, joined.transport)
+        return joined.attached
+
+    def _route_of(self, joined: Joined, unit: UnitLayout) -> _Route:
+        by_owner: dict[int, list[Shard]] = {}
+        for shard in joined.spec.layout.shards_by_unit[unit.index]:
+            by_owner.setdefault(joined.shard_map.owner(shard.index), []).append(shard)
+        return _Route(unit, [(joined.transfers[owner], shards) for owner, shards in by_owner.items()])
+
+    # ---- parameters
+
+    def load(self, unit: int, values: Tensor) -> Future[None]:
+        """Send one unit's initial values; see ``ParameterStore.load``."""
+        try:
+            route = self._route(unit)
+            _require_form("load", route.unit, values, route.unit.initial_dtype)
+        except RayZeroError as error:
+            return failed(error)
+        gather = Gather(len(route.parts))
+        for way, shards in route.parts:
+            way.load(gather, unit, shards, values)
+        return gather.future
+
+    def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
+        """Fill ``out``; see ``ParameterStore.fetch``."""
+        try:
+            route = self._route(unit)
+            _require_form("fetch", route.unit, out, route.unit.dtype if kind == COMPUTE else torch.float32)
+        except RayZeroError as error:
+            return failed(error)
+        gather = Gather(len(route.parts), self._timing(FETCH_SECONDS))
+        for way, shards in route.parts:
+            way.fetch(gather, route.unit, shards, version, kind, out)
+        return gather.future
+
+    def published(self, unit: int, version: int) -> Future[int]:
+        """Wait for a version; see ``ParameterStore.published``."""
+        try:
+            route = self._route(unit)
+        except RayZeroError as error:
+            return failed(error)
+        content = route.content(version)
+        if content is not None:  # as it is with most pushes: nothing to wait for
+            return self._settled(content)
+        done: Future[int] = Future()
+
+        def look(_: object) -> None:
+            content = route.content(version)
+            if content is not None:
+                settle(done, content)
+                return
+            # an owner ends the run: only it can tell whether the version still comes, or why not
+            asked = self.fetch(unit, version, COMPUTE, torch.empty(route.unit.numel, dtype=route.unit.dtype))
+            when_all([asked], lambda _: settle(done, version), partial(fail, done))
+
+        waits = [way.published(f"{route.unit.name} v{version}", shards, version) for way, shards in route.parts]
+        when_all(waits, look, partial(fail, done))
+        return done
+
+    def _settled(self, content: int) -> Future[int]:
+        """One for all units that changed last in the same step: making one takes longer than finding out."""
+        newest = self._newest
+        if newest.result() != content:
+            newest = self._newest = settled(content)
+        return newest
+
+    def mapped(self, unit: int) -> Tensor | None:
+        """See ``ParameterStore.mapped``; None also where one of the unit's owners is elsewhere."""
+        windows = self._joined.windows if self._joined is not None else None
+        return windows.tensor(unit) if windows is not None else None
+
+    def revert(self, unit: int) -> None:
+        """See ``ParameterStore.revert``."""
+        if self._joined is not None and self._joined.windows is not None:
+            self._joined.windows.revert(unit)
+
+    # ---- gradients
+
+    def landing(self, contribution: Contribution) -> Tensor | None:
+        """See ``ParameterStore.landing``."""
+        return self._writer.landing(contribution) if self._writer is not None else None
+
+    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+        """Hand over one unit's gradients; see ``ParameterStore.push``."""
+        try:
+            route = self._route(contribution.unit)
+            _require_form("push", route.unit, grads, route.unit.dtype)
+        except RayZeroError as error:
+            return failed(error)
+        away = route.away
+        here = [(way, shards) for way, shards in route.parts if way.reads_gradients]
+        gather = Gather((len(away) > 0) + (len(here) > 0), self._timing(PUSH_SECONDS))
+        sent = self._send(gather, away, route.unit, contribution, grads) if away else DONE
+        if here and self._writer is not None:
+            written = self._writer.push(contribution, grads, sent)
+            written.add_done_callback(partial(self._written, gather, here, grads.dtype))
+        return gather.future
+
+    def announce(self, unit: int, pushed: Pushed) -> None:
+        """Tell the owners that read this rank's gradients; see ``GradientReaders``."""
+        self.connection.announce(unit, pushed)
+
+    def _send(
+        self, gather: Gather, away: Parts, unit: UnitLayout, contribution: Contribution, grads: Tensor
+    ) -> Future[None]:
+        """Send to owners elsewhere, one part of ``gather``; done, never failed, when ``grads`` is read no more."""
+        sending, sent = Gather(len(away)), Future[None]()
+
+        def over(all_sent: Future[None]) -> None:
+            settle(sent, None)
+            gather.end(all_sent.exception())
+
+        sending.future.add_done_callback(over)
+        for way, shards in away:
+            way.push(sending, unit, shards, contribution, grads)
+        return sent
+
+    def _written(self, gather: Gather, here: Parts, dtype: torch.dtype, done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            numel = sum(shard.numel for _, shards in here for shard in shards)
+            count_bytes(self._recorder, "push", here[0][0].transport, numel, dtype, dtype)
+        gather.end(error)
+
+    # ---- what the lead is asked
+
+    def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
+        """Change a unit; see ``ParameterStore.write``. Rank 0 sends the bytes first."""
+        try:
+            route = self._route(unit)
+            _require_form("write", route.unit, values, route.unit.dtype if kind == COMPUTE else torch.float32)
+        except RayZeroError as error:
+            return failed(error)
+        write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
+        parts = route.parts if self.connection.rank == 0 else []
+        staged = Gather(len(parts))
+        for way, shards in parts:
+            way.stage(staged, unit, shards, version, kind, values)
+        done: Future[None] = Future()
+
+        def ask(_: object) -> None:
+            chain(self._ask_lead(lambda lead: lead.write(write, route.unit.name)), done)
+
+        when_all([staged.future], ask, partial(fail, done))
+        return done
+
+    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+        """Say what was pushed; see ``ParameterStore.finish``."""
+        return self._ask_lead(lambda lead: lead.finish(report, inputs))
+
+    def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
+        """Ask for the step to be decided; see ``ParameterStore.commit``."""
+        return self._ask_lead(lambda lead: lead.commit(step, inputs))
+
+    def decision(self, step: int) -> Future[Decision]:
+        """The recorded decision; see ``ParameterStore.decision``."""
+        return self._ask_lead(lambda lead: lead.decision(step))
+
+    def discard(self, step: int, attempt: int) -> Future[None]:
+        """Reopen a step; see ``ParameterStore.discard``."""
+        return self._ask_lead(lambda lead: lead.discard(step, attempt))
+
+    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+        """Write a checkpoint; see ``ParameterStore.save``."""
+        return self._ask_lead(lambda lead: lead.save(step, directory, files))
+
+    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+        """The mean over all ranks; see ``ParameterStore.mean``."""
+        return self._ask_lead(lambda lead: lead.mean(given))
+
+    def _ask_lead(self, question: Callable[[LeadLine], Future[T]]) -> Future[T]:
+        try:
+            return question(self._require_attached().lead)
+        except RayZeroError as error:
+            return failed(error)
+
+    # ---- close
+
+    def close(self, reason: str = "closed") -> None:
+        """Leave the run; see ``ParameterStore.close``."""
+        with self._close_once:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        self.connection.leave(reason)  # an attach of another thread fails
+        with self._attaching:
+            self._unwatch()
+            if self._writer is not None:
+                self._writer.close()
+            self.connection.free()
+
+    # ---- small parts
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise closed_error(self.connection.rank)
+
+    def _require_attached(self) -> Joined:
+        self._require_open()
+        if self._joined is None:
+            raise StoreError(f"rank {self.connection.rank} has not attached: attach() comes before anything else")
+        return self._joined
+
+    def _route(self, unit: int) -> _Route:
+        self._require_attached()
+        if not 0 <= unit < len(self._routes):
+            raise StoreError(f"rank {self.connection.rank}: no unit {unit}; the layout has {len(self._routes)}")
+        return self._routes[unit]
+
+    def _timing(self, metric: Metric) -> Callable[[], None]:
+        began, transport = time.perf_counter(), self._require_attached().transport
+        return lambda: self._recorder.observe(metric, time.perf_counter() - began, transport=transport)
+
+
+def closed_error(rank: int) -> StoreClosedError:
+    """For whatever is asked of a store that was closed."""
+    return StoreClosedError(f"rank {rank} used its store after close()")
+
+
+def _require_form(verb: str, unit: UnitLayout, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.shape != (unit.numel,):
+        raise StoreError(f"{unit.name!r} has {unit.numel} elements, {verb} got a tensor of {tuple(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise StoreError(f"{verb} of {unit.name!r} takes {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}")
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise StoreError(
+            f"the store moves contiguous 1D CPU tensors, got shape {tuple(tensor.shape)}, "
+            f"strides {tensor.stride()} on {tensor.device}"
+        )
