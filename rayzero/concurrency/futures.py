@@ -46,6 +46,11 @@ def failed(error: BaseException) -> Future[T]:
     return future
 
 
+def is_well(future: Future[Any]) -> bool:
+    """Whether it is done, and neither failed nor cancelled."""
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
 def when_all(
     futures: Sequence[Future[Any]], then: Callable[[list[Any]], None], otherwise: Callable[[BaseException], None]
 ) -> None:

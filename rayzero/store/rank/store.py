@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, chain, fail, failed, settle, settled, when_all
+from rayzero.concurrency.futures import DONE, chain, fail, failed, is_well, settle, settled, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
@@ -52,11 +52,9 @@ class _Route:
 
     unit: UnitLayout
     parts: Parts
-
-    @property
-    def away(self) -> Parts:
-        """Owners that gradients are sent to."""
-        return [(way, shards) for way, shards in self.parts if not way.reads_gradients]
+    away: Parts  # those that gradients are sent to
+    here: int  # elements whose owners read gradients in this rank's memory ...
+    here_by: str  # ... and what metrics call that
 
     def content(self, version: int) -> int | None:
         """The version that the unit's content is from; None while a shard lacks ``version``."""
@@ -106,7 +104,15 @@ class RankStore:
         by_owner: dict[int, list[Shard]] = {}
         for shard in joined.spec.layout.shards_by_unit[unit.index]:
             by_owner.setdefault(joined.shard_map.owner(shard.index), []).append(shard)
-        return _Route(unit, [(joined.transfers[owner], shards) for owner, shards in by_owner.items()])
+        parts = [(joined.transfers[owner], shards) for owner, shards in by_owner.items()]
+        here = [(way, shards) for way, shards in parts if way.reads_gradients]
+        return _Route(
+            unit=unit,
+            parts=parts,
+            away=[part for part in parts if part not in here],
+            here=sum(shard.numel for _, shards in here for shard in shards),
+            here_by=here[0][0].transport if here else "",
+        )
 
     # ---- parameters
 
@@ -188,40 +194,46 @@ class RankStore:
             _require_form("push", route.unit, grads, route.unit.dtype)
         except RayZeroError as error:
             return failed(error)
-        away = route.away
-        here = [(way, shards) for way, shards in route.parts if way.reads_gradients]
-        gather = Gather((len(away) > 0) + (len(here) > 0), self._timing(PUSH_SECONDS))
-        sent = self._send(gather, away, route.unit, contribution, grads) if away else DONE
-        if here and self._writer is not None:
-            written = self._writer.push(contribution, grads, sent)
-            written.add_done_callback(partial(self._written, gather, here, grads.dtype))
+        over = self._timing(PUSH_SECONDS)
+        if not route.away:
+            written = self._write_here(route, contribution, grads, DONE)
+            written.add_done_callback(lambda done: over() if is_well(done) else None)
+            return written
+        gather = Gather(1 + (route.here > 0), over)
+        sent = self._send(gather, route, contribution, grads)
+        if route.here:
+            written = self._write_here(route, contribution, grads, sent)
+            written.add_done_callback(lambda done: gather.end(done.exception()))
         return gather.future
+
+    def _write_here(self, route: _Route, contribution: Contribution, grads: Tensor, sent: Future[None]) -> Future[None]:
+        """Have the gradients in this rank's memory, for owners that read them there."""
+
+        def count(done: Future[None]) -> None:
+            if is_well(done):
+                count_bytes(self._recorder, "push", route.here_by, route.here, grads.dtype, grads.dtype)
+
+        assert self._writer is not None
+        written = self._writer.push(contribution, grads, sent)
+        written.add_done_callback(count)
+        return written
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the owners that read this rank's gradients; see ``GradientReaders``."""
         self.connection.announce(unit, pushed)
 
-    def _send(
-        self, gather: Gather, away: Parts, unit: UnitLayout, contribution: Contribution, grads: Tensor
-    ) -> Future[None]:
+    def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Send to owners elsewhere, one part of ``gather``; done, never failed, when ``grads`` is read no more."""
-        sending, sent = Gather(len(away)), Future[None]()
+        sending, sent = Gather(len(route.away)), Future[None]()
 
         def over(all_sent: Future[None]) -> None:
             settle(sent, None)
             gather.end(all_sent.exception())
 
         sending.future.add_done_callback(over)
-        for way, shards in away:
-            way.push(sending, unit, shards, contribution, grads)
+        for way, shards in route.away:
+            way.push(sending, route.unit, shards, contribution, grads)
         return sent
-
-    def _written(self, gather: Gather, here: Parts, dtype: torch.dtype, done: Future[None]) -> None:
-        error = done.exception()
-        if error is None:
-            numel = sum(shard.numel for _, shards in here for shard in shards)
-            count_bytes(self._recorder, "push", here[0][0].transport, numel, dtype, dtype)
-        gather.end(error)
 
     # ---- what the lead is asked
 

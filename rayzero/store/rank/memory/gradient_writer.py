@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, fail, failed, settle, when_all
+from rayzero.concurrency.futures import DONE, fail, failed, is_well, settle, when_all
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.protocol.messages import Contribution, Pushed
@@ -58,7 +58,7 @@ class GradientWriter:
 
     def landing(self, push: Contribution) -> Tensor | None:
         """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
-        if self.region.is_stale(push) or not (_is_well(self._when_free(push)) and self._when_sent(push).done()):
+        if self.region.is_stale(push) or not (is_well(self._when_free(push)) and self._when_sent(push).done()):
             return None
         return self.region.landing(push)
 
@@ -71,7 +71,7 @@ class GradientWriter:
         except StoreError as exc:
             return failed(exc)
         turn, free = self._order.turn(0, push), self._when_free(push)
-        if _is_well(turn) and _is_well(free) and self._when_sent(push).done():
+        if is_well(turn) and is_well(free) and self._when_sent(push).done():
             error = self._write(push, grads, sent)
             return DONE if error is None else failed(error)
         done: Future[None] = Future()
@@ -110,7 +110,3 @@ class GradientWriter:
         """Write what waits for nothing any more, then end the thread. Idempotent."""
         self._order.fail(StoreClosedError("the store was closed before the push had its turn"))
         self._worker.shutdown(wait=True)
-
-
-def _is_well(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
