@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +186,17 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(tmp_path: P
 # ---- several ranks ----------------------------------------------------------------------------------------------
 
 
-def on_ranks(context: RankContext) -> tuple[list[dict[str, Tensor]], list[list[float]], Tensor]:
-    """Train to the end, go back to a saved state and train to the end again; where there is a state, begin there."""
+def on_ranks(
+    context: RankContext, *, resumed: bool = False
+) -> tuple[list[dict[str, Tensor]], list[list[float]], Tensor]:
+    """Train to the end, go back to a saved state and train to the end again; ``resumed``: begin at a saved state."""
     assert context.run_dir is not None
     naming = ProjectConfiguration(str(context.run_dir), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = ZeroAccelerator(cpu=True, project_config=naming)
     loop = Loop(accelerator, SCHEDULES["OneCycleLR"], world_size=2)
     torch.manual_seed(context.rank)  # ranks drop different elements
     begin, ends = 2, []
-    if (context.run_dir / "checkpoints").exists():
+    if resumed:
         accelerator.load_state()
         loop.train(begin=begin)
         return [loop.state], loop.rates, torch.get_rng_state()
@@ -208,7 +211,7 @@ def on_ranks(context: RankContext) -> tuple[list[dict[str, Tensor]], list[list[f
 
 def test_ranks_save_and_load_together_and_other_owners_go_on(tmp_path: Path) -> None:
     whole = run_ranks(on_ranks, 2, 2, "grpc", processes=True, run_dir=tmp_path)
-    again = run_ranks(on_ranks, 2, 1, "grpc", processes=True, run_dir=tmp_path)
+    again = run_ranks(partial(on_ranks, resumed=True), 2, 1, "grpc", processes=True, run_dir=tmp_path)
     saved = tmp_path / "checkpoints" / "checkpoint_1"
     assert {path.name for path in saved.iterdir()} == {
         "random_states_0.pkl",
