@@ -63,10 +63,12 @@ def over_grpc(
     stall_timeout: float = 60.0,
     owner_threads: int = 1,
     broadcast: str = "pull",
+    chunk_bytes: int = 1000,
     shares: Callable[[int], bool] = lambda owner: False,
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
-    shares memory with the ranks, as owners of their host do; the others are as on other hosts."""
+    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``chunk_bytes``: of a
+    message, small enough that a shard takes several."""
     somewhere = SHARED_MEMORY if any(shares(owner) for owner in range(num_owners)) else None
     with ExitStack() as stack:
         servers = []
@@ -86,7 +88,7 @@ def over_grpc(
                     addresses,
                     token=TOKEN,
                     stall_timeout=stall_timeout,
-                    chunk_bytes=1000,
+                    chunk_bytes=chunk_bytes,
                     broadcast=broadcast,
                     share=somewhere,
                     model=model,
