@@ -33,7 +33,7 @@ def test_a_recipe_that_can_run_is_measured_and_nothing_is_written(recipe, tmp_pa
 
 def test_a_transformers_model_is_measured_without_allocating_it(recipe, tmp_path):
     pytest.importorskip("transformers")
-    huge = {"model_type": "gpt2", "n_layer": 96, "n_head": 96, "n_embd": 12288, "n_positions": 64, "vocab_size": 256}
+    huge = {"model_type": "gpt2", "n_layer": 6, "n_head": 96, "n_embd": 49152, "n_positions": 64, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(huge))
     roomy = {"cpu_memory_budget": "4TiB", "max_cpu_memory_mb": 1 << 23}
     assert prepare_run(recipe.replace(model=f"hf:{tmp_path / 'config.json'}", zero=roomy)).num_params > 170e9
