@@ -75,10 +75,10 @@ def _waits_in_a_mean(
     )
     for there in in_means:
         for have_asked, stand_still, what in waits:
-            stuck, elsewhere = stand_still - there, there - have_asked
-            if stuck and elsewhere:
+            stuck, gone_on = stand_still - there, there - have_asked
+            if stuck and gone_on:
                 return StepMismatchError(
-                    f"{have(sorted(stuck))} {what}, but {have(sorted(elsewhere))} called mean_over_ranks() before "
+                    f"{have(sorted(stuck))} {what}, but {have(sorted(gone_on))} called mean_over_ranks() before "
                     "that; every rank must call them in the same order"
                 )
     return None

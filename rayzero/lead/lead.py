@@ -128,7 +128,7 @@ class StepLead:
             self._lock.defer(call)
 
     def _round_of(self, report: FinishReport) -> Round:
-        """The round a report belongs to. Raises StepMismatchError naming the ranks that are elsewhere."""
+        """The round a report belongs to. Raises StepMismatchError naming the ranks that are in another step."""
         self._check_open(report.step, report.rank)
         if report.rank not in self._round.discarded:
             return self._round

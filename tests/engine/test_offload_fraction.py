@@ -143,7 +143,7 @@ def shards_of(service: ShardService) -> list[Any]:
 def test_what_forward_uses_first_stays_on_the_device_and_never_more_than_its_share(beside):
     owners, _ = beside
     *hosts, device = owners.services
-    spec = device._attached().spec
+    spec = device._attached().model.spec
     trained = sum(shard.numel for shard in spec.layout.shards)
     mine = [owned.shard for owned in shards_of(device)]
     assert [shard.index for shard in mine] == list(range(len(mine)))  # shards are numbered in forward order
@@ -157,9 +157,9 @@ def test_masters_and_moments_take_twelve_bytes_an_element_there_and_none_on_the_
     owners, recorder = beside
     *hosts, device = owners.services
     kept = sum(owned.shard.numel for owned in shards_of(device))
-    plan = device._attached().plan
+    plan = device._attached().model.plan
     assert (plan.on_device, plan.master, plan.moments, plan.params) == (12 * kept, 0, 0, 4 * kept)
-    assert all(host._attached().plan.on_device == 0 for host in hosts)
+    assert all(host._attached().model.plan.on_device == 0 for host in hosts)
     for owned in shards_of(device):  # fp32: published values are a copy, on the host
         assert owned.master.data_ptr() != owned.params.data_ptr()
         assert torch.equal(owned.master, owned.params)

@@ -45,13 +45,13 @@ class OwnerServer:
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
         shared: SharedOwner | None = None,
-        further: HostedModels | None = None,
+        models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
         ``service``, ``shared``: of the run's first prepared model; ``shared``: its memory, to be shared with ranks of
-        the same host. ``further``: has those of the models after it; None: they are refused.
+        the same host. ``models``: has those of the models after it; None: they are refused.
         ``token``: what every caller must send, not empty. ``poll_s``: how long a call that waits for other ranks is
         held before its caller is told to ask again. ``peer_timeout_s``: deadline of the lead's calls that compute.
         ``interceptors``: grpc.aio server interceptors, around every call. Raises StoreError when the port is taken.
@@ -60,7 +60,7 @@ class OwnerServer:
             raise ConfigError("token must not be empty: it is all that keeps others on this network out of the run")
         self._loop = shared_loop()
         self._owner, self._recorder = service.owner, service.recorder
-        self._further, self._stopped = further, False
+        self._hosted, self._stopped = models, False
         self._terms = ServerTerms(token=token, tls=tls, poll_s=poll_s, peer_timeout_s=peer_timeout_s)
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
@@ -74,9 +74,9 @@ class OwnerServer:
         """One model, from its first call on."""
         if not number:
             return self._first
-        if self._further is None:
+        if self._hosted is None:
             raise StoreError(f"optimizer {self._owner} serves one prepared model, it was asked for model {number}")
-        served = ServedModel(number, self._further[number], self._terms)
+        served = ServedModel(number, self._hosted[number], self._terms)
         if self._addresses is not None:
             served.connect_peers(self._addresses)
         return ModelCalls(served)
@@ -140,7 +140,7 @@ class OwnerServer:
 def serve_models(models: HostedModels, **options: Any) -> OwnerServer:
     """A server in front of all that an owner has. ``options``: see ``OwnerServer``."""
     service, shared = models[0]
-    return OwnerServer(service, shared=shared, further=models, **options)
+    return OwnerServer(service, shared=shared, models=models, **options)
 
 
 def _joined(host: str, port: int) -> str:

@@ -116,7 +116,7 @@ class Joined:
     gradients: GradientRegion | None  # this rank's, where owners of its host read them
     gradient_tier: str  # of their memory, as metrics call it: "ram", "pinned" or "shm"
     kernel: str
-    transport: str  # "inproc", "shm", "grpc", or "shm+grpc" where some owners are elsewhere
+    transport: str  # "inproc", "shm", "grpc", or "shm+grpc" where some owners are on other hosts
 
 
 class Connection(Protocol):

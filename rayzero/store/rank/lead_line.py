@@ -1,4 +1,4 @@
-"""How one rank asks a lead in another process: by mailbox on one host, by long polls elsewhere."""
+"""How one rank asks a lead in another process: by mailbox on one host, by long polls to another."""
 
 from __future__ import annotations
 

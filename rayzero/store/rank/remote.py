@@ -67,7 +67,7 @@ class RemoteConnection:
         ``model``: which of the run's prepared models it is for, by number.
         ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory of memory that is shared with
-        owners of this host; None: gRPC with all. ``share_with_all``: an owner elsewhere is an error."""
+        owners of this host; None: gRPC with all. ``share_with_all``: an owner of another host is an error."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")

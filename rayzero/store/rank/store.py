@@ -172,7 +172,7 @@ class RankStore:
         return newest
 
     def mapped(self, unit: int) -> Tensor | None:
-        """See ``ParameterStore.mapped``; None also where one of the unit's owners is elsewhere."""
+        """See ``ParameterStore.mapped``; None also where one of the unit's owners is on another host."""
         windows = self._joined.windows if self._joined is not None else None
         return windows.tensor(unit) if windows is not None else None
 
@@ -223,7 +223,7 @@ class RankStore:
         self.connection.announce(unit, pushed)
 
     def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
-        """Send to owners elsewhere, one part of ``gather``; done, never failed, when ``grads`` is read no more."""
+        """Send to owners on other hosts, one part of ``gather``; done, never failed, when ``grads`` is read no more."""
         sending, sent = Gather(len(route.away)), Future[None]()
 
         def over(all_sent: Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""The owners of the lead's host as it sees them: asked through mailboxes, elsewhere over gRPC."""
+"""An owner of the lead's host, as the lead reaches it: through a mailbox within a step, over gRPC for all else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The owners as the lead sees them: itself by plain calls, the others over gRPC."""
+"""An owner of another process, as the lead reaches it over gRPC."""
 
 from __future__ import annotations
 

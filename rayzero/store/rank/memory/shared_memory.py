@@ -54,8 +54,8 @@ class _Owner:
 class SharedRank:
     """What one rank shares with the owners of its host.
 
-    Knows slabs, bells, windows and the lead's mailbox; not steps, nor owners elsewhere. One thread listens to the bell
-    and brings news and answers."""
+    Knows slabs, bells, windows and the lead's mailbox; not steps, nor owners of other hosts. One thread listens to
+    the bell and brings news and answers."""
 
     def __init__(
         self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, page_lock: bool = False

@@ -1,5 +1,5 @@
 """Bytes between one rank and an owner of its host: parameters are copied from where the owner writes them; all else
-goes the way to owners elsewhere."""
+goes the way to owners of other hosts."""
 
 from __future__ import annotations
 
