@@ -27,7 +27,7 @@ from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
 from rayzero.owner.updater import Task, Updater
-from rayzero.protocol.messages import MASTER, Action, FileEntry, Write
+from rayzero.protocol.messages import MASTER, Action, FileEntry, Published, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -201,6 +201,31 @@ def test_a_skip_publishes_all_at_once_with_unchanged_content() -> None:
         assert all(map(torch.equal, owner.read_all(1), before))
         owner.service.close()
         assert gate.seen[-1] == [(shard, 1) for shard in range(11)]
+
+
+def test_listeners_are_told_the_version_that_the_content_is_from() -> None:
+    """Who has a copy of that content need not fetch it again."""
+    spec = make_spec(1)
+    heard: list[Published] = []
+    with owner_of(spec) as owner:
+        owner.service.on_publish(heard.extend)
+        grads = random_grads(spec, 1)
+        del grads["emb.weight"]  # all of unit 0: shards 0 and 1
+        owner.take_step([grads])
+        owner.push(0, grads, step=1)
+        owner.collect(1).result(WAIT)
+        owner.service.apply(owner.decision(1, action=Action.SKIP))
+        owner.read(10, 2)
+        assert [owner.service.content(shard) for shard in (0, 10)] == [0, 1]
+        assert [owner.service.content_at(shard, 2) for shard in (0, 10)] == [0, 1]
+        assert owner.service.content_at(0, 1) is None
+    assert [each for each in heard if each.shard == 0] == [Published(0, version, 0) for version in range(3)]
+    assert [each for each in heard if each.shard == 10] == [
+        Published(10, 0, 0),
+        Published(10, 1, 1),
+        Published(10, 2, 1),
+    ]
+    assert len(heard) == 3 * len(spec.layout.shards)
 
 
 def test_reads_of_a_version_under_update_are_refused() -> None:
