@@ -19,7 +19,7 @@ from torch import Tensor
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.owner.gradients.collection import Collection, check_reports
-from rayzero.owner.gradients.landing import Admission, Landing, RankGradients, check_push
+from rayzero.owner.gradients.landing import Admission, RankGradients, check_push
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
@@ -379,25 +379,25 @@ class Contributions:
         kept = self._parts.get(owned.shard.index)
         return kept is not None and kept[0] == self._key(owned, collection.ranks_of(owned), collection.clamp)
 
-    def _landing(self, owned: OwnedShard, rank: int) -> Landing:
-        return self.ranks[rank].landings[owned.shard.index]
-
     def _landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
         """The ranks that have something of this shard now, whatever will be counted."""
-        found = {rank: self._landing(owned, rank).sum for rank in sorted(self.ranks)}
+        found = {rank: self.ranks[rank].landings[owned.shard.index].sum for rank in sorted(self.ranks)}
         return [rank for rank, here in found.items() if here.count_of(step, here.attempt)]
 
     def _key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> _PartKey:
-        return clamp, tuple((rank, self._landing(owned, rank).generation) for rank in ranks)
+        index, gradients = owned.shard.index, self.ranks
+        return clamp, tuple([(rank, gradients[rank].landings[index].generation) for rank in ranks])
 
     def _contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
         """Per slice, those of ``ranks`` with a gradient for it."""
-        present = [self._landing(owned, rank).present for rank in ranks]
+        index, gradients = owned.shard.index, self.ranks
+        present = [gradients[rank].landings[index].present for rank in ranks]
         if all(map(all, present)):
             return (tuple(ranks),) * len(owned.slices)
         return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
 
     def _gradients(self, owned: OwnedShard) -> list[Tensor]:
         """Per rank, its memory for this shard; empty for one that has not attached and so has no gradient."""
+        index, gradients = owned.shard.index, self.ranks
         ranks = range(self._spec.world_size)
-        return [self._landing(owned, rank).sum.memory if rank in self.ranks else _NOTHING for rank in ranks]
+        return [gradients[rank].landings[index].sum.memory if rank in gradients else _NOTHING for rank in ranks]
