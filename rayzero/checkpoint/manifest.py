@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from rayzero.checkpoint.files import fields
-from rayzero.checkpoint.files.safe_read import parse_json
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl
 from rayzero.errors import CheckpointError, RayZeroError
+from rayzero.files import parse_json
 from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_name
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSpec, canonical_json
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.safe_read import open_regular, parse_json, read_text, regular_size
 from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.checkpoint.files.tensor_reader import TensorFile
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece, slots_of
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
 from rayzero.errors import CheckpointError
+from rayzero.files import open_regular, parse_json, read_text, regular_size
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.protocol.messages import FileEntry, Hyper, ModelSpec
 from rayzero.quantities import count

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rayzero.checkpoint.files.safe_read import parse_json, read_text, regular_size
 from rayzero.checkpoint.files.tensor_file import code_name
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.errors import CheckpointError, ConfigError
+from rayzero.files import parse_json, read_text, regular_size
 from rayzero.layout.model_layout import dtype_name
 
 WHOLE_FILE = "model.safetensors"

@@ -61,7 +61,7 @@ def describe_run(path: Path) -> dict[str, Any]:
 
 def _planned_steps(config: Path) -> int | None:
     """What a run's config.yaml says; None where there is none. Raises ConfigError where it is something else."""
-    from rayzero.checkpoint.files.safe_read import regular_size
+    from rayzero.files import regular_size
     from rayzero.recipes.recipe import load_recipe
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rayzero.checkpoint.files.safe_read import parse_json, read_text
+from rayzero.files import parse_json, read_text, replace_file
 from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.quantities import count
@@ -108,11 +107,9 @@ class PlanCheck:
         self._done = True
         steps = len(self._seconds)
         self._say("\n".join([f"plan against measured, after {count(steps, 'step')}", *format_compared(rows)]))
-        temporary = self._run_dir / f".{PLAN}.tmp"
         compared = [row.to_json() for row in rows]
         try:
-            temporary.write_text(json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, self._run_dir / PLAN)
+            replace_file(self._run_dir / PLAN, json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n")
         except OSError as error:  # training goes on without it
             log.warning("%s is not written: %s", self._run_dir / PLAN, error.strerror)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.files import replace_file
 from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.tiers import check_budgets
 from rayzero.recipes.lm import STEP_FLOPS, recipe_text, train_loop, unigram_baseline
@@ -229,6 +229,4 @@ def make_trainer(
 def _write_config(path: Path, recipe: RecipeConfig) -> None:
     """The recipe as it runs, to be used again: by ``rayzero train --resume``, or for another run."""
     again = recipe.replace(run=recipe.run.replace(resume=False))
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(again.to_yaml(), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, again.to_yaml())

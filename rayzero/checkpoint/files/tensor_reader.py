@@ -19,9 +19,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.safe_read import open_regular, parse_json
 from rayzero.checkpoint.files.tensor_file import CODES, TensorDecl
 from rayzero.errors import CheckpointError
+from rayzero.files import open_regular, parse_json
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _METADATA = "__metadata__"

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from rayzero.errors import ConfigError
+from rayzero.files import replace_file
 
 __all__ = ["announced", "sweep_announcements"]
 
@@ -20,12 +21,10 @@ def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:
     """Have a file with ``targets`` there; taken away at the end; where this process is killed, by its
     janitor or the next run's start. Raises ConfigError where it cannot be written."""
     path = directory / f"{run}.{socket.gethostname()}.{os.getpid()}.json"
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         sweep_announcements(directory)
-        temporary.write_bytes(targets)
-        os.replace(temporary, path)
+        replace_file(path, targets)
     except OSError as error:
         raise ConfigError(
             f"run.telemetry.discovery_dir: cannot write {path}: {error.strerror}; choose another directory"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayzero.checkpoint.files.safe_read import parse_json, read_text
 from rayzero.cluster.processes.reports import Report
 from rayzero.errors import DataError
+from rayzero.files import parse_json, read_text, replace_file
 
 __all__ = ["METRICS", "MakeRow", "MetricsLog", "Row", "latest_metrics", "read_log", "row_of_report", "trim_log"]
 
@@ -105,9 +105,7 @@ def trim_log(run_dir: Path, resume_step: int) -> None:
     try:
         if kept == path.read_text(encoding="utf-8"):
             return
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(kept, encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, kept)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
 

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any
 
 from rayzero.checkpoint import CheckpointReader
-from rayzero.checkpoint.files.safe_read import parse_json, read_text
 from rayzero.cluster.files.run_checkpoints import RunCheckpoints
 from rayzero.cluster.files.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
+from rayzero.files import parse_json, read_text, replace_file
 
 __all__ = ["RECORD", "RunDirectory", "Start", "checkpoints_of", "find_start", "read_record"]
 
@@ -101,7 +101,7 @@ class RunDirectory:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
-        self._replace_record_file((json.dumps(record, indent=1, default=str) + "\n").encode())
+        replace_file(self.path / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 
     def read_record_file(self) -> bytes | None:
         """What is in ``run.json`` now; None where there is none."""
@@ -114,17 +114,7 @@ class RunDirectory:
         if earlier is None:
             (self.path / RECORD).unlink(missing_ok=True)
         else:
-            self._replace_record_file(earlier)
-
-    def _replace_record_file(self, content: bytes) -> None:
-        temporary = self.path / f".{RECORD}.tmp"
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, self.path / RECORD)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+            replace_file(self.path / RECORD, earlier)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
-from rayzero.checkpoint.files.safe_read import parse_json, read_text
 from rayzero.errors import ConfigError
+from rayzero.files import parse_json, read_text
 
 __all__ = ["LOCK", "RunLock"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from rayzero.cluster.files.status import run_status
 from rayzero.cluster.processes.coordinator import RunState
 from rayzero.cluster.processes.exposure import TRACE_PATH
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.files import replace_file
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.scrape import discover, read_pages
 from rayzero.telemetry.spans import ASKED_S, Recorded
@@ -97,9 +97,7 @@ def _silent(who: str, url: str, why: object) -> RunFailedError:
 
 def write_trace(path: Path, run: str, processes: Mapping[str, Recorded]) -> None:
     """The file that Perfetto shows, whole or not at all. Raises ConfigError where it cannot be written."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(json.dumps(trace_of(run, processes)) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, json.dumps(trace_of(run, processes)) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from error

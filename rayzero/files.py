@@ -1,4 +1,4 @@
-"""Reading files that anybody may have made: regular files only, up to a size, and JSON of any shape.
+"""Small files of a run: replaced as a whole, and read without trust in what others have put there.
 
 Opening a FIFO waits for its other end, opening a device may do something, and ``/dev/zero`` never ends. Whoever reads
 a checkpoint or a run's directory goes through here, and gets an OSError or a ValueError for all of that.
@@ -10,9 +10,12 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+__all__ = ["open_regular", "parse_json", "read_text", "regular_size", "replace_file"]
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -22,6 +25,21 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Make ``content`` (text as UTF-8) what is in ``path``: a reader sees the old file or the new one, never a part.
+
+    That holds when this process is killed, too. It is not synced: after a power cut the file may be the old one, the
+    new one, or on some file systems empty. One writer at a time. Raises OSError, and leaves the old file then."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):  # the first error is the one to tell
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def regular_size(path: Path, *, follow_links: bool = True) -> int:
