@@ -36,7 +36,7 @@ import torch
 from hooks import PARAMETERS, UNITS, Net, Step, Times, turn
 
 import rayzero
-from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
 from rayzero.engine.context import RankContext, running_in
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
@@ -91,9 +91,9 @@ class TurnedSpans:
         return self.to.wanted
 
 
-def exposed(recorder: MemoryRecorder) -> Exposure:
+def exposed(recorder: MemoryRecorder) -> ProcessExporter:
     """An exporter as a rank has it."""
-    settings = ExposeSettings(
+    settings = ExporterSettings(
         run="benchmark",
         role=Role.RANK,
         who="rank 0",
@@ -104,7 +104,7 @@ def exposed(recorder: MemoryRecorder) -> Exposure:
         slab_dir=Path("/dev/shm"),
         trace=False,
     )
-    return Exposure(settings, recorder)
+    return ProcessExporter(settings, recorder)
 
 
 # ---- scrapers ---------------------------------------------------------------------------------------------------

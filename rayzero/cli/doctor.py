@@ -149,7 +149,7 @@ def gpu() -> Finding:
 
 def memory() -> Finding:
     """Memory a run may still take, by RAM and cgroups."""
-    from rayzero.memory.planner import host_limits
+    from rayzero.memory.process_memory import host_limits
 
     limits = host_limits()
     detail = f"{limits.available / GIB:.1f} GiB free of {limits.total / GIB:.1f} GiB ({limits.source})"

@@ -23,19 +23,19 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import Placement
-from rayzero.cluster.nodes.ray_alive import ray_answers
-from rayzero.cluster.nodes.session import alive_nodes
-from rayzero.cluster.processes.coordinator import NAMESPACE, Coordinator, Member, Routing, RunState, coordinator_name
-from rayzero.cluster.processes.exposure import LOOPBACK, ExposeSettings, plan_exposure
-from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.nodes.session import alive_nodes, ray_answers
+from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, plan_exporters
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
-from rayzero.cluster.supervision import Failure, death_of, failure_of, optimizer_name, rank_name, run_failed
+from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
+from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.recorder import Measurements
 
 __all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
 
@@ -107,7 +107,9 @@ class RunActors:
         self._janitor = Janitor(share, discovery_dir)
         self._janitor.watch(self._processes.values())
         if telemetry.enabled:
-            self.targets = self._expose(plan_exposure(self._run, {**lead, **self.members}, telemetry, slab_dir))
+            self.targets = self._open_exporters(
+                plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            )
         return self._open_ports()
 
     def _make_coordinator(self) -> None:
@@ -183,11 +185,11 @@ class RunActors:
         routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
         return routing
 
-    def _expose(self, plan: Mapping[str, ExposeSettings]) -> tuple[Target, ...]:
+    def _open_exporters(self, plan: Mapping[str, ExporterSettings]) -> tuple[Target, ...]:
         """Open everyone's exporter, the coordinator's first."""
-        calls = {_COORDINATOR: self.coordinator.expose.remote(plan[_COORDINATOR])}
+        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(plan[_COORDINATOR])}
         for who, actor in {**self.owners, **self.ranks}.items():
-            calls[who] = control(actor.expose).remote(plan[who], self.coordinator)
+            calls[who] = control(actor.open_exporter).remote(plan[who], self.coordinator)
         try:
             return tuple(self.ask(calls, ANSWER_S).values())
         except RunFailedError as failed:
@@ -269,7 +271,7 @@ class RunActors:
         del told
         return list(ready)
 
-    def stop_owners(self, timeout_s: float = ANSWER_S) -> dict[str, Measured]:
+    def stop_owners(self, timeout_s: float = ANSWER_S) -> dict[str, Measurements]:
         """Close every owner that answers within ``timeout_s``; what each measured, but for those beside ranks."""
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
         beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]

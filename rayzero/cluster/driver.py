@@ -20,21 +20,20 @@ from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_resources
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
-from rayzero.cluster.phases import OnPhase
-from rayzero.cluster.processes.coordinator import Member, Routing, RunState
-from rayzero.cluster.processes.measured import Measured
 from rayzero.cluster.processes.rank_worker import RankSettings
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Member, Report, Routing, RunState
 from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
+from rayzero.telemetry.recorder import Measurements
 
-__all__ = ["Journal", "OnReport", "RunRequest", "drive"]
+__all__ = ["Journal", "OnPhase", "OnReport", "RunRequest", "drive"]
 
 OnReport = Callable[[Report], None]
+OnPhase = Callable[[str], None]  # told in a few words what begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Journal:
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
-    measured: dict[str, Measured] = field(default_factory=dict)  # by process
+    measured: dict[str, Measurements] = field(default_factory=dict)  # by process
 
     def note(self, report: Report) -> None:
         """Take one report."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from rayzero.cluster.processes.measured import Measured
 from rayzero.errors import AccumulationError, HandshakeError, RunFailedError, StepMismatchError, StoreError
+from rayzero.telemetry.recorder import Measurements
 
 __all__ = [
     "Failure",
@@ -23,24 +23,12 @@ __all__ = [
     "Watch",
     "death_of",
     "failure_of",
-    "optimizer_name",
-    "rank_name",
     "run_failed",
 ]
 
 SETTLE_S = 3.0  # how long a consequence waits for its cause: Ray tells of a dead process within a second
 
 _CAUSES = (HandshakeError, StepMismatchError, AccumulationError)  # store errors that are nobody else's fault
-
-
-def rank_name(rank: int) -> str:
-    """How messages call a rank worker."""
-    return f"rank {rank}"
-
-
-def optimizer_name(owner: int) -> str:
-    """How messages call an optimizer actor."""
-    return f"optimizer {owner}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +90,7 @@ class RankOutcome:
 
     rank: int
     failure: Failure | None = None
-    measured: Measured = field(default_factory=Measured)  # by its recorder
+    measured: Measurements = field(default_factory=Measurements)  # by its recorder
 
 
 class Verdict(Enum):

@@ -6,27 +6,27 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.driver import Journal, OnReport, RunRequest, drive
+from rayzero.cluster.driver import Journal, OnPhase, OnReport, RunRequest, drive
 from rayzero.cluster.files.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.loop import pack_loop
-from rayzero.cluster.phases import OnPhase, PhaseLines
-from rayzero.cluster.processes.coordinator import DISCOVERY_PATH, RunState
-from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
 from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.trace_file import last_steps
 
-__all__ = ["Result", "ZeroTrainer"]
+__all__ = ["PhaseLines", "Result", "ZeroTrainer"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Result:
     checkpoint: Path | None  # its newest complete checkpoint, in its directory or reported from elsewhere
     error: RunFailedError | None  # why it failed; None when it did not
     metrics_per_rank: tuple[dict[str, Any], ...]  # each rank's last report
-    measured: dict[str, Measured] = field(repr=False)  # counters and timings by process: "rank 0", "optimizer 1"
+    measured: dict[str, Measurements] = field(repr=False)  # counters and timings by process: "rank 0", "optimizer 1"
     seconds: float  # from fit() to its end
 
     @property
@@ -251,6 +251,20 @@ def _telemetry(journal: Journal) -> dict[str, Any] | None:
         "http_sd": f"http://{journal.targets[0].address}{DISCOVERY_PATH}",
         "targets": [{"address": target.address, "labels": target.labels} for target in journal.targets],
     }
+
+
+class PhaseLines:
+    """Writes each phase as a line on stderr, with the seconds since this object was made.
+
+    Knows texts and a clock; not what a run is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+
+    def __call__(self, phase: str) -> None:
+        """``phase`` begins."""
+        print(f"{self._clock() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
 
 
 class _AtMostEvery:

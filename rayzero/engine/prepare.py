@@ -42,8 +42,7 @@ from rayzero.memory.planner import FP32
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
-from rayzero.telemetry.further import FurtherRecorder
-from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.recorder import LaterModelRecorder, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ def prepare(
     number = context.prepared if context.connect is not None else 0  # alone, each model has owners of its own
     chosen = chosen_resume(context, resume)
     checkpoint = None if chosen is None else of_model(chosen, number)
-    recorder = FurtherRecorder(context.recorder) if number else context.recorder
+    recorder = LaterModelRecorder(context.recorder) if number else context.recorder
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")

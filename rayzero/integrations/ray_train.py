@@ -30,7 +30,7 @@ from rayzero.cluster.actors import RunActors
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
-from rayzero.cluster.processes.coordinator import RunState
+from rayzero.cluster.run import RunState
 from rayzero.config import ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import UnsupportedError

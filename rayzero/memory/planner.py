@@ -1,4 +1,4 @@
-"""What an owner will keep on its host, summed up before anything is allocated, and what the host has."""
+"""What an owner will keep on its host, summed up before anything is allocated."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
+from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
@@ -176,13 +176,6 @@ def check_shared(
         )
 
 
-def ray_memory_threshold(environment: Mapping[str, str]) -> float:
-    """The part of a host's memory above which Ray kills processes, by the environment Ray was started with."""
-    if environment.get("RAY_memory_monitor_refresh_ms") == "0":  # it looks at nothing
-        return 1.0
-    return float(environment.get("RAY_memory_usage_threshold", 0.95))
-
-
 def no_room(size: int, slab_dir: Path | None, why: str) -> MemoryPlanError:
     """The error for shared memory of ``size`` bytes that ``slab_dir`` (None: no directory) does not hold."""
     free = f"{slab_dir} has {format_bytes(shutil.disk_usage(slab_dir).free)} free" if slab_dir else "there is less"
@@ -190,78 +183,3 @@ def no_room(size: int, slab_dir: Path | None, why: str) -> MemoryPlanError:
         f"shared memory needs {format_bytes(size)}, but {free} ({why}); "
         "train a smaller model, set slab_dir to a directory with room, or give the container more with --shm-size"
     )
-
-
-# ---- what the host has ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLimits:
-    """Host memory this process may still take, and what says so."""
-
-    available: int  # bytes
-    total: int  # bytes
-    source: str  # "RAM" or the cgroup file that is tighter
-
-
-def host_limits(
-    cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
-) -> HostLimits:
-    """Measure now: the tighter of free RAM and the limits of this process's cgroups (v1 or v2)."""
-    ram = psutil.virtual_memory()
-    found = [HostLimits(available=ram.available, total=ram.total, source="RAM")]
-    tightest = tightest_cgroup(cgroup_root, proc_cgroup)
-    return min([*found, *([tightest] if tightest else [])], key=lambda limits: limits.available)
-
-
-def tightest_cgroup(
-    cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
-) -> HostLimits | None:
-    """The cgroup of this process that leaves the least; None where none has a limit."""
-    return min(_cgroup_limits(cgroup_root, proc_cgroup), key=lambda limits: limits.available, default=None)
-
-
-def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[HostLimits]:
-    """The memory limit of this process's cgroup and of each one above it; none where there is no limit."""
-    try:
-        lines = proc_cgroup.read_text().splitlines()
-    except OSError:  # not Linux
-        return []
-    found = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            found += _limits_up(root, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            found += _limits_up(root / "memory", path, *names)
-    return found
-
-
-def _limits_up(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[HostLimits]:
-    relative = Path(path.lstrip("/"))
-    found = []
-    for folder in (relative, *relative.parents):
-        limit, usage = _read_int(mount / folder / limit_name), _read_int(mount / folder / usage_name)
-        if limit is None or usage is None or limit >= 1 << 60:  # "max", or v1's way to say no limit
-            continue
-        free = limit - usage + _reclaimable(mount / folder / "memory.stat", cache_name)
-        found.append(HostLimits(available=max(0, free), total=limit, source=str(mount / folder / limit_name)))
-    return found
-
-
-def _reclaimable(stat: Path, name: str) -> int:
-    """Bytes of page cache the kernel gives back first: they count as used but are free for the asking."""
-    try:
-        fields = dict(line.split() for line in stat.read_text().splitlines())
-    except OSError:
-        return 0
-    return int(fields.get(name, 0))
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 
-from rayzero.memory.planner import ray_memory_threshold, tightest_cgroup
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
@@ -76,3 +74,82 @@ def node_memory(slab_dir: Path, environment: Mapping[str, str] = os.environ) -> 
         limits["cgroup"] = cgroup.total
         rooms.append(cgroup.available)
     return NodeMemory(limits=limits, headroom=max(0, min(rooms)), shm_used=shm.used, shm_limit=shm.total)
+
+
+def ray_memory_threshold(environment: Mapping[str, str]) -> float:
+    """The part of a host's memory above which Ray kills processes, by the environment Ray was started with."""
+    if environment.get("RAY_memory_monitor_refresh_ms") == "0":  # it looks at nothing
+        return 1.0
+    return float(environment.get("RAY_memory_usage_threshold", 0.95))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLimits:
+    """Host memory this process may still take, and what says so."""
+
+    available: int  # bytes
+    total: int  # bytes
+    source: str  # "RAM" or the cgroup file that is tighter
+
+
+def host_limits(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
+) -> HostLimits:
+    """Measure now: the tighter of free RAM and the limits of this process's cgroups (v1 or v2)."""
+    ram = psutil.virtual_memory()
+    found = [HostLimits(available=ram.available, total=ram.total, source="RAM")]
+    tightest = tightest_cgroup(cgroup_root, proc_cgroup)
+    return min([*found, *([tightest] if tightest else [])], key=lambda limits: limits.available)
+
+
+def tightest_cgroup(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
+) -> HostLimits | None:
+    """The cgroup of this process that leaves the least; None where none has a limit."""
+    return min(_cgroup_limits(cgroup_root, proc_cgroup), key=lambda limits: limits.available, default=None)
+
+
+def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[HostLimits]:
+    """The memory limit of this process's cgroup and of each one above it; none where there is no limit."""
+    try:
+        lines = proc_cgroup.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    found = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            found += _limits_up(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _limits_up(root / "memory", path, *names)
+    return found
+
+
+def _limits_up(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[HostLimits]:
+    relative = Path(path.lstrip("/"))
+    found = []
+    for folder in (relative, *relative.parents):
+        limit, usage = _read_int(mount / folder / limit_name), _read_int(mount / folder / usage_name)
+        if limit is None or usage is None or limit >= 1 << 60:  # "max", or v1's way to say no limit
+            continue
+        free = limit - usage + _reclaimable(mount / folder / "memory.stat", cache_name)
+        found.append(HostLimits(available=max(0, free), total=limit, source=str(mount / folder / limit_name)))
+    return found
+
+
+def _reclaimable(stat: Path, name: str) -> int:
+    """Bytes of page cache the kernel gives back first: they count as used but are free for the asking."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get(name, 0))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

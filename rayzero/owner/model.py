@@ -9,7 +9,8 @@ import torch
 
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.planner import OwnerPlan, check_device, check_plan, host_limits, plan_owner
+from rayzero.memory.planner import OwnerPlan, check_device, check_plan, plan_owner
+from rayzero.memory.process_memory import host_limits
 from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.owner.memory import DeviceMemory, HostMemory, MemoryMaker

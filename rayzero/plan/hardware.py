@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.memory.planner import host_limits
+from rayzero.memory.process_memory import host_limits
 
 __all__ = ["Hardware", "Hosts", "measure_here"]
 

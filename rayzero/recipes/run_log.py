@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.files.metrics_log import METRICS, Row, read_log
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
 from rayzero.engine.start.initial_values import require_weights

@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rayzero.telemetry.metric import Kind, Metric
-from rayzero.telemetry.spans import NoSpans, SpanRing, Spans
+from rayzero.telemetry.names import PARAM_VERSION, STEP_PHASE_SECONDS, STEP_SECONDS, VERSION_LAG
+from rayzero.telemetry.spans import NoSpans, Recorded, SpanRing, Spans
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label name
 Series = dict[Metric, dict[Labels, float]]
@@ -262,6 +263,94 @@ class MemoryRecorder:
                 series, labels = found.setdefault(reading.metric, {}), _sorted(reading.labels)
                 series[labels] = series.get(labels, 0) + reading.value
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """A copy of a recorder's counters and timings, by the names of ``telemetry/names.py``, and of its spans: a value
+    that travels to the driver and into ``run.json``."""
+
+    counters: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    timings: Mapping[str, Mapping[Labels, Timing]] = field(default_factory=dict)
+    trace: Recorded | None = None  # where spans were kept all along; not in ``run.json``
+
+    @classmethod
+    def of(cls, recorder: MemoryRecorder) -> Measurements:
+        """What the recorder holds now."""
+        return cls(
+            {metric.name: series for metric, series in recorder.counters().items()},
+            {metric.name: series for metric, series in recorder.timings().items()},
+            recorder.spans.recorded() if recorder.spans.kept else None,
+        )
+
+    def total(self, metric: Metric, **labels: str) -> float:
+        """Sum of a counter over every series that has all these labels; 0 when there is none."""
+        wanted = set(labels.items())
+        return sum(value for key, value in self.counters.get(metric.name, {}).items() if wanted <= set(key))
+
+    def by_label(self, metric: Metric, label: str) -> dict[str, float]:
+        """Sums of a counter by the values of one label."""
+        sums: dict[str, float] = {}
+        for key, value in self.counters.get(metric.name, {}).items():
+            of = dict(key).get(label, "")
+            sums[of] = sums.get(of, 0) + value
+        return sums
+
+    def to_json(self) -> dict[str, object]:
+        """Counters as numbers and timings as {count, total, longest}, by series written as Prometheus does."""
+        counts: dict[str, object] = {
+            _series(name, key): value for name, found in self.counters.items() for key, value in found.items()
+        }
+        timings: dict[str, object] = {
+            _series(name, key): {"count": timing.count, "total": timing.total, "longest": timing.longest}
+            for name, found in self.timings.items()
+            for key, timing in found.items()
+        }
+        return counts | timings
+
+
+def _series(name: str, labels: Labels) -> str:
+    inside = ",".join(f'{label}="{value}"' for label, value in labels)
+    return f"{name}{{{inside}}}" if inside else name
+
+
+_OF_THE_FIRST = frozenset({PARAM_VERSION, VERSION_LAG, STEP_SECONDS, STEP_PHASE_SECONDS})
+
+
+class LaterModelRecorder:
+    """What a run's second and later models tell: adds to the run's recorder what adds up over its models, such as
+    bytes, counts and waits. A :class:`Recorder`.
+
+    What is one number of a run (its step, its norm, its learning rates, how long a step takes) is the first prepared
+    model's alone, and dropped here."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @property
+    def spans(self) -> Spans:
+        """The run's."""
+        return self._recorder.spans
+
+    def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
+        """Adds up."""
+        self._recorder.add(metric, value, **labels)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Adds up, but for the step's own seconds."""
+        if metric not in _OF_THE_FIRST:
+            self._recorder.observe(metric, value, **labels)
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Nothing: it is the first model's."""
+
+    def watch(self, source: Source) -> End:
+        """Adds up, but for versions."""
+
+        def added() -> Iterator[Reading]:
+            return (reading for reading in source() if reading.metric not in _OF_THE_FIRST)
+
+        return self._recorder.watch(added)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from rayzero.checkpoint import newest_checkpoint
 from rayzero.cli import main
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.testing import run_ranks

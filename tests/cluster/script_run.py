@@ -13,7 +13,7 @@ import ray
 from tiny import tiny_steps
 
 from rayzero.cluster import actors
-from rayzero.cluster.processes.coordinator import NAMESPACE, coordinator_name
+from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import get_context, report

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rayzero.cluster.processes import coordinator
-from rayzero.cluster.processes.coordinator import Member, RunLedger, RunState
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.processes.coordinator import RunLedger
+from rayzero.cluster.run import Member, Report, RunState
 
 
 @pytest.fixture

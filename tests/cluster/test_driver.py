@@ -21,11 +21,10 @@ from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import RunActors
 from rayzero.cluster.driver import Journal, _Follower
-from rayzero.cluster.files.run_checkpoints import RunCheckpoints
+from rayzero.cluster.files.run_dir import RunCheckpoints
 from rayzero.cluster.interrupts import interruptible, postponed
-from rayzero.cluster.nodes.ray_alive import ray_answers
-from rayzero.cluster.processes.coordinator import RunState
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.nodes.session import ray_answers
+from rayzero.cluster.run import Report, RunState
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig
 

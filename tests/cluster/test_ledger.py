@@ -15,7 +15,7 @@ from torch import nn
 
 import rayzero.engine as engine
 from rayzero.cluster.files.run_dir import read_record
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import report

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rayzero.cluster.files.metrics_log import METRICS, MetricsLog, latest_metrics, read_log, row_of_report, trim_log
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rayzero.cluster.processes.reports import Report, ReportChannel, ReportGauges, plain_metrics
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, plain_metrics
+from rayzero.cluster.run import Report
 from rayzero.errors import ConfigError, StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import MemoryRecorder

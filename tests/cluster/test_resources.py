@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.cluster.nodes.labels import matches
-from rayzero.cluster.nodes.resources import Node, missing_resources, plan_optimizers, plan_resources
+from rayzero.cluster.nodes.resources import Node, matches, missing_resources, plan_optimizers, plan_resources
 from rayzero.config import ScalingConfig
 
 LAPTOP = [Node(cpus=2)]

@@ -15,8 +15,7 @@ from rayzero.cluster.driver import Journal, RunRequest
 from rayzero.cluster.files.run_dir import RECORD, read_record
 from rayzero.cluster.files.status import run_status
 from rayzero.cluster.files.tracing import trace_run
-from rayzero.cluster.phases import PhaseLines
-from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.cluster.trainer import PhaseLines, ZeroTrainer
 from rayzero.config import RunConfig
 from rayzero.errors import ConfigError, RunFailedError
 

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayzero.cluster.files.status import run_status
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report

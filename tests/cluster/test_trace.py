@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from rayzero.cli import app
 from rayzero.cluster.files import tracing
 from rayzero.cluster.files.tracing import trace_run
-from rayzero.cluster.processes.exposure import Exposure
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.processes.process_exporter import ProcessExporter
+from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
@@ -313,12 +313,12 @@ def test_one_that_answers_something_else_is_named(tmp_path) -> None:
 
 def test_spans_are_kept_from_the_first_time_that_somebody_asks(tmp_path) -> None:
     recorder = MemoryRecorder()
-    exposure = Exposure(rank_settings(tmp_path), recorder)
+    exporter = ProcessExporter(rank_settings(tmp_path), recorder)
     try:
         recorder.spans.add("forward", "before", 0.0, 1.0, 0)
-        assert json.loads(get(f"http://{exposure.target.address}/trace"))["spans"] == []
+        assert json.loads(get(f"http://{exporter.target.address}/trace"))["spans"] == []
         assert recorder.spans.wanted
         recorder.spans.add("forward", "after", 0.0, 1.0, 0)
         assert [span.name for span in recorder.spans.recorded().spans] == ["after"]
     finally:
-        exposure.close()
+        exporter.close()

@@ -17,7 +17,7 @@ import ray
 from rayzero.cluster.files.metrics_log import Row, read_log
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.files.status import run_status
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import get_context, report

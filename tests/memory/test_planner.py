@@ -14,14 +14,12 @@ from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import (
-    HostLimits,
     OwnerPlan,
     check_plan,
     check_shared,
-    host_limits,
     plan_owner,
-    ray_memory_threshold,
 )
+from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.owner.gradients.landing import RankGradients
 from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.shard import allocate

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 from rayzero.recipes.plot import draw_losses
 from rayzero.recipes.run_log import StepRows, read_rows

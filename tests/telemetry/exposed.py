@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rayzero.cluster.processes.exposure import LOOPBACK, ExposeSettings
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
 from rayzero.telemetry.metric import Role
 
 
-def rank_settings(slab_dir: Path) -> ExposeSettings:
+def rank_settings(slab_dir: Path) -> ExporterSettings:
     """Rank 0's of the run "demo"."""
-    return ExposeSettings(
+    return ExporterSettings(
         run="demo",
         role=Role.RANK,
         who="rank 0",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.cluster.processes.exposure import Exposure
+from rayzero.cluster.processes.process_exporter import ProcessExporter
 from rayzero.engine.context import RankContext, running_in
 from rayzero.telemetry import pages
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -75,19 +75,19 @@ def test_a_thousand_scrapes_while_training_give_no_error_and_equal_weights(
 ) -> None:
     monkeypatch.setattr(pages, "REFRESH_S", 0.0)  # every page is made anew
     recorder = MemoryRecorder()
-    exposure = Exposure(rank_settings(Path("/dev/shm")), recorder)
-    host, _, port = exposure.target.address.rpartition(":")
+    exporter = ProcessExporter(rank_settings(Path("/dev/shm")), recorder)
+    host, _, port = exporter.target.address.rpartition(":")
     hanging = [socket.create_connection((host, int(port))) for _ in range(8)]
     try:
         for connection in hanging:
             connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 50)  # answers that nobody reads
-        scraper = Scraper(exposure.target.address, ("/metrics",) * 9 + ("/trace",))
+        scraper = Scraper(exporter.target.address, ("/metrics",) * 9 + ("/trace",))
         steps, scraped = train(recorder, scraper.goes_on)
         scraper.thread.join()
     finally:
         for connection in hanging:
             connection.close()
-        exposure.close()
+        exporter.close()
     assert scraper.error is None
     assert scraper.answers == SCRAPES
     assert "cannot make" not in caplog.text

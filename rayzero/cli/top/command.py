@@ -55,7 +55,7 @@ def top(
 def _wait_until_started(path: Path, interval: float) -> None:
     """Until the processes of a run that is starting are up, or it has ended."""
     from rayzero.cluster.files.status import run_status
-    from rayzero.cluster.processes.coordinator import RunState
+    from rayzero.cluster.run import RunState
 
     waited = False
     while (record := run_status(path))["state"] == RunState.STARTING:
@@ -94,7 +94,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     from rayzero.cli.top.model import draw_from, keep
     from rayzero.cli.top.view import render
     from rayzero.cluster.files.status import run_status
-    from rayzero.cluster.processes.coordinator import RunState
+    from rayzero.cluster.run import RunState
     from rayzero.telemetry.scrape import scrape
 
     kept: tuple[Scrape, ...] = ()

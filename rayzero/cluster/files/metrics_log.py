@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 from rayzero.files import parse_json, read_text, replace_file
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayzero.checkpoint import CheckpointReader
-from rayzero.cluster.files.run_checkpoints import RunCheckpoints
+from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
+from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.cluster.files.run_lock import LOCK, RunLock
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import parse_json, read_text, replace_file
 
-__all__ = ["RECORD", "RunDirectory", "Start", "checkpoints_of", "find_start", "read_record"]
+__all__ = ["RECORD", "RunCheckpoints", "RunDirectory", "Start", "checkpoints_of", "find_start", "read_record"]
 
 RECORD = "run.json"
 
+_CHECKPOINTS = "checkpoints"
 _MAX_RECORD = 1 << 28  # bytes
 
 _SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
@@ -36,6 +37,59 @@ class Start:
 
     checkpoint: Path | None  # None: it is a fresh run
     step: int  # steps that the checkpoint has done
+
+
+class RunCheckpoints:
+    """Knows where a run's checkpoints are: what reports have named counts, wherever it lies.
+
+    Knows paths; not what a run does with them."""
+
+    def __init__(self, run_dir: Path, elsewhere: Iterable[Path] = ()) -> None:
+        """``elsewhere``: checkpoints of the run that are not in its folder."""
+        self.folder = run_dir / _CHECKPOINTS
+        self.latest: Path | None = None  # the last one that the run started from or reported
+        self._elsewhere = dict.fromkeys(elsewhere)  # in the order of their first reports
+
+    @property
+    def elsewhere(self) -> tuple[Path, ...]:
+        """The checkpoints outside of ``folder``, for the record."""
+        return tuple(self._elsewhere)
+
+    def note(self, checkpoint: Path | str | None) -> None:
+        """Take one that the run starts from or reports; that of a further model is a part of the first one's."""
+        if checkpoint is None:
+            return
+        path = Path(checkpoint)
+        whole = path.parent if (path.parent / MANIFEST).exists() else path
+        self.latest = whole
+        if whole.parent != self.folder:
+            self._elsewhere[whole] = None
+
+    def catalog(self) -> Catalog:
+        """Read the manifests of all of them."""
+        return Catalog.of(self.folder, self._elsewhere)
+
+    def folders(self) -> list[Path]:
+        """All of them, sound or not; no manifest is read."""
+        return [*checkpoint_folders(self.folder), *(path for path in self._elsewhere if (path / MANIFEST).exists())]
+
+    def __contains__(self, checkpoint: Path) -> bool:
+        """Whether ``checkpoint`` is the run's own."""
+        return checkpoint.is_relative_to(self.folder.parent) or checkpoint in self._elsewhere
+
+    def anything_stale(self) -> bool:
+        """Whether an interrupted save left anything in the folder."""
+        return bool(stale_folders(self.folder))
+
+    def sweep(self) -> None:
+        """Put right what interrupted saves left. Call while the run is locked."""
+        sweep_stale(self.folder)
+        for path in self._elsewhere:
+            sweep_stale(path.parent, path.name)
+
+    def name_of(self, checkpoint: Path) -> str:
+        """Its name in the folder, or its path where it lies elsewhere."""
+        return checkpoint.name if checkpoint.parent == self.folder else str(checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

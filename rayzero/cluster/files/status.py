@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from rayzero.cluster.files.run_dir import RECORD, read_record
-from rayzero.cluster.processes.coordinator import NAMESPACE, RunState, coordinator_name
+from rayzero.cluster.run import NAMESPACE, RunState, coordinator_name
 from rayzero.errors import ConfigError
 
 __all__ = ["list_runs", "run_status"]

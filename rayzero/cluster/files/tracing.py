@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rayzero.cluster.files.status import run_status
-from rayzero.cluster.processes.coordinator import RunState
-from rayzero.cluster.processes.exposure import TRACE_PATH
+from rayzero.cluster.run import TRACE_PATH, RunState
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.files import replace_file
 from rayzero.telemetry.metric import Role

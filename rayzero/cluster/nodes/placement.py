@@ -12,9 +12,8 @@ from typing import Any
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayzero.cluster.nodes.ray_alive import ray_answers
 from rayzero.cluster.nodes.resources import Group, ResourcePlan, Share, missing_resources
-from rayzero.cluster.nodes.session import alive_nodes, free_resources, started_here
+from rayzero.cluster.nodes.session import alive_nodes, free_resources, ray_answers, started_here
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 

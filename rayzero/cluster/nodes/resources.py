@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from rayzero.cluster.nodes.labels import in_words, matches
 from rayzero.config import ScalingConfig
 from rayzero.quantities import count, format_bytes
 
@@ -25,6 +24,7 @@ __all__ = [
     "Share",
     "Strategy",
     "describe_nodes",
+    "matches",
     "missing_resources",
     "plan_optimizers",
     "plan_resources",
@@ -161,7 +161,7 @@ def missing_resources(plan: ResourcePlan, nodes: Sequence[Node]) -> str | None:
     together = "a rank and the optimizers beside it need one node" if _stand_together(plan) else "each needs one node"
     demand = _cpu_demand(plan) + (f" and {_memory_demand(plan)}" if plan.memory else "")
     return (
-        f"the run needs {demand}, and {together}: no way to place {_groups_in_words(plan)} on "
+        f"the run needs {demand}, and {together}: no way to place {_groups_selector_text(plan)} on "
         f"{describe_nodes(nodes)}; {_LOWER}"
     )
 
@@ -179,7 +179,7 @@ _LESS_MEMORY = "lower scaling_config.memory_per_worker, memory_per_optimizer, nu
 
 
 def _no_such_node(group: Group, nodes: Sequence[Node]) -> str:
-    wanted = in_words(group.labels)
+    wanted = selector_text(group.labels)
     seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in group.labels})
     have = f"they carry {', '.join(seen)}" if seen else "none carries such a label"
     return (
@@ -208,7 +208,7 @@ def _memory_demand(plan: ResourcePlan) -> str:
     )
 
 
-def _groups_in_words(plan: ResourcePlan) -> str:
+def _groups_selector_text(plan: ResourcePlan) -> str:
     def words(piece: tuple[Share, ...]) -> str:
         cpus, gpus, memory = _sum(piece)
         parts = [count(cpus, "CPU")] + [count(gpus, "GPU")] * bool(gpus) + [format_bytes(int(memory))] * bool(memory)
@@ -294,3 +294,25 @@ def _sum(piece: Sequence[Share]) -> tuple[float, int, int]:
     """CPUs, GPUs and bytes."""
     cpus = round(math.fsum(share.cpus for share in piece), 4)
     return cpus, sum(share.gpus for share in piece), sum(share.memory for share in piece)
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a node with these labels meets every condition of a Ray label selector.
+
+    A selector maps a label's name to a condition: ``"x"`` (is x), ``"!x"`` (is not x), ``"in(a, b)"`` (one of them),
+    ``"!in(a, b)"`` (none of them). A node without the label meets only the two with ``!``, as in Ray."""
+    return all(_meets(condition, labels.get(name)) for name, condition in selector.items())
+
+
+def _meets(condition: str, value: str | None) -> bool:
+    negated, condition = condition.startswith("!"), condition.removeprefix("!")
+    if condition.startswith("in(") and condition.endswith(")"):
+        wanted = {choice.strip() for choice in condition[3:-1].split(",")}
+    else:
+        wanted = {condition}
+    return (value in wanted) is not negated
+
+
+def selector_text(selector: Mapping[str, str]) -> str:
+    """``a=x,b=in(y,z)``."""
+    return ",".join(f"{name}={condition}" for name, condition in selector.items())

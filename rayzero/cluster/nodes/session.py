@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -12,11 +13,12 @@ from ray._private import utils as ray_utils
 from rayzero.cluster.interrupts import interruptible, postponed, shielded
 from rayzero.cluster.nodes.ray_address import find_ray
 from rayzero.cluster.nodes.resources import Node
-from rayzero.cluster.processes.coordinator import NAMESPACE
+from rayzero.cluster.run import NAMESPACE
 from rayzero.errors import RunFailedError
 
-__all__ = ["alive_nodes", "free_resources", "ray_session", "started_here"]
+__all__ = ["alive_nodes", "free_resources", "ray_answers", "ray_session", "started_here"]
 
+_CONNECT_S = 5.0  # for the answer of a Ray that is there
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,18 @@ def _handlers_kept() -> Iterator[None]:
         yield
     finally:
         ray_utils.set_sigterm_handler = theirs
+
+
+def ray_answers() -> bool:
+    """Whether something still listens where the cluster's GCS was. A signal to the whole process group (``timeout``, a
+    service manager) ends a Ray that this process started, too. Asked without Ray, whose own calls would wait a minute
+    and then end the process."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def started_here() -> bool:

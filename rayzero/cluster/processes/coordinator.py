@@ -9,57 +9,26 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import ray
 
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
-from rayzero.cluster.processes.heartbeats import Heartbeats
-from rayzero.cluster.processes.reports import Report
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
+from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
 from rayzero.telemetry.discovery import Target, service_discovery
+from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, SHARD_IMBALANCE
 from rayzero.telemetry.pages import Page
-from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
-__all__ = [
-    "DISCOVERY_PATH",
-    "NAMESPACE",
-    "Coordinator",
-    "Member",
-    "Routing",
-    "RunLedger",
-    "RunState",
-    "coordinator_name",
-    "this_process",
-]
+__all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunLedger", "this_process"]
 
-NAMESPACE = "rayzero"
-DISCOVERY_PATH = "/sd"  # of the coordinator's exporter: Prometheus' http_sd
+LATE_S = 10.0  # a process that was not heard of for as long is late
 REPORTS_KEPT = 10_000  # between two reads of the driver; older ones are dropped, counted in `reports_dropped`
-
-
-def coordinator_name(run: str) -> str:
-    """The name of a run's coordinator actor, in ``NAMESPACE``."""
-    return f"{run}/coordinator"
-
-
-class RunState(StrEnum):
-    """Where a run stands. The last three are final."""
-
-    STARTING = "starting"  # processes are placed and started
-    RUNNING = "running"  # every rank is in its training loop
-    FINISHED = "finished"  # every loop returned
-    FAILED = "failed"  # a process failed; the record's `error` says which
-    STOPPED = "stopped"  # interrupted by the user
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the run has not ended."""
-        return self in (RunState.STARTING, RunState.RUNNING)
 
 
 _S = RunState
@@ -70,24 +39,6 @@ _MOVES: dict[RunState, frozenset[RunState]] = {
     _S.FAILED: frozenset(),
     _S.STOPPED: frozenset(),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One process of the run, as ``rayzero status`` shows it."""
-
-    who: str  # "rank 0", "optimizer 1"
-    pid: int
-    node: str  # node id
-    host: str  # node address
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """Where the owners are: index ``k`` is owner ``k``'s address. A change of either makes a new epoch."""
-
-    epoch: int
-    addresses: tuple[str, ...]
 
 
 def this_process(who: str) -> Member:
@@ -160,6 +111,61 @@ class RunLedger:
         }
 
 
+class Heartbeats:
+    """The last heartbeat of each process, and what owners have worked.
+
+    Knows names such as "rank 0"; not what a late process means for the run (supervision.py)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[str, float] = {}  # by process
+        self._worked: dict[str, float] = {}  # owners: update seconds, all told
+        self._before: dict[str, float] = {}  # the same when the imbalance was last taken
+        self._imbalance: float | None = None
+
+    def enlist(self, everyone: Sequence[str]) -> None:
+        """Who is to be heard of from now on."""
+        now = self._clock()
+        self._heard = {who: self._heard.get(who, now) for who in everyone}
+        self._worked = {who: seconds for who, seconds in self._worked.items() if who in self._heard}
+
+    def beat(self, who: str, update_seconds: float | None) -> None:
+        """A process is there; ``update_seconds``: an owner's, since its start."""
+        if who not in self._heard:
+            return
+        self._heard[who] = self._clock()
+        if update_seconds is not None:
+            self._worked[who] = update_seconds
+            self._compare()
+
+    def _compare(self) -> None:
+        """Once every owner has told of more work: how uneven it was."""
+        owners = [who for who in self._heard if kind_of(who) == "optimizer"]
+        done = [self._worked.get(who, 0.0) - self._before.get(who, 0.0) for who in owners]
+        if done and min(done) > 0:
+            self._imbalance = max(done) / fmean(done)
+            self._before = dict(self._worked)
+
+    def readings(self) -> Iterator[Reading]:
+        """What the coordinator exports of it."""
+        now, states = self._clock(), Counter[tuple[str, str]]()
+        for who, heard in list(self._heard.items()):
+            age = now - heard
+            states[kind_of(who), "late" if age > LATE_S else "ready"] += 1
+            yield Reading(HEARTBEAT_AGE_SECONDS, age, {"process": who})
+        for kind in ("rank", "optimizer"):
+            counts = {state: states[kind, state] for state in ("ready", "late")}
+            for state, count in {"desired": sum(counts.values()), **counts}.items():
+                yield Reading(ACTORS, count, {"kind": kind, "state": state})
+        if self._imbalance is not None:
+            yield Reading(SHARD_IMBALANCE, self._imbalance, {})
+
+
+def kind_of(who: str) -> str:
+    """``"rank 0"`` -> ``"rank"``."""
+    return who.partition(" ")[0]
+
+
 class Coordinator:
     """The actor: an event loop around a :class:`RunLedger`. Its calls are short, but for ``next_reports``."""
 
@@ -169,7 +175,7 @@ class Coordinator:
         self._log = log
         self._heartbeats = Heartbeats()
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
-        self._exposure: Exposure | None = None
+        self._exporter: ProcessExporter | None = None
         self._news = asyncio.Event()
         self._ended = False
 
@@ -177,13 +183,13 @@ class Coordinator:
         """Who and where this is."""
         return this_process("coordinator")
 
-    async def expose(self, settings: ExposeSettings) -> Target:
+    async def open_exporter(self, settings: ExporterSettings) -> Target:
         """Open this process's exporter, which also serves discovery. Raises ConfigError where it has no port."""
         recorder = MemoryRecorder()
         recorder.watch(self._heartbeats.readings)
         page = Page("application/json", lambda: service_discovery(self._targets))
-        self._exposure = Exposure(settings, recorder, pages={DISCOVERY_PATH: page})
-        return self._exposure.target
+        self._exporter = ProcessExporter(settings, recorder, pages={DISCOVERY_PATH: page})
+        return self._exporter.target
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
         """See :meth:`Heartbeats.beat`."""

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from rayzero.cluster.nodes.numa import bind
-from rayzero.cluster.processes.coordinator import Member, this_process
-from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
-from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.supervision import optimizer_name
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
+from rayzero.cluster.run import Member, optimizer_name
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.memory.process_memory import own_bytes
@@ -30,7 +29,7 @@ from rayzero.telemetry.names import (
     OPTIMIZER_UPDATE_SECONDS,
     PLAN_ERROR_RATIO,
 )
-from rayzero.telemetry.recorder import MemoryRecorder, Reading
+from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Reading
 
 __all__ = ["OptimizerActor"]
 
@@ -53,7 +52,7 @@ class OptimizerActor:
         torch.set_num_threads(settings.threads)
         keep_message_buffers()
         self._owner = ServedOwner(settings, self._recorder)
-        self._exposure: Exposure | None = None
+        self._exporter: ProcessExporter | None = None
 
     def hello(self) -> Member:
         """Who and where this is."""
@@ -67,7 +66,7 @@ class OptimizerActor:
         """Know where all owners listen, itself included: before the first rank attaches."""
         self._owner.connect_peers(addresses)
 
-    def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
+    def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
 
         def update_seconds() -> float:
@@ -79,21 +78,23 @@ class OptimizerActor:
         if bandwidth is not None:
             self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
         self._recorder.watch(partial(_process_readings, self._owner.models, own_bytes()))
-        self._exposure = Exposure(settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds)
-        return self._exposure.target
+        self._exporter = ProcessExporter(
+            settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds
+        )
+        return self._exporter.target
 
     def watch(self) -> None:
         """Last as long as the owner serves: who waits for this call learns of the process's death at once."""
         self._stopped.wait()
 
-    def stop(self) -> Measured:
+    def stop(self) -> Measurements:
         """Close the port, free the shards, end ``watch``; what was measured. Idempotent."""
         if not self._stopped.is_set():
             self._owner.stop()
-            if self._exposure is not None:
-                self._exposure.close()
+            if self._exporter is not None:
+                self._exporter.close()
             self._stopped.set()
-        return Measured.of(self._recorder)
+        return Measurements.of(self._recorder)
 
 
 def _process_readings(models: HostedModels, before: int) -> Iterator[Reading]:

@@ -13,19 +13,19 @@ import torch
 
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
-from rayzero.cluster.processes.coordinator import Member, this_process
-from rayzero.cluster.processes.exposure import ExposeSettings, Exposure
-from rayzero.cluster.processes.measured import Measured
+from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.processes.reports import Report, ReportChannel, ReportGauges, plain_metrics
-from rayzero.cluster.supervision import RankOutcome, failure_of, rank_name
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, plain_metrics
+from rayzero.cluster.run import Member, Report, rank_name
+from rayzero.cluster.supervision import RankOutcome, failure_of
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.discovery import Target
-from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.recorder import Measurements, MemoryRecorder
 
 __all__ = ["RankSettings", "RankWorker"]
 
@@ -61,16 +61,16 @@ class RankWorker:
         self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
         self._context: RankContext | None = None
         self._channel: ReportChannel | None = None
-        self._exposure: Exposure | None = None  # until the process ends: a loop that has returned is still shown
+        self._exporter: ProcessExporter | None = None  # until the process ends: a loop that has returned is still shown
 
     def hello(self) -> Member:
         """Who and where this is."""
         return this_process(rank_name(self._rank))
 
-    def expose(self, settings: ExposeSettings, coordinator: Any) -> Target:
+    def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
-        self._exposure = Exposure(settings, self._recorder, coordinator=coordinator)
-        return self._exposure.target
+        self._exporter = ProcessExporter(settings, self._recorder, coordinator=coordinator)
+        return self._exporter.target
 
     def serve(self, host: str) -> str:
         """Start serving as the owner beside this rank; see ``ServedOwner.serve``."""
@@ -95,7 +95,7 @@ class RankWorker:
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
         context = self._context = _context(settings, channel, self._recorder)
-        context.handing_over = None if self._exposure is None else self._exposure.begin_run
+        context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
         try:
             with running_in(context):
@@ -103,7 +103,7 @@ class RankWorker:
         except BaseException as error:  # supervision: the driver is told, whatever the user's loop raised
             failure = failure_of(rank_name(self._rank), error)
         channel.close(_FLUSH_S)
-        return RankOutcome(rank=self._rank, failure=failure, measured=Measured.of(self._recorder))
+        return RankOutcome(rank=self._rank, failure=failure, measured=Measurements.of(self._recorder))
 
     def stop(self, reason: str) -> None:
         """Make the loop end: its reports are refused and everything it waits for fails with ``reason``."""

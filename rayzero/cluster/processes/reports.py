@@ -1,36 +1,26 @@
-"""How ``rayzero.report`` leaves a training loop: queued at once, sent in order by a thread, awaited by no step."""
+"""What a rank's training loop reports, on its way out: numbers to Prometheus, everything to the coordinator.
+
+A report is queued at once and sent in order by a thread; no step waits for it."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from rayzero.cluster.run import Report
 from rayzero.errors import ConfigError, StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["Report", "ReportChannel", "ReportGauges", "plain_metrics"]
+__all__ = ["ReportChannel", "ReportGauges", "plain_metrics"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """One call of ``rayzero.report``."""
-
-    rank: int
-    step: int = 0  # that the rank had committed; 0 where it has not prepared a model
-    time: float = field(default_factory=time.time)  # when it was made, seconds since 1970
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON-able values
-    checkpoint: str | None = None  # directory of a checkpoint that is complete
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import torch
 from rayzero.owner.service import CPU, ShardService
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.shared_memory import SharedOwner
-from rayzero.telemetry.further import FurtherRecorder
-from rayzero.telemetry.recorder import NullRecorder, Recorder
+from rayzero.telemetry.recorder import LaterModelRecorder, NullRecorder, Recorder
 
 
 class Hosted(NamedTuple):
@@ -58,7 +57,7 @@ class HostedModels:
             memory_budget=self._memory_budget,
             memory_taken=self.planned_bytes,
             memory=shared,
-            recorder=FurtherRecorder(self._recorder) if number else self._recorder,
+            recorder=LaterModelRecorder(self._recorder) if number else self._recorder,
             norms_every=None if number else self._norms_every,
             device=self._device,
         )

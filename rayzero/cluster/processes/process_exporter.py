@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rayzero.cluster.processes.heartbeats import Pulse
+from rayzero.cluster.run import TRACE_PATH, Member
 from rayzero.config import TelemetryConfig
 from rayzero.memory.heap import heap_use
 from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
@@ -32,19 +33,16 @@ from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.spans import SpanRing
 
-if TYPE_CHECKING:
-    from rayzero.cluster.processes.coordinator import Member
-
-__all__ = ["LOOPBACK", "TRACE_PATH", "ExposeSettings", "Exposure", "MemorySource", "plan_exposure"]
+__all__ = ["BEAT_S", "LOOPBACK", "ExporterSettings", "MemorySource", "ProcessExporter", "plan_exporters"]
 
 LOOPBACK = "127.0.0.1"
-TRACE_PATH = "/trace"
+BEAT_S = 2.0  # between two heartbeats of a process
 
 _MEASURE_S = 5.0  # a process's pages are counted at most as often: the kernel walks all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExposeSettings:
+class ExporterSettings:
     """What one process's exporter is opened with."""
 
     run: str
@@ -62,16 +60,16 @@ class ExposeSettings:
         return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index)
 
 
-def plan_exposure(
+def plan_exporters(
     run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path
-) -> dict[str, ExposeSettings]:
+) -> dict[str, ExporterSettings]:
     """Who listens where. ``members``: the coordinator first, then the others in the order of their ports."""
     everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
-    found: dict[str, ExposeSettings] = {}
+    found: dict[str, ExporterSettings] = {}
     for number, (who, member) in enumerate(members.items()):
         kind, _, index = who.partition(" ")
         port = config.port if not number else config.exporter_ports and config.exporter_ports + number - 1
-        found[who] = ExposeSettings(
+        found[who] = ExporterSettings(
             run=run,
             role=Role(kind),
             who=who,
@@ -128,12 +126,12 @@ class MemorySource:
         return self._now
 
 
-class Exposure:
+class ProcessExporter:
     """One process's exporter and, where there is a coordinator to tell, its heartbeat."""
 
     def __init__(
         self,
-        settings: ExposeSettings,
+        settings: ExporterSettings,
         recorder: MemoryRecorder,
         *,
         coordinator: Any = None,
@@ -162,6 +160,29 @@ class Exposure:
         self._exporter.close()
         if self._pulse is not None:
             self._pulse.close()
+
+
+class Pulse:
+    """Tells the coordinator, every ``BEAT_S``, that this process is there; waits for no answer."""
+
+    def __init__(self, who: str, coordinator: Any, update_seconds: Callable[[], float] | None) -> None:
+        """``coordinator``: its actor handle. ``update_seconds``: see :meth:`Heartbeats.beat`."""
+        self._who, self._coordinator, self._update_seconds = who, coordinator, update_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="rayzero-pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while True:
+            worked = None if self._update_seconds is None else self._update_seconds()
+            self._coordinator.beat.remote(self._who, worked)
+            if self._ended.wait(BEAT_S):
+                return
+
+    def close(self) -> None:
+        """Be silent. Idempotent."""
+        self._ended.set()
+        self._thread.join()
 
 
 def _told(recorder: MemoryRecorder, memory: MemorySource) -> float:

@@ -14,10 +14,10 @@ import torch
 from clock import Clock
 
 from rayzero.cluster.files.file_discovery import announced, sweep_announcements
-from rayzero.cluster.processes import exposure
-from rayzero.cluster.processes.coordinator import Member
-from rayzero.cluster.processes.exposure import MemorySource, plan_exposure
-from rayzero.cluster.processes.heartbeats import LATE_S, Heartbeats
+from rayzero.cluster.processes import process_exporter
+from rayzero.cluster.processes.coordinator import LATE_S, Heartbeats
+from rayzero.cluster.processes.process_exporter import MemorySource, plan_exporters
+from rayzero.cluster.run import Member
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.memory.malloc import give_back_freed
@@ -43,7 +43,7 @@ def members(hosts: list[str]) -> dict[str, Member]:
 
 
 def listeners(config: TelemetryConfig, hosts: list[str]) -> list[str]:
-    return [f"{own.host}:{own.port}" for own in plan_exposure("demo", members(hosts), config, SHM).values()]
+    return [f"{own.host}:{own.port}" for own in plan_exporters("demo", members(hosts), config, SHM).values()]
 
 
 def test_a_run_on_one_node_listens_on_loopback_and_one_on_several_on_their_addresses() -> None:
@@ -60,7 +60,7 @@ def test_ports_follow_each_other_from_the_first_on() -> None:
 
 
 def test_every_process_is_named_by_role_and_index() -> None:
-    targets = [s.target("x:1") for s in plan_exposure("demo", members(["h"] * 4), TelemetryConfig(), SHM).values()]
+    targets = [s.target("x:1") for s in plan_exporters("demo", members(["h"] * 4), TelemetryConfig(), SHM).values()]
     assert targets == [
         Target(address="x:1", run="demo", role=Role.COORDINATOR, node="h"),
         Target(address="x:1", run="demo", role=Role.OPTIMIZER, node="h", index=0),
@@ -89,7 +89,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         found = process_memory()
         return replace(found, pss=found.pss - found.file, file=0)
 
-    monkeypatch.setattr(exposure, "process_memory", measured)
+    monkeypatch.setattr(process_exporter, "process_memory", measured)
 
 
 def test_what_a_loop_imports_and_reads_before_it_hands_its_model_over_is_the_processs(no_files: None) -> None:

@@ -1,0 +1,88 @@
+"""What everybody of a run agrees on: how processes are called, who takes part, where the run stands, what ranks report.
+
+Plain values, which travel between processes and into files; neither Ray nor torch is needed to read them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = [
+    "DISCOVERY_PATH",
+    "NAMESPACE",
+    "TRACE_PATH",
+    "Member",
+    "Report",
+    "Routing",
+    "RunState",
+    "coordinator_name",
+    "optimizer_name",
+    "rank_name",
+]
+
+NAMESPACE = "rayzero"  # of the run's named actor
+DISCOVERY_PATH = "/sd"  # of the coordinator's exporter: Prometheus' http_sd
+TRACE_PATH = "/trace"  # of every exporter: its process's spans
+
+
+def coordinator_name(run: str) -> str:
+    """The name of a run's coordinator actor, in ``NAMESPACE``."""
+    return f"{run}/coordinator"
+
+
+def rank_name(rank: int) -> str:
+    """How messages call a rank worker."""
+    return f"rank {rank}"
+
+
+def optimizer_name(owner: int) -> str:
+    """How messages call an optimizer actor."""
+    return f"optimizer {owner}"
+
+
+class RunState(StrEnum):
+    """Where a run stands. The last three are final."""
+
+    STARTING = "starting"  # processes are placed and started
+    RUNNING = "running"  # every rank is in its training loop
+    FINISHED = "finished"  # every loop returned
+    FAILED = "failed"  # a process failed; the record's `error` says which
+    STOPPED = "stopped"  # interrupted by the user
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run has not ended."""
+        return self in (RunState.STARTING, RunState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of the run, as ``rayzero status`` shows it."""
+
+    who: str  # "rank 0", "optimizer 1"
+    pid: int
+    node: str  # node id
+    host: str  # node address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Where the owners are: index ``k`` is owner ``k``'s address. A change of either makes a new epoch."""
+
+    epoch: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One call of ``rayzero.report``."""
+
+    rank: int
+    step: int = 0  # that the rank had committed; 0 where it has not prepared a model
+    time: float = field(default_factory=time.time)  # when it was made, seconds since 1970
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON-able values
+    checkpoint: str | None = None  # directory of a checkpoint that is complete
