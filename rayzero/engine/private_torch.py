@@ -7,6 +7,7 @@ tensor or storage. If a torch release changes one of these, :func:`self_test` sa
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakValueDictionary
@@ -83,8 +84,36 @@ class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors
 
 
 def outside_graphs(function: _F) -> _F:
-    """Decorator: torch.compile does not trace into the function, it breaks the graph there."""
-    return cast(_F, _torch._disable_dynamo(function))
+    """Decorator: torch.compile does not trace into the function, it breaks the graph there.
+
+    torch's own decorator imports the compiler at the first call, which takes seconds. This one leaves that to whoever
+    compiles: as long as nobody has imported it, nobody traces."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = _torch._dynamo.disable(function, True, wrapping=False)
+        return disabled(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def load_compiler_only_to_compile() -> None:
+    """From now on this process imports torch.compile's compiler when it compiles, and not because it makes an optimizer
+    or checkpoints activations: that took 2 s of a processor in every rank. Idempotent.
+
+    What torch's decorator has wrapped is kept out of graphs as :func:`outside_graphs` does it."""
+    methods = [vars(torch.optim.Optimizer)[name] for name in _OPTIMIZER_METHODS]
+    for wrapped in (*methods, checkpoint):
+        function: Any = wrapped.__wrapped__
+        function.__dynamo_disable = outside_graphs(function)  # where torch's decorator keeps what it makes
+
+
+_OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 # ---- autograd ---------------------------------------------------------------------------------------------------
@@ -259,16 +288,11 @@ def _saved_tensor_hooks_work() -> bool:
 
 
 def _checkpoint_is_known() -> bool:
-    seen: list[bool] = []
-
-    def function(x: Tensor) -> Tensor:
-        below = saved_tensor_hooks_below()
-        seen.append(below is not None and is_checkpoints(below[0]))
-        return x.exp()
-
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(function, x, use_reentrant=False).sum().backward()
-    return seen == [True, True]
+    """Torch still makes the hooks by which :func:`is_checkpoints` knows them. Read and not run: to run a checkpoint
+    imports the compiler."""
+    makers: list[Any] = [torch.utils.checkpoint._checkpoint_hook, torch.utils.checkpoint._recomputation_hook]
+    made = {getattr(part, "co_qualname", "") for maker in makers for part in maker.__init__.__code__.co_consts}
+    return made >= {f"{maker.__qualname__}.__init__.<locals>.pack_hook" for maker in makers}
 
 
 class _Scaled(torch.optim.SGD):

@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero.engine import private_torch
@@ -138,3 +140,46 @@ def test_a_torch_that_behaves_differently_is_refused_by_name(monkeypatch: pytest
     monkeypatch.setattr(private_torch, "use_count", lambda key: 7)
     with pytest.raises(UnsupportedError, match=rf"torch {torch.__version__[:4]}.*storage swap and use count"):
         private_torch.self_test()
+
+
+def test_the_hooks_of_a_checkpoint_are_known_in_its_forward_and_in_its_recomputation() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        below = private_torch.saved_tensor_hooks_below()
+        seen.append(below is not None and private_torch.is_checkpoints(below[0]))
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert seen == [True, True]
+
+
+def test_a_rank_loads_the_compiler_only_to_compile() -> None:
+    """To import it takes seconds, and torch's optimizers do when they are made."""
+    code = """
+        import sys, torch, rayzero
+        from rayzero.engine.private_torch import load_compiler_only_to_compile
+
+        load_compiler_only_to_compile()
+        model = torch.nn.Linear(2, 2)
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print("torch._dynamo" in sys.modules)
+
+        plain = torch.nn.Linear(2, 2)
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.5)
+
+        @torch.compile(backend="eager")
+        def train(x):
+            plain(x).sum().backward()
+            sgd.zero_grad()
+            return x + 1
+
+        print(train(torch.ones(1, 2)).tolist(), plain.weight.grad)
+        """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "[[2.0,", "2.0]]", "None"], ran.stderr

@@ -21,6 +21,7 @@ from rayzero.cluster.run import Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.select import connect_store
@@ -92,6 +93,7 @@ class RankWorker:
         if settings.bind_numa:
             near = cpus_near_gpu(0) if settings.use_gpu else None
             bind(rank_name(self._rank), self._rank, self._threads, near)
+        load_compiler_only_to_compile()
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
         context = self._context = _context(settings, channel, self._recorder)
