@@ -29,7 +29,7 @@ from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
 from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
-from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, TOKENS
+from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, STEP_SECONDS, TOKENS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 STEP_FLOPS = "step_flops"  # beside the recipe's settings, in what ranks are started with
@@ -45,7 +45,7 @@ class StepReport:
     lr: float
     tokens: int  # this rank trained on in this step
     total_tokens: int  # all ranks, from the run's first step on; the same on every rank
-    step_seconds: float  # from the end of the last step to the end of this one, validation and checkpoint excluded
+    step_seconds: float  # as rayzero_step_seconds has it: from the end of one step() to the end of the next
     fetch_wait_seconds: float  # stood still for parameters; with overlap="forward" their update is waited for here
     optimizer_exposed_seconds: float  # stood still inside step(): for the norm, the decision or the update
     memory_bytes: int  # of this rank's process: RSS, or the peak of device memory on a GPU
@@ -97,34 +97,31 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-class Clock:
-    """What a step cost: wall time, and the waits the engine's recorder counted in it."""
+class StepCosts:
+    """What each step cost, as the engine's recorder has it: its seconds, which Prometheus is told, and its waits."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         assert isinstance(recorder, MemoryRecorder), "a rank's recorder keeps what it is told"
         self._recorder = recorder
         self._device = device
-        self.restart()
-
-    def restart(self) -> None:
-        """The next step begins now."""
-        self._start = time.perf_counter()
-        self._waited = {cause: self._total(cause) for cause in ("fetch", "optimizer", "norm")}
-
-    def _total(self, cause: str) -> float:
-        return self._recorder.total(EXPOSED_WAIT_SECONDS, cause=cause)
+        self._before = self._totals()
 
     def measured(self) -> dict[str, float | int]:
-        """What ``StepReport`` tells of the time since the last restart, and of memory now."""
+        """What ``StepReport`` tells of the step that has just ended, and of memory now. Once a step."""
+        now, before = self._totals(), self._before
+        self._before = now
+        told = {name: now[name] - before[name] for name in now}
+        return {**told, "memory_bytes": memory_in_use(self._device)}
+
+    def _totals(self) -> dict[str, float]:
         return {
-            "step_seconds": time.perf_counter() - self._start,
-            "fetch_wait_seconds": self._waited_for("fetch"),
-            "optimizer_exposed_seconds": self._waited_for("optimizer", "norm"),
-            "memory_bytes": memory_in_use(self._device),
+            "step_seconds": self._recorder.timing(STEP_SECONDS).total,
+            "fetch_wait_seconds": self._waited("fetch"),
+            "optimizer_exposed_seconds": self._waited("optimizer") + self._waited("norm"),
         }
 
-    def _waited_for(self, *causes: str) -> float:
-        return sum(self._total(cause) - self._waited[cause] for cause in causes)
+    def _waited(self, cause: str) -> float:
+        return self._recorder.total(EXPOSED_WAIT_SECONDS, cause=cause)
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -146,7 +143,7 @@ class Unreported:
     tokens: int
     total_tokens: int
     decision: Future[Decision]
-    measured: dict[str, float | int]  # Clock.measured()
+    measured: dict[str, float | int]  # StepCosts.measured()
     validation: tuple[float | None, int] = (None, 0)  # loss, batches
     checkpoint: CheckpointInfo | None = None
 
@@ -161,7 +158,7 @@ class Unreported:
             total_tokens=self.total_tokens,
             validation_loss=self.validation[0],
             validation_batches=self.validation[1],
-            **self.measured,  # type: ignore[arg-type]  # names and types are Clock.measured's
+            **self.measured,  # type: ignore[arg-type]  # names and types are StepCosts.measured's
         )
         report(asdict(made), checkpoint=self.checkpoint)
 
@@ -198,18 +195,17 @@ class LanguageModelRun:
 
     def train(self) -> None:
         """Run to the recipe's last step: train, then validate and save where the recipe says so, and report."""
-        clock, late, began = Clock(self.context.recorder, self.context.device), None, time.perf_counter()
+        costs, late, began = StepCosts(self.context.recorder, self.context.device), None, time.perf_counter()
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss = self._train_step(step)
             total, decision = self._total_tokens(step + 1), self.optimizer.last_decision()
-            done = Unreported(step + 1, loss, lr, self._tokens, total, decision, clock.measured())
+            done = Unreported(step + 1, loss, lr, self._tokens, total, decision, costs.measured())
             self._tell(done, time.perf_counter() - began)
             if late is not None:
                 late.send()  # before a save: what has led to a checkpoint is told before it is there
             self._after_step(done)
             late = done
-            clock.restart()
         if late is not None:
             late.send()
 

@@ -24,7 +24,7 @@ class StepRow:
     lr: float
     tokens: int  # all ranks, from the run's first step on
     tokens_per_second: float  # all ranks, in this step
-    step_seconds: float  # of the slowest rank, validation and checkpoint excluded
+    step_seconds: float  # of the slowest rank, end of step() to end of step(): with a validation or save before it
     fetch_wait_seconds: float  # of the rank that waited longest for parameters
     optimizer_exposed_seconds: float  # of the rank that waited longest inside step()
     memory_bytes: int  # of the largest rank

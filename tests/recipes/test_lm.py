@@ -26,6 +26,7 @@ from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import merge_reports
 from rayzero.recipes.text import batch_seed, train_batch
+from rayzero.telemetry.names import STEP_SECONDS
 from rayzero.testing import run_ranks
 
 VERSE = b"the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
@@ -66,6 +67,25 @@ def test_only_the_step_of_a_save_is_told_after_it(recipe, tmp_path, monkeypatch)
     monkeypatch.setattr("rayzero.recipes.lm.save_checkpoint", noted)
     train(recipe.replace(run={"checkpoint_every": 2}), tmp_path / "run")
     assert sorted(told) == [(step, step - 1) for step in (2, 2, 4, 4, 6, 6)]
+
+
+def test_a_reported_step_took_as_long_as_prometheus_is_told(recipe, tmp_path):
+    """Also where a validation or a checkpoint comes between two steps: one stopwatch, one meaning."""
+
+    def loop(ctx):
+        told = []
+        observe = ctx.recorder.observe
+        ctx.recorder.observe = lambda metric, value, **labels: (
+            told.append(value) if metric is STEP_SECONDS else None,
+            observe(metric, value, **labels),
+        )
+        train_loop(recipe.model_dump(mode="json"))
+        return told, [report["step_seconds"] for report in ctx.reports]
+
+    recipe = recipe.replace(eval_every=2, run={"checkpoint_every": 3})
+    for told, reported in run_ranks(loop, world_size=2, num_optimizers=2, run_dir=tmp_path):
+        assert len(reported) == 6
+        assert reported == pytest.approx(told, rel=1e-9)
 
 
 def test_two_ranks_learn_a_text_far_below_its_unigram_loss(recipe):
