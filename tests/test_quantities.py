@@ -24,6 +24,13 @@ def test_a_count_is_written_as_people_do(number, noun, said):
     assert count(number, noun, *(["processes"] if noun == "process" else [])) == said
 
 
+def test_no_message_writes_an_ordinal_with_a_full_stop():
+    """ "a 2. time" is another language's."""
+    number = re.compile(r"\ba \{[^{}]*\}\. [a-z]")
+    sources = Path(rayzero.__file__).parent.rglob("*.py")
+    assert [str(path) for path in sources if number.search(path.read_text())] == []
+
+
 def test_no_message_writes_a_plural_after_a_number_by_itself():
     """Rates ("tokens/s") and what comes after "each of" or "all" are never one."""
     number = re.compile(rf"(?<!all )\{{[^{{}}]*\}} ({NOUNS})e?s\b(?!/)")

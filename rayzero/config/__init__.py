@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Processes, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
-from rayzero.config.described import describe_settings
+from rayzero.config.help_text import describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.telemetry import TelemetryConfig
 from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
 
-from rayzero.config.described import Settings, Unit, describe_fields
+from rayzero.config.help_text import Settings, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 from rayzero.quantities import BYTE_TEXT, parse_bytes

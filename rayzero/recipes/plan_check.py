@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rayzero.files import parse_json, read_text, replace_file
-from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
+from rayzero.plan.comparison import Comparison, compare_bytes, compare_step, format_comparisons
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.quantities import count
 from rayzero.recipes.planning import RecipeWork, plan_recipe, recipe_bytes, recipe_hardware
@@ -96,17 +96,17 @@ class PlanCheck:
         if last or self._tries == _TRIES or all(one.measured is not None for one in rows):
             self._finish(rows)
 
-    def _compare(self) -> tuple[Compared, ...]:
+    def _compare(self) -> tuple[Comparison, ...]:
         rows = compare_bytes(recipe_bytes(self._work, self._hosts), self._look(self._targets))
         if self._hardware is None or len({target.node for target in self._targets}) > 1:
             return rows  # the coordinator is on this host: where all are on its, all are here
         planned = plan_recipe(self._work, replace(self._hardware, hosts=self._hosts))
         return (*rows, compare_step(planned.bound, median(self._seconds)))
 
-    def _finish(self, rows: tuple[Compared, ...]) -> None:
+    def _finish(self, rows: tuple[Comparison, ...]) -> None:
         self._done = True
         steps = len(self._seconds)
-        self._say("\n".join([f"plan against measured, after {count(steps, 'step')}", *format_compared(rows)]))
+        self._say("\n".join([f"plan against measured, after {count(steps, 'step')}", *format_comparisons(rows)]))
         compared = [row.to_json() for row in rows]
         try:
             replace_file(self._run_dir / PLAN, json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n")

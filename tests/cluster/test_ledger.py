@@ -20,7 +20,7 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import report
 from rayzero.engine.prepare import plan_units
-from rayzero.plan.compared import compare_bytes
+from rayzero.plan.comparison import compare_bytes
 from rayzero.plan.hardware import Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes

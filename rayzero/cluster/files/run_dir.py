@@ -56,7 +56,7 @@ class RunCheckpoints:
         return tuple(self._elsewhere)
 
     def note(self, checkpoint: Path | str | None) -> None:
-        """Take one that the run starts from or reports; that of a further model is a part of the first one's."""
+        """Take one that the run starts from or reports; that of a later model is a part of the first one's."""
         if checkpoint is None:
             return
         path = Path(checkpoint)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rayzero.memory.planner import OwnerPlan
-from rayzero.plan import compared as compared_module
+from rayzero.plan import comparison as comparison_module
 from rayzero.plan.bound import StepBound
-from rayzero.plan.compared import Compared, compare_bytes, compare_step, format_compared
+from rayzero.plan.comparison import Comparison, compare_bytes, compare_step, format_comparisons
 from rayzero.plan.tiers import DeviceBytes, HostBytes, RunBytes
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
@@ -56,10 +56,10 @@ EVERYONE = (process(Role.COORDINATOR, None, memory(10**6, 1)), *OWNERS, RANK)
 
 @pytest.fixture(autouse=True)
 def nothing_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compared_module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(comparison_module, "_LEAST_BYTES", 0)
 
 
-def compared(*processes: Scraped, plan: RunBytes = PLAN) -> dict[str, Compared]:
+def compared(*processes: Scraped, plan: RunBytes = PLAN) -> dict[str, Comparison]:
     return {row.what: row for row in compare_bytes(plan, Scrape(at=0.0, processes=processes))}
 
 
@@ -100,7 +100,7 @@ def test_who_did_not_tell_is_named_and_on_several_hosts_none_is_summed_up() -> N
     rows = compared(RANK, process(Role.OPTIMIZER, 0, None), OWNERS[1])
     assert rows["optimizer 0 memory"].measured is None
     assert rows["host memory beyond the programs"].measured is None
-    lines = format_compared(rows.values())
+    lines = format_comparisons(rows.values())
     assert "not told" in lines[2]
     assert "ratio" not in lines[2]
     two = RunBytes(device=DEVICE, owners=PLAN.owners, hosts=PLAN.hosts * 2)
@@ -111,19 +111,19 @@ def test_a_step_is_held_against_the_least_it_can_take() -> None:
     bound = StepBound(compute=0.5, fetch=0.1, push=0.1, network=0.0, update=0.2, exposed=0.0)
     row = compare_step(bound, 0.75)
     assert (row.what, row.kind, row.ratio) == ("step time (bound by compute)", "at least", pytest.approx(1.5))
-    assert format_compared([row]) == [
+    assert format_comparisons([row]) == [
         "step time (bound by compute)      at least      0.5 s  measured     0.75 s  ratio 1.500"
     ]
 
 
 def test_what_is_a_few_kilobytes_or_milliseconds_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process grows by some MiB whatever it trains: 3 to 400 times the plan of a model of 11,000 parameters."""
-    monkeypatch.setattr(compared_module, "_LEAST_BYTES", 32 << 20)
+    monkeypatch.setattr(comparison_module, "_LEAST_BYTES", 32 << 20)
     rows = compared(*EVERYONE)
     assert rows["rank 0 gathered parameters"].ratio == 0.75, "counted, not measured"
     small = ["rank 0 computing", "optimizer 0 memory", "host memory beyond the programs"]
     assert [rows[what].ratio for what in small] == [None] * 3
     assert [rows[what].to_json()["measured"] for what in small] == [37, 1250, 1790]
-    assert sum(line.endswith("  too small to compare") for line in format_compared(rows.values())) == 5
+    assert sum(line.endswith("  too small to compare") for line in format_comparisons(rows.values())) == 5
     bound = StepBound(compute=1e-4, fetch=0.0, push=0.0, network=0.0, update=0.0, exposed=0.0)
     assert compare_step(bound, 0.02).ratio is None

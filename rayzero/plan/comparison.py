@@ -20,7 +20,7 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.scrape import Scrape, Scraped
 
-__all__ = ["Compared", "compare_bytes", "compare_step", "format_compared"]
+__all__ = ["Comparison", "compare_bytes", "compare_step", "format_comparisons"]
 
 
 _LEAST_BYTES = 32 << 20  # a process grows by some MiB whatever it trains
@@ -28,7 +28,7 @@ _LEAST_S = 0.01  # a step has some milliseconds of calls, threads and messages t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Comparison:
     """One figure of a plan and what it came to be."""
 
     what: str
@@ -62,7 +62,7 @@ class Compared:
         }
 
 
-def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Compared, ...]:
+def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Comparison, ...]:
     """The bytes of ranks, owners and (where all are on one) of the host, as their processes told in a scrape."""
     ranks = [one for one in scrape.processes if one.target.role is Role.RANK]
     owners = [one for one in scrape.processes if one.target.role is Role.OPTIMIZER]
@@ -73,9 +73,9 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Compared, ...]:
     return tuple(rows)
 
 
-def compare_step(bound: StepBound, seconds: float) -> Compared:
+def compare_step(bound: StepBound, seconds: float) -> Comparison:
     """A step's time beside the least that it can be."""
-    return Compared(
+    return Comparison(
         what=f"step time (bound by {bound.binds})",
         unit="s",
         kind="at least",
@@ -85,7 +85,7 @@ def compare_step(bound: StepBound, seconds: float) -> Compared:
     )
 
 
-def format_compared(rows: Iterable[Compared]) -> list[str]:
+def format_comparisons(rows: Iterable[Comparison]) -> list[str]:
     """A line for each, for people."""
     return [
         f"{row.what:<32}  {row.kind:>8} {_amount(row, row.planned):>10}  measured {_amount(row, row.measured):>10}"
@@ -95,10 +95,10 @@ def format_compared(rows: Iterable[Compared]) -> list[str]:
     ]
 
 
-def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
+def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Comparison]:
     now, who = rank.series, rank.target.who
     gathered = None if now is None else now.get(PREFETCH_WINDOW_BYTES)
-    yield Compared(
+    yield Comparison(
         what=f"{who} gathered parameters",
         unit="bytes",
         kind="at most",
@@ -107,7 +107,7 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
     )
     if _computes_here(rank):
         heap = _heap(rank)
-        yield Compared(
+        yield Comparison(
             what=f"{who} computing",
             unit="bytes",
             kind="planned",
@@ -117,7 +117,9 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Compared]:
         )
     peak = None if now is None else now.get(GPU_MEMORY_BYTES, kind="peak_active")
     if peak is not None:  # it computes on a GPU
-        yield Compared(what=f"{who} device peak", unit="bytes", kind="planned", planned=plan.device.peak, measured=peak)
+        yield Comparison(
+            what=f"{who} device peak", unit="bytes", kind="planned", planned=plan.device.peak, measured=peak
+        )
 
 
 def _own(plan: RunBytes) -> float:
@@ -140,12 +142,12 @@ def _heap(rank: Scraped) -> float | None:
     return None if told is None else told - sum(size or 0.0 for size in apart) + _higher(rank)
 
 
-def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
+def _of_owner(plan: RunBytes, owner: Scraped) -> Comparison:
     """What its resident memory grew by (it tells that as a part of its own plan), less what nobody uses."""
     index = owner.target.index or 0
     planned = plan.owners[index].total
     error = None if owner.series is None else owner.series.get(PLAN_ERROR_RATIO, what="host")
-    return Compared(
+    return Comparison(
         what=f"{owner.target.who} memory",
         unit="bytes",
         kind="planned",
@@ -155,7 +157,7 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Compared:
     )
 
 
-def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Scraped]) -> Iterator[Compared]:
+def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Scraped]) -> Iterator[Comparison]:
     """What all ranks and owners took beyond what they were before the run, pages that they share once, each rank at
     the height of its steps; the same with ``everyone``'s programs; apart from it, what malloc keeps even then of what
     they freed, which is no plan's to foresee."""
@@ -165,7 +167,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
     unused = sum(max(0.0, _unused(one) - _higher(one)) for one in processes)
     used = sum(_higher(one) - _unused(one) for one in processes)
     everybody = len(known) == len(grown)
-    yield Compared(
+    yield Comparison(
         what="host memory beyond the programs",
         unit="bytes",
         kind="planned",
@@ -174,7 +176,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
         least=_LEAST_BYTES,
     )
     whole = [_pss(one) for one in everyone]
-    yield Compared(
+    yield Comparison(
         what="host memory",
         unit="bytes",
         kind="planned",
@@ -182,7 +184,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
         measured=None if None in whole else sum(size or 0.0 for size in whole) + used,
         least=_LEAST_BYTES,
     )
-    yield Compared(
+    yield Comparison(
         what="freed memory that malloc keeps",
         unit="bytes",
         kind="planned",
@@ -216,7 +218,7 @@ def _unused(one: Scraped) -> float:
     return (one.series.get(MEMORY_BYTES, kind="unused") if one.series is not None else None) or 0.0
 
 
-def _amount(row: Compared, value: float | None) -> str:
+def _amount(row: Comparison, value: float | None) -> str:
     if value is None:
         return "not told"
     return format_bytes(int(value)) if row.unit == "bytes" else f"{value:.4g} s"
