@@ -1,6 +1,6 @@
 """Builds the native libraries with the package: a wheel or an editable install gets them where a C compiler is found.
 
-Without one the package is whole all the same (the torch kernel and Python's event loop take over) and carries the
+Without one the package is whole all the same (the torch kernel takes over) and carries the
 reason, which ``rayzero doctor`` shows. ``CC`` names the compiler; nothing else of the environment is read.
 """
 
@@ -56,10 +56,7 @@ class Library(NamedTuple):
         return hashlib.sha256(text).hexdigest()[:16]
 
 
-LIBRARIES = (
-    Library(Path("rayzero/kernels"), "_native", ("adam.c", "team.c", "signals.c"), ("adam_body.h", "team.h")),
-    Library(Path("rayzero/telemetry"), "_pages", ("pages.c",)),
-)
+LIBRARIES = (Library(Path("rayzero/kernels"), "_native", ("adam.c", "team.c", "signals.c"), ("adam_body.h", "team.h")),)
 
 
 class NativeBuildHook(BuildHookInterface[Any]):

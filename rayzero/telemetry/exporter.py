@@ -13,10 +13,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry.http import listen, serve_pages
+from rayzero.telemetry.http import Page, PageServer, listen
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
 
 METRICS_PATH = "/metrics"
@@ -71,7 +70,7 @@ def _values(metric: Metric, labels: Labels) -> list[str]:
 
 
 class Exporter:
-    """Serves one recorder on ``/metrics``, and further pages, until ``close``; with a registry of its own, so that two
+    """Serves one recorder on ``/metrics``, and other pages, until ``close``; with a registry of its own, so that two
     runs in one process do not mix."""
 
     def __init__(
@@ -98,7 +97,7 @@ class Exporter:
                 f"telemetry of {who} cannot listen on {host}:{port}: {why}; choose other ports "
                 "with run.telemetry.port and run.telemetry.exporter_ports (0: any free one)"
             ) from error
-        self._server = serve_pages(listening, {METRICS_PATH: page} | dict(pages or {}))
+        self._server = PageServer(listening, {METRICS_PATH: page} | dict(pages or {}))
 
     def close(self) -> None:
         """Free the port. Idempotent."""

@@ -1,32 +1,53 @@
 """Pages over HTTP for scrapers: one thread, whoever asks, however often, and whether or not they read.
 
-Why not the server of prometheus_client: it starts a thread a connection, so that a thousand scrapes cost the training
-loop a thread switch each, and one that never reads keeps its thread for ever. A page is made at most once in
-``pages.REFRESH_S``, and a connection that does not move is cut.
-
-Two servers do the same (one test suite): native_http.py, where its library was built, needs the interpreter lock when
-a page is made and not for an answer; loop_http.py is Python alone. What an answer takes from a training loop is mostly
-the lock's going to and fro, 0.1 ms each time: benchmarks/RESULTS.md.
+All connections belong to one event loop, as plain callbacks (50 us of processor time a scrape; by asyncio's streams
+90). A page is made at most once in ``REFRESH_S``, and a connection that does not move is cut. The server of
+prometheus_client starts a thread for each connection, and one that never reads keeps its thread for ever.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 import socket
-from collections.abc import Mapping
-from typing import Protocol
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
-from rayzero.telemetry import native_http
-from rayzero.telemetry.loop_http import LoopServer
-from rayzero.telemetry.native_http import NativeServer
-from rayzero.telemetry.pages import Page
+__all__ = ["Page", "PageServer", "listen"]
+
+REFRESH_S = 1.0  # a page asked for again within that time is not made anew
+IDLE_S = 150.0  # between two requests of a connection; Prometheus keeps them open, and asks once a minute
+WRITE_S = 10.0  # to take an answer
+MOST = 64  # connections; the oldest is cut for a new one
+REQUEST_BYTES = 8 << 10  # of one request
+
+_SWEEP_S = 1.0  # between two looks for connections that do not move
+_PATH_ENDS = re.compile(rb"[ ?\r]")
+_REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nonly GET\n"
+
+log = logging.getLogger(__name__)
 
 
-class PageServer(Protocol):
-    """Serves pages on one port until ``close``."""
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is at one path."""
 
-    def close(self) -> None:
-        """Cut every connection and free the port. Idempotent."""
-        ...
+    content_type: str
+    make: Callable[[], bytes]  # quick, waits for nothing
+
+    def answer(self, path: str) -> bytes:
+        """The page as it is now; where making it fails, that is what the answer says, and is logged."""
+        try:
+            return _answer("200 OK", self.content_type, self.make())
+        except BaseException as error:  # whatever a source raises: scrapers are told, training and the server go on
+            log.exception("cannot make %s", path)
+            said = "".join(traceback.format_exception_only(error))  # even of one that cannot say what it is
+            return _answer("500 Internal Server Error", "text/plain", said.encode(errors="backslashreplace"))
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -37,7 +58,170 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listening, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
 
-def serve_pages(listening: socket.socket, pages: Mapping[str, Page]) -> PageServer:
-    """Serve on a listening socket, which is the server's from now on: the native way where there is one."""
-    library = native_http.load()
-    return LoopServer(listening, pages) if isinstance(library, str) else NativeServer(listening, pages, library)
+class PageServer:
+    """Serves pages until ``close``.
+
+    Knows paths and connections; not what pages say."""
+
+    def __init__(self, listening: socket.socket, pages: Mapping[str, Page]) -> None:
+        """``listening``: the server's from now on."""
+        self._pages = dict(pages)
+        self._made: dict[str, tuple[float, bytes]] = {}  # path -> when, answer
+        self._connections: dict[_Connection, None] = {}  # oldest first
+        self._socket = listening
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self.closing = False  # many pages may be made one after the other: looked at between them
+        name = f"rayzero-exporter-{listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cut every connection and free the port. Idempotent."""
+        self.closing = True
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # another thread closes it too, and the loop has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._loop.create_server(lambda: _Connection(self), sock=self._socket)
+        sweeping = self._loop.create_task(self._sweep())
+        await self._stop.wait()
+        self._loop.remove_reader(self._socket)  # accept no more; a closed server would forget one being accepted
+        sweeping.cancel()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks)
+        for connection in list(self._connections):
+            connection.cut()
+        _end(self._socket)
+        server.close()
+        await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
+
+    async def _sweep(self) -> None:
+        """Cut connections that do not move: one look at all of them is cheaper than a timer for each request."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = self._loop.time()
+            for connection in list(self._connections):
+                if now - connection.moved_at > (WRITE_S if connection.stuck else IDLE_S):
+                    connection.cut()
+
+    def admit(self, connection: _Connection) -> None:
+        """A client has connected: the oldest goes where there are too many."""
+        if len(self._connections) >= MOST:
+            next(iter(self._connections)).cut()
+        self._connections[connection] = None
+
+    def dismiss(self, connection: _Connection) -> None:
+        """A connection is over."""
+        self._connections.pop(connection, None)
+
+    def answer(self, head: bytes) -> tuple[bytes, bool]:
+        """What a request is answered, and whether another may follow on its connection."""
+        method, _, rest = head.partition(b" ")
+        path = _PATH_ENDS.split(rest, 1)[0].decode("latin-1")
+        if method not in (b"GET", b"HEAD") or b"\0" in head:
+            return _REFUSED, False
+        whole = self._page(path)
+        told = whole if method == b"GET" else _head_of(whole)
+        return told, b"HTTP/1.1" in head.partition(b"\r\n")[0] and b"connection: close" not in head.lower()
+
+    def _page(self, path: str) -> bytes:
+        page = self._pages.get(path)
+        if page is None:
+            return _unknown(self._pages)
+        made = self._made.get(path)
+        if made is None or time.monotonic() - made[0] >= REFRESH_S:
+            made = self._made[path] = (time.monotonic(), page.answer(path))
+        return made[1]
+
+
+class _Connection(asyncio.Protocol):
+    """One client: requests in, answers out, in order; called by the loop.
+
+    It reads no further while answers wait to be taken, so that one who asks and never reads holds one page."""
+
+    def __init__(self, server: PageServer) -> None:
+        self._server = server
+        self._transport: asyncio.Transport | None = None
+        self._asked = b""
+        self.moved_at = 0.0  # loop time of the last request, or of the last time answers were taken
+        self.stuck = False  # answers wait for the client to take them
+
+    def cut(self) -> None:
+        """End it at once, whatever is on its way."""
+        self._server.dismiss(self)
+        if self._transport is not None:
+            _end(self._transport.get_extra_info("socket"))
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=0)  # told at once when the kernel takes no more
+        self._transport = transport
+        self._move()
+        self._server.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._asked += data
+        self._answer()
+
+    def pause_writing(self) -> None:
+        assert self._transport is not None
+        self.stuck = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        self.stuck = False
+        self._move()
+        self._transport.resume_reading()
+        self._answer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.dismiss(self)
+
+    def _answer(self) -> None:
+        assert self._transport is not None
+        while not self.stuck and not self._server.closing and b"\r\n\r\n" in self._asked:
+            head, _, self._asked = self._asked.partition(b"\r\n\r\n")
+            told, more = self._server.answer(head)
+            self._move()
+            self._transport.write(told)
+            if not more:
+                self._asked = b""  # it would be answered once this answer is taken
+                self._transport.close()
+                return
+        if len(self._asked) > REQUEST_BYTES and not self.stuck:
+            self.cut()
+
+    def _move(self) -> None:
+        self.moved_at = asyncio.get_running_loop().time()
+
+
+def _unknown(pages: Mapping[str, Page]) -> bytes:
+    """What is said of a path that is not there."""
+    return _answer("404 Not Found", "text/plain", f"there is {', '.join(pages)}\n".encode())
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection, or listening, though a process forked off (a loader of data) holds the socket open too."""
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _head_of(answer: bytes) -> bytes:
+    """Status and headers."""
+    return answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+
+
+def _answer(status: str, content_type: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body

@@ -23,8 +23,8 @@ from rayzero.errors import ConfigError
 from rayzero.telemetry import names
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 
 COMMAND = sys.modules["rayzero.cli.top.command"]  # rayzero.cli.top.command is the function
@@ -81,7 +81,7 @@ class FakeRun:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun]:
-    monkeypatch.setattr("rayzero.telemetry.pages.REFRESH_S", 0.0)
+    monkeypatch.setattr("rayzero.telemetry.http.REFRESH_S", 0.0)
     with ExitStack() as cleanup:
         yield FakeRun(tmp_path, cleanup)
 

@@ -27,8 +27,8 @@ from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 
 from .test_telemetry import get

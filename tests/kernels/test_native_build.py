@@ -14,7 +14,6 @@ from types import ModuleType
 import pytest
 
 from rayzero.kernels import native
-from rayzero.telemetry import native_http
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,9 +31,6 @@ kernel = choose_kernel("auto")
 segment = Segment(offset=0, length=64, ranks=(0,), options=options, step=1)
 kernel.update(memory, [torch.ones(64)], [segment], 1.0, lambda done, total: None)
 print(kernel.name, float(memory.params[63]))
-from rayzero.telemetry import native_http
-library = native_http.load()
-print(library if isinstance(library, str) else "pages")
 """
 
 
@@ -42,7 +38,7 @@ print(library if isinstance(library, str) else "pages")
 def source(tmp_path: Path) -> Path:
     """A copy of the sources, without anything built."""
     copy = tmp_path / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "_native.*", "_pages.*")
+    ignored = shutil.ignore_patterns("__pycache__", "_native.*")
     shutil.copytree(REPOSITORY / "rayzero", copy / "rayzero", ignore=ignored)
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, copy / name)
@@ -86,9 +82,8 @@ def test_a_package_built_without_a_compiler_works_and_says_so_once(source: Path,
     wheel = built_wheel(source, CC=compiler)
     assert wheel.name.endswith("-py3-none-any.whl")
     done = used(wheel)
-    said, updated, pages = done.stdout.splitlines()
+    said, updated = done.stdout.splitlines()
     assert said.startswith(reason)
-    assert pages.endswith("cannot open shared object file: No such file or directory")
     assert updated == "torch 0.5"
     assert done.stderr.count("not the native one: " + reason) == 1
 
@@ -98,19 +93,19 @@ def test_a_package_built_with_a_compiler_has_the_library(source: Path) -> None:
     wheel = built_wheel(source, CC="cc")
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
-    assert used(wheel).stdout.splitlines() == [native.LIBRARY.name, "native 0.5", "pages"]
+    assert used(wheel).stdout.splitlines() == [native.LIBRARY.name, "native 0.5"]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_an_editable_install_has_either_the_library_or_the_reason(source: Path) -> None:
     editable = "from hatchling.build import build_editable; build_editable('out')"
     for compiler, there in [
-        ("cc", [native.LIBRARY.name, native_http.LIBRARY.name]),
-        ("/nowhere/cc", ["_native.reason", "_pages.reason"]),
-        ("cc", [native.LIBRARY.name, native_http.LIBRARY.name]),
+        ("cc", [native.LIBRARY.name]),
+        ("/nowhere/cc", ["_native.reason"]),
+        ("cc", [native.LIBRARY.name]),
     ]:
         python(editable, source, CC=compiler)
-        found = [*(source / "rayzero/kernels").glob("_native.*"), *(source / "rayzero/telemetry").glob("_pages.*")]
+        found = (source / "rayzero/kernels").glob("_native.*")
         assert [path.name for path in found] == there
 
 
@@ -125,9 +120,9 @@ def build_script() -> ModuleType:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_the_libraries_in_use_were_built_from_this_source() -> None:
-    for used, library in zip((native.load(), native_http.load()), build_script().LIBRARIES, strict=True):
-        assert not isinstance(used, str), used
-        assert used.source == library.digest(REPOSITORY), f"{library.folder} changed since it was built: scripts/setup"
+    used, (library,) = native.load(), build_script().LIBRARIES
+    assert not isinstance(used, str), used
+    assert used.source == library.digest(REPOSITORY), f"{library.folder} changed since it was built: scripts/setup"
 
 
 def test_a_library_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

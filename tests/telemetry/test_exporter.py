@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry import names, pages
+from rayzero.telemetry import http, names
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.metric import Role
@@ -37,7 +37,7 @@ def recorder() -> MemoryRecorder:
 
 @pytest.fixture
 def always_anew(monkeypatch) -> None:
-    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+    monkeypatch.setattr(http, "REFRESH_S", 0.0)
 
 
 @pytest.fixture

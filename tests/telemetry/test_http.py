@@ -1,4 +1,4 @@
-"""Both page servers, by one suite: whoever asks, however often, and whether or not they read."""
+"""The page server: whoever asks, however often, and whether or not they read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from rayzero.telemetry import native_http, pages
-from rayzero.telemetry.http import PageServer, listen, serve_pages
-from rayzero.telemetry.loop_http import LoopServer
-from rayzero.telemetry.native_http import NativeServer
-from rayzero.telemetry.pages import Page
+from rayzero.telemetry import http
+from rayzero.telemetry.http import Page, PageServer, listen
 
 Serve = Callable[..., str]  # page by path -> host:port
 PLAIN = "text/plain"
@@ -27,32 +24,14 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 6\r\n\r\nhello\n"
 
 
-def native(listening: socket.socket, pages: Mapping[str, Page]) -> PageServer:
-    library = native_http.load()
-    assert not isinstance(library, str), library
-    return NativeServer(listening, pages, library)
-
-
-@pytest.fixture(
-    params=[
-        LoopServer,
-        pytest.param(
-            native, marks=pytest.mark.skipif(isinstance(native_http.load(), str), reason="no library of pages here")
-        ),
-    ]
-)
-def server(request) -> Callable[[socket.socket, Mapping[str, Page]], PageServer]:
-    return request.param
-
-
 @pytest.fixture
-def serve(server) -> Iterator[Serve]:
+def serve() -> Iterator[Serve]:
     """Serve pages on a free port until the test ends."""
     with ExitStack() as stack:
 
         def begin(found: Mapping[str, Page] | None = None) -> str:
             listening, address = listen("127.0.0.1", 0)
-            stack.callback(server(listening, found or {"/": HELLO}).close)
+            stack.callback(PageServer(listening, found or {"/": HELLO}).close)
             return address
 
         yield begin
@@ -97,24 +76,11 @@ def exchange(address: str, *sent: bytes) -> bytes:
         return found
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_the_native_server_is_taken_where_its_library_is(there, monkeypatch) -> None:
-    if not there:
-        monkeypatch.setattr(native_http, "load", lambda: "none was built")
-    elif isinstance(native_http.load(), str):
-        pytest.skip("no library of pages here")
-    listening, address = listen("127.0.0.1", 0)
-    serving = serve_pages(listening, {"/": HELLO})
-    assert isinstance(serving, NativeServer if there else LoopServer)
-    assert fetched(address) == b"hello\n"
-    serving.close()
-
-
 def test_sockets_that_never_read_or_ask_hinder_nobody(serve) -> None:
     large = bytes(1 << 22)
     address = serve({"/": Page(PLAIN, lambda: large)})
     with ExitStack() as hanging:
-        connections = [hanging.enter_context(connect(address)) for _ in range(pages.MOST + 20)]
+        connections = [hanging.enter_context(connect(address)) for _ in range(http.MOST + 20)]
         for connection in connections[::2]:
             with suppress(OSError):  # cut: the oldest go
                 connection.sendall(GET * 20)  # answers that nobody reads
@@ -125,7 +91,7 @@ def test_sockets_that_never_read_or_ask_hinder_nobody(serve) -> None:
 def test_the_oldest_connection_goes_for_a_new_one(serve) -> None:
     address = serve()
     with ExitStack() as held:
-        oldest, *others = [held.enter_context(connect(address)) for _ in range(pages.MOST)]
+        oldest, *others = [held.enter_context(connect(address)) for _ in range(http.MOST)]
         for connection in (oldest, *others):
             connection.sendall(GET)
             assert connection.recv(1 << 10) == ANSWER
@@ -138,7 +104,7 @@ def test_the_oldest_connection_goes_for_a_new_one(serve) -> None:
 
 @pytest.mark.parametrize(("limit", "asked"), [("IDLE_S", b""), ("IDLE_S", b"GET / HT"), ("WRITE_S", GET * 20)])
 def test_a_connection_that_does_not_move_is_cut(serve, monkeypatch, limit, asked) -> None:
-    monkeypatch.setattr(pages, limit, 0.1)
+    monkeypatch.setattr(http, limit, 0.1)
     large = bytes(1 << 22)
     address = serve({"/": Page(PLAIN, lambda: large)})
     with connect(address) as still:
@@ -177,7 +143,7 @@ def test_a_head_request_gets_the_head_alone_and_an_old_client_one_answer(serve) 
 
 
 def test_many_scrapes_at_once_make_a_page_once(serve, monkeypatch) -> None:
-    monkeypatch.setattr(pages, "REFRESH_S", 3600.0)
+    monkeypatch.setattr(http, "REFRESH_S", 3600.0)
     made: list[int] = []
     address = serve({"/n": Page(PLAIN, lambda: bytes(made.append(1) or 3))})
     assert [fetched(address, "/n") for _ in range(5)] == [bytes(3)] * 5
@@ -185,7 +151,7 @@ def test_many_scrapes_at_once_make_a_page_once(serve, monkeypatch) -> None:
 
 
 def test_a_page_that_is_too_old_is_made_anew_for_all_who_wait(serve, monkeypatch) -> None:
-    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+    monkeypatch.setattr(http, "REFRESH_S", 0.0)
     held = Held()
     address = serve({"/": held.page})
     with ExitStack() as stack:
@@ -199,7 +165,7 @@ def test_a_page_that_is_too_old_is_made_anew_for_all_who_wait(serve, monkeypatch
 
 
 def test_a_page_that_fails_says_so_and_the_next_one_is_whole(serve, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+    monkeypatch.setattr(http, "REFRESH_S", 0.0)
     answers = iter([b"whole"])
     address = serve({"/": HELLO, "/bad": Page(PLAIN, lambda: 1 // 0), "/next": Page(PLAIN, lambda: next(answers))})
     with pytest.raises(HTTPError, match="500") as told:
@@ -259,7 +225,7 @@ def test_a_process_without_descriptors_answers_once_it_has_some_and_does_not_spi
 
 
 def test_a_client_whose_page_took_long_to_make_has_as_long_as_others_to_read_it(serve, monkeypatch) -> None:
-    monkeypatch.setattr(pages, "WRITE_S", 1.0)
+    monkeypatch.setattr(http, "WRITE_S", 1.0)
     large = bytes(8 << 20)  # more than the kernel takes at once
 
     def make() -> bytes:
@@ -273,7 +239,7 @@ def test_a_client_whose_page_took_long_to_make_has_as_long_as_others_to_read_it(
 
 
 def test_a_request_that_came_while_a_page_was_made_is_not_taken_for_silence(serve, monkeypatch) -> None:
-    monkeypatch.setattr(pages, "IDLE_S", 1.0)
+    monkeypatch.setattr(http, "IDLE_S", 1.0)
     held = Held()
     address = serve({"/": HELLO, "/slow": held.page})
     with connect(address) as patient, connect(address) as other:
@@ -313,11 +279,11 @@ def test_no_error_of_a_page_ends_the_server(serve, error) -> None:
     assert fetched(address) == b"hello\n"
 
 
-def test_closing_waits_for_one_page_at_most(server, monkeypatch) -> None:
-    monkeypatch.setattr(pages, "REFRESH_S", 0.0)
+def test_closing_waits_for_one_page_at_most(monkeypatch) -> None:
+    monkeypatch.setattr(http, "REFRESH_S", 0.0)
     held = Held()
     listening, address = listen("127.0.0.1", 0)
-    serving = server(listening, {"/": held.page})
+    serving = PageServer(listening, {"/": held.page})
     with connect(address) as connection:
         connection.sendall(GET * 100)
         assert held.begun.wait(20)
@@ -329,7 +295,7 @@ def test_closing_waits_for_one_page_at_most(server, monkeypatch) -> None:
     assert held.made <= 2
 
 
-def test_closing_from_many_threads_at_once(server) -> None:
+def test_closing_from_many_threads_at_once() -> None:
     failed: list[BaseException] = []
 
     def close() -> None:
@@ -340,7 +306,7 @@ def test_closing_from_many_threads_at_once(server) -> None:
 
     for _ in range(30):
         listening, address = listen("127.0.0.1", 0)
-        serving = server(listening, {"/": HELLO})
+        serving = PageServer(listening, {"/": HELLO})
         threads = [threading.Thread(target=close) for _ in range(6)]
         for thread in threads:
             thread.start()
@@ -351,9 +317,9 @@ def test_closing_from_many_threads_at_once(server) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_closing_ends_all_though_a_process_was_forked_off(server) -> None:
+def test_closing_ends_all_though_a_process_was_forked_off() -> None:
     listening, address = listen("127.0.0.1", 0)
-    serving = server(listening, {"/": HELLO})
+    serving = PageServer(listening, {"/": HELLO})
     with connect(address) as connection:
         connection.sendall(GET)
         assert connection.recv(1 << 10) == ANSWER
@@ -380,9 +346,9 @@ def test_closing_ends_all_though_a_process_was_forked_off(server) -> None:
             os.waitpid(child, 0)
 
 
-def test_closing_frees_the_port_and_cuts_connections(server) -> None:
+def test_closing_frees_the_port_and_cuts_connections() -> None:
     listening, address = listen("127.0.0.1", 0)
-    made = server(listening, {"/": HELLO})
+    made = PageServer(listening, {"/": HELLO})
     with connect(address) as idle, connect(address) as asked:
         asked.sendall(GET)
         assert asked.recv(1 << 10) == ANSWER
@@ -393,10 +359,10 @@ def test_closing_frees_the_port_and_cuts_connections(server) -> None:
     listen("127.0.0.1", int(address.rpartition(":")[2]))[0].close()
 
 
-def test_a_connection_that_comes_while_it_closes_is_cut_too(server) -> None:
+def test_a_connection_that_comes_while_it_closes_is_cut_too() -> None:
     for _ in range(100):
         listening, address = listen("127.0.0.1", 0)
-        made = server(listening, {"/": HELLO})
+        made = PageServer(listening, {"/": HELLO})
         with connect(address) as idle:
             made.close()
             with suppress(ConnectionResetError):

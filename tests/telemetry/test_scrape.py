@@ -11,8 +11,8 @@ import pytest
 from rayzero.telemetry import names
 from rayzero.telemetry.discovery import Target, read_discovery, service_discovery
 from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import discover, parse_series, scrape
 

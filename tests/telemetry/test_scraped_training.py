@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rayzero
 from rayzero.cluster.processes.process_exporter import ProcessExporter
 from rayzero.engine.context import RankContext, running_in
-from rayzero.telemetry import pages
+from rayzero.telemetry import http
 from rayzero.telemetry.recorder import MemoryRecorder
 
 from .exposed import rank_settings
@@ -73,7 +73,7 @@ class Scraper:
 def test_a_thousand_scrapes_while_training_give_no_error_and_equal_weights(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pages, "REFRESH_S", 0.0)  # every page is made anew
+    monkeypatch.setattr(http, "REFRESH_S", 0.0)  # every page is made anew
     recorder = MemoryRecorder()
     exporter = ProcessExporter(rank_settings(Path("/dev/shm")), recorder)
     host, _, port = exporter.target.address.rpartition(":")

@@ -21,8 +21,8 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
 from rayzero.telemetry.discovery import Target, service_discovery
+from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, SHARD_IMBALANCE
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
 __all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunLedger", "this_process"]

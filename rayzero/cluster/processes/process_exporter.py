@@ -19,6 +19,7 @@ from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import node_memory, process_memory
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
     HEAP_BYTES,
@@ -29,7 +30,6 @@ from rayzero.telemetry.names import (
     SHM_LIMIT_BYTES,
     SHM_USED_BYTES,
 )
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.spans import SpanRing
 
