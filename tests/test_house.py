@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rayzero"
 MOST_FILES = 13  # modules in one folder, __init__.py not counted
-ABOVE_THE_STORE = ("store", "owner", "lead", "slabs", "kernels", "memory", "checkpoint", "protocol", "layout")
+ABOVE_THE_STORE = ("store", "owner", "lead", "slabs", "lanes", "kernels", "memory", "checkpoint", "protocol", "layout")
 GROUND = ("telemetry", "config", "concurrency")
 
 

@@ -6,8 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayzero.activations.copy_lane import ThreadLane
-    from rayzero.activations.cuda_lane import CudaLane
     from rayzero.activations.ledger import GroupTotals
     from rayzero.activations.offload import ActivationOffload
     from rayzero.activations.policy import OffloadPolicy
@@ -15,21 +13,22 @@ if TYPE_CHECKING:
     from rayzero.activations.scope import GroupScope
     from rayzero.activations.summary import RankSummary
     from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
+    from rayzero.lanes import CudaLane, ThreadLane
 
 _HOME = {
-    "ActivationOffload": "offload",
-    "Choice": "cost",
-    "CostPlan": "cost",
-    "CudaLane": "cuda_lane",
-    "GroupCost": "cost",
-    "GroupScope": "scope",
-    "GroupTotals": "ledger",
-    "HostPool": "host_pool",
-    "Link": "cost",
-    "OffloadPolicy": "policy",
-    "PoolStatus": "host_pool",
-    "RankSummary": "summary",
-    "ThreadLane": "copy_lane",
+    "ActivationOffload": "rayzero.activations.offload",
+    "Choice": "rayzero.activations.schedule.cost",
+    "CostPlan": "rayzero.activations.schedule.cost",
+    "CudaLane": "rayzero.lanes",
+    "GroupCost": "rayzero.activations.schedule.cost",
+    "GroupScope": "rayzero.activations.scope",
+    "GroupTotals": "rayzero.activations.ledger",
+    "HostPool": "rayzero.activations.tensors.host_pool",
+    "Link": "rayzero.activations.schedule.cost",
+    "OffloadPolicy": "rayzero.activations.policy",
+    "PoolStatus": "rayzero.activations.tensors.host_pool",
+    "RankSummary": "rayzero.activations.summary",
+    "ThreadLane": "rayzero.lanes",
 }
 
 __all__ = [
@@ -52,7 +51,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.activations.copy_lane import CopyLane
+from rayzero.lanes import Lane
 
 
 class GraphMarks:
     """The stream and the events between a captured graph and the copies around it."""
 
-    def __init__(self, lane: CopyLane) -> None:
+    def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._cuda = lane.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -40,7 +40,7 @@ class GraphMarks:
 
     def forward_record(self, event: torch.cuda.Event | None = None) -> None:
         """Join the copies out; then record ``event`` (by default ``self.event``)."""
-        self._lane.join_out()
+        self._lane.settle("out")
         self._record(event)
 
     def backward_record(self, x: Tensor, event: torch.cuda.Event | None = None) -> Tensor:
@@ -49,7 +49,7 @@ class GraphMarks:
         return marked
 
     def _joined_in(self, event: torch.cuda.Event | None) -> None:
-        self._lane.join_in()
+        self._lane.settle("in")
         self._record(event)
 
     def _record(self, event: torch.cuda.Event | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, dataclass, fields
 
-from rayzero.activations.copy_lane import CopyLane, Stamp
+from rayzero.lanes import Event, Lane
 from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import Recorder
 
@@ -49,7 +49,7 @@ class Ledger:
         self._recorder = recorder
         self._device = self._peak = 0
         self._totals: dict[str, GroupTotals] = {}
-        self._stalls: list[tuple[str, CopyLane, Stamp, Stamp]] = []  # not yet read
+        self._stalls: list[tuple[str, Lane, Event, Event]] = []  # not yet read
 
     @property
     def device_bytes(self) -> int:
@@ -88,7 +88,7 @@ class Ledger:
         """Tell the recorder of a copy."""
         self._recorder.add(ACTIVATION_BYTES, nbytes, direction=direction)
 
-    def stalled(self, name: str, lane: CopyLane, start: Stamp, stop: Stamp) -> None:
+    def stalled(self, name: str, lane: Lane, start: Event, stop: Event) -> None:
         """The backward of ``name`` waited between two stamps; read once they have passed."""
         with self._lock:
             self._stalls.append((name, lane, start, stop))

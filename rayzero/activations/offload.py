@@ -20,8 +20,6 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
-from rayzero.activations.copy_lane import CopyLane, Span, ThreadLane
-from rayzero.activations.cuda_lane import CudaLane
 from rayzero.activations.elsewhere import Elsewhere, Hooks
 from rayzero.activations.graph_marks import GraphMarks
 from rayzero.activations.ledger import Ledger
@@ -36,11 +34,12 @@ from rayzero.activations.schedule.unload import Unload
 from rayzero.activations.scope import GroupScope, PackHook
 from rayzero.activations.summary import RankSummary
 from rayzero.activations.tensors.entries import Entries
-from rayzero.activations.tensors.entry import Shelf
 from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
 from rayzero.activations.tensors.protect import Protected
 from rayzero.activations.tensors.saved import Held, Saved, view_bytes
+from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import ConfigError
+from rayzero.lanes import Lane, Span, make_lane
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake ones: a model that is planned
@@ -59,7 +58,7 @@ class ActivationOffload:
         *,
         offload_modules: Sequence[str] | Mapping[str, str] = (),
         delay_groups: Sequence[str] = (),
-        lane: CopyLane | None = None,
+        lane: Lane | None = None,
         pool: HostPool | None = None,
         recorder: Recorder | None = None,
         elsewhere: Elsewhere | None = None,
@@ -76,7 +75,7 @@ class ActivationOffload:
         self._pool = pool or HostPool(
             cap_bytes=self.policy.host_cap_bytes,
             pinned_cap_bytes=self.policy.pinned_cap_bytes,
-            pin=self._lane.pins,
+            pin=self._lane.device.type == "cuda",
             poison=self.policy.poison,
         )
         self._ledger = Ledger(recorder or NullRecorder())
@@ -125,7 +124,7 @@ class ActivationOffload:
             group = self._chunks.current().open_group(name, label)
             group.signature = signature
             if self._book is not None:
-                group.began = self._lane.stamp()
+                group.began = self._lane.now()
         hooks = saved_tensors_hooks(PackHook(self, group), self._unpack)
         hooks.__enter__()
         return GroupScope(self, group, hooks)
@@ -326,7 +325,7 @@ class ActivationOffload:
         if group.index < 0:
             group.chunk.close_group(group)
             if self._book is not None:
-                group.ended = self._lane.stamp()
+                group.ended = self._lane.now()
 
     def _commit_or_delay(self, group: Group, release: list[Tensor] | None, delay: bool) -> None:
         if self._delaying and (delay or group.name in self._delay_groups):
@@ -383,8 +382,7 @@ class ActivationOffload:
         self._unload.forget_landed()
 
 
-def _lane_for(models: Sequence[nn.Module]) -> CopyLane:
+def _lane_for(models: Sequence[nn.Module]) -> Lane:
     """The lane of the device the parameters are on; of the CPU without parameters."""
     first: Any = next((tensor for model in models for tensor in model.parameters()), None)
-    device = first.device if first is not None else torch.device("cpu")
-    return CudaLane(device) if device.type == "cuda" else ThreadLane(device)
+    return make_lane(first.device if first is not None else torch.device("cpu"))

@@ -78,7 +78,7 @@ class RankContext:
         self._on_close.append(close)
 
     def close(self, reason: str = "closed") -> None:
-        """End what prepare() opened: lanes and stores. Idempotent."""
+        """End what prepare() opened: transfers and stores. Idempotent."""
         while self._on_close:
             self._on_close.pop()(reason)
 

@@ -1,7 +1,7 @@
 """The rank side, tied together: units come up before they are used, go down after, and their gradients leave.
 
 Four calls carry everything: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd wants a saved
-weight) and ``touched`` (any other operation). They run on the thread that computes; lanes only complete futures.
+weight) and ``touched`` (any other operation). They run on the thread that computes; transfers only complete futures.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allow
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.trained import TrainedSlots
-from rayzero.engine.units.lane import Lane
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, stays_up
 from rayzero.engine.units.schedule import Phase, UnitSchedule
+from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.engine.values.registry import Registered
 from rayzero.engine.values.state_dict import Loading
@@ -52,7 +52,7 @@ class Engine:
     """One rank's parameters and gradients, from prepare() to close().
 
     Knows units, and what each module and autograd event means for them; not which of them are up (UnitCache) or trained
-    (TrainedSlots), what the owners have of them (UnitValues), how bytes travel (lanes), what a step is made of
+    (TrainedSlots), what the owners have of them (UnitValues), how bytes travel (UnitTransfers), what a step is made of
     (RankStep), nor which module is which (hooks)."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Engine:
         *,
         rank: int,
         store: ParameterStore,
-        lane: Lane,
+        transfers: UnitTransfers,
         step: RankStep,
         config: ZeroConfig,
         device: torch.device,
@@ -82,7 +82,7 @@ class Engine:
         self.observers: list[Observer] = []
         self.made_at = time.monotonic()
         self.stepped_at = 0.0  # on the same clock; 0.0: not yet
-        self._lane = lane
+        self._transfers = transfers
         self._recorder = recorder
         self._clock = clock
         self._passes = PassSpans(recorder.spans, lambda: self.version)
@@ -125,7 +125,7 @@ class Engine:
             root,
             self.trained.of_unit,
             store=self.store,
-            lane=self._lane,
+            transfers=self._transfers,
             residency=self.residency,
             config=self.config,
             recorder=self._recorder,
@@ -445,7 +445,7 @@ class Engine:
     def _memory(self) -> Iterator[Reading]:
         """What gathered parameters and gradients on their way take here, and the device's own accounts."""
         on_gpu = self.device.type == "cuda"
-        held = {("param", "gpu" if on_gpu else "ram"): self.residency.allocated, **self._lane.allocated()}
+        held = {("param", "gpu" if on_gpu else "ram"): self.residency.allocated, **self._transfers.allocated()}
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
         if self._heap.peak:
@@ -492,15 +492,18 @@ class Engine:
             self.values.load(self.units[index], values[index])
 
     def close(self, reason: str = "closed") -> None:
-        """Leave the run: lanes and store end. Parameters that are not up can no longer be read. Idempotent."""
+        """Leave the run: transfers and store end. Parameters that are not up can no longer be read. Idempotent."""
         if self._closed:
             return
         self._closed = True
         for end in self._unwatch:
             end()
         self.cache.cancel()
-        self.store.close(reason)
-        self._lane.close()
+        try:
+            self._transfers.drain()  # the store's memory goes with it
+        finally:
+            self.store.close(reason)
+            self._transfers.close()
 
 
 def _slot_of(param: nn.Parameter, unit: ParamUnit) -> int:

@@ -29,10 +29,10 @@ from rayzero.engine.start.initial_values import Start
 from rayzero.engine.start.meta import materialise
 from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.lane import make_lane
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import stays_up
+from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values.state_dict import hook_loading
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, dtype_name, loses_bits
@@ -377,11 +377,11 @@ def _engine(
     number: int,
     recorder: Recorder,
 ) -> Engine:
-    lane = make_lane(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
+    transfers = make_transfers(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
     clock = StepClock(recorder, step=version)
     step = RankStep(
         store,
-        lane,
+        transfers,
         rank=context.rank,
         world_size=context.world_size,
         num_units=len(plan.layout.units),
@@ -394,7 +394,7 @@ def _engine(
         spec.layout,
         rank=context.rank,
         store=store,
-        lane=lane,
+        transfers=transfers,
         step=step,
         config=config,
         device=device,

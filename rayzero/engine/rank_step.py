@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.lane import Grads, Lane
+from rayzero.engine.units.transfers import Grads, UnitTransfers
 from rayzero.errors import GradientAccessError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.lead.decide import edited
@@ -49,7 +49,7 @@ class RankStep:
     def __init__(
         self,
         store: ParameterStore,
-        lane: Lane,
+        transfers: UnitTransfers,
         *,
         rank: int,
         world_size: int,
@@ -59,7 +59,7 @@ class RankStep:
         spans: Spans,
     ) -> None:
         self._store = store
-        self._lane = lane
+        self._transfers = transfers
         self._rank, self._world_size = rank, world_size
         self._clock = clock
         self._spans = spans
@@ -88,12 +88,12 @@ class RankStep:
             presence=pack_presence([grad is not None for grad in grads]),
         )
         over = self._spans.begin("push", unit.name, self.step)
-        landed = self._lane.push(unit, contribution, grads)
+        landed = self._transfers.push(unit, contribution, grads)
         while landed is None:  # staging is full of this rank's own earlier pushes
             start = time.perf_counter()
             self._land()
             self._exposed(start, "push")
-            landed = self._lane.push(unit, contribution, grads)
+            landed = self._transfers.push(unit, contribution, grads)
         self.counts[unit.index] += 1
         bits = int.from_bytes(contribution.presence, "little")
         self._present[unit.index] = self._present.get(unit.index, 0) | bits

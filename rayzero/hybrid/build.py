@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.buckets import Bucket, plan_buckets
-from rayzero.hybrid.host.cuda_lane import CudaLane
-from rayzero.hybrid.host.lane import Lane, ThreadLane
 from rayzero.hybrid.host.rules import ClassRule, Rule, TileAdam, is_elementwise, require_whole, state_bytes, state_names
 from rayzero.hybrid.host.side import BucketRun, GradientOf, HostSide
 from rayzero.hybrid.hyper import Group, HyperLink, numbers_of, options_of
@@ -20,6 +18,7 @@ from rayzero.hybrid.placement import Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import Kernel
+from rayzero.lanes import Lane, make_lane
 
 _TILED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -140,6 +139,5 @@ class Builder:
         if self.lane is not None:
             return self.lane
         if device not in self._lanes:
-            cuda = device.type == "cuda"
-            self._lanes[device] = CudaLane(device, overlap=self.overlap) if cuda else ThreadLane(threads=self.overlap)
+            self._lanes[device] = make_lane(device, overlap=self.overlap)
         return self._lanes[device]

@@ -7,17 +7,17 @@ beyond the budget to leave, whatever of that a run recomputes instead."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.activations.copy_lane import Parcel, Resident, ThreadLane, Ticket
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.tensors.host_pool import HostPool
+from rayzero.lanes import Direction, Event, ThreadLane
 
 __all__ = ["Moved", "Offload", "Offloading", "offloading"]
 
@@ -54,14 +54,23 @@ class _AtOnce(ThreadLane):
     """Copies at once, in the caller, and counts what leaves by the module it was saved in."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(device, overlap=False)
         self.left: Counter[str] = Counter()
-        self.close()
 
-    def copy_out(self, source: Resident, parcel: Parcel, *, take: int, keep: bool) -> Ticket:
-        """As a ``ThreadLane`` that is closed."""
-        self.left[parcel.label] += take
-        return super().copy_out(source, parcel, take=take, keep=keep)
+    def issue(
+        self,
+        direction: Direction,
+        copy: Callable[[], object],
+        *,
+        after: Sequence[Event] | None = None,
+        holds: Sequence[Tensor] = (),
+        label: str = "",
+        nbytes: int = 0,
+    ) -> Event:
+        """See ``Lane``."""
+        if direction == "out":
+            self.left[label] += nbytes
+        return super().issue(direction, copy, after=after, holds=holds, label=label, nbytes=nbytes)
 
 
 class Offloading:

@@ -263,7 +263,7 @@ def _host_bytes(
 
 
 def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
-    """Of one rank: pushes on their way out (engine/units/lane.py), and on a GPU what arrives for it."""
+    """Of one rank: pushes on their way out (engine/units/transfers.py), and on a GPU what arrives for it."""
     leaving = 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
     return leaving + (device.parameters if hosts.on_gpu else 0)
 

@@ -41,7 +41,7 @@ def test_a_host_buffer_is_not_free_while_an_unwanted_copy_in_still_reads_it():
     status = offload.pool_status()
     assert (status.in_use_bytes, status.returning_bytes) == (0, 4096)
     go.set()
-    lane.join_in()
+    lane.settle("in")
     assert offload.pool_status().returning_bytes == 0
     offload.close()
 
@@ -51,7 +51,7 @@ def test_what_is_leaving_when_it_is_wanted_soon_stays():
     lane = ThreadLane(before_copy=before)
     offload = ActivationOffload(nn.Identity(), OffloadPolicy(min_bytes=1, margin=0), lane=lane)
     x, low, y = two_groups(offload)
-    low.register_hook(lambda grad: (go.set(), lane.join_out(), None)[2])  # after b began, before a does
+    low.register_hook(lambda grad: (go.set(), lane.settle("out"), None)[2])  # after b began, before a does
     del low
     y.backward()
     totals = offload.summary().groups["a"]

@@ -17,7 +17,7 @@ from torch import nn
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
 from rayzero.hybrid.gate import AwayParameter
-from rayzero.hybrid.host.lane import ThreadLane
+from rayzero.lanes import ThreadLane
 from tests.hybrid.models import backward, equal, net, train, weights
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -30,7 +30,7 @@ class Held:
         self.gone = threading.Event()
         self.lane = ThreadLane(before_copy=self._hold)
 
-    def _hold(self, direction: str) -> None:
+    def _hold(self, direction: str, label: str) -> None:
         assert direction == "out" or self.gone.wait(60)
 
     def let_go(self) -> None:
@@ -173,7 +173,7 @@ def test_compiled_modules_wait_as_a_whole():
 
 
 def test_a_copy_that_fails_is_raised_at_the_first_use():
-    def fail(direction: str) -> None:
+    def fail(direction: str, label: str) -> None:
         if direction == "in":
             raise OSError("the link is down")
 
@@ -239,7 +239,7 @@ def test_random_delays_anywhere_change_no_bit(seed):
     """Copies and the computation are delayed at random; uses happen in random order, by forward or by hand."""
     draws = random.Random(seed)
 
-    def delay(direction: str) -> None:
+    def delay(direction: str, label: str) -> None:
         time.sleep(draws.choice([0, 0, 1e-4, 2e-3]))
 
     model, twin = net(), net()

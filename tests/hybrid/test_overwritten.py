@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rayzero import HybridDeviceOptimizer
-from rayzero.hybrid.host.buckets import Bucket
-from rayzero.hybrid.host.lane import Moment, ThreadLane, ThreadTicket, Ticket
+from rayzero.lanes import Direction, Event, ThreadLane
 from tests.hybrid.models import backward, equal, net, weights
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-class LastMomentLane:
+class LastMomentLane(ThreadLane):
     """Copies gradients at the last moment that is allowed: when the caller orders its own work after them.
 
     The worker, which joins them, waits until then. ``run_out`` makes all that is left, as a slow link would one day."""
 
     def __init__(self) -> None:
-        self._lane = ThreadLane(threads=False)
-        self._left: list[LateTicket] = []
+        super().__init__(overlap=False)
+        self._left: list[LateEvent] = []
         self._running = threading.RLock()
 
-    def send(self, bucket: Bucket, indices: Sequence[int], grads: Sequence[Tensor]) -> Ticket:
-        ticket = LateTicket(self, lambda: self._lane.send(bucket, indices, grads))
-        self._left.append(ticket)
-        return ticket
-
-    def bring(self, bucket: Bucket, indices: Sequence[int], params: Sequence[Tensor], after: Moment) -> Ticket:
-        return self._lane.bring(bucket, indices, params, after)
-
-    def now(self) -> Moment:
-        return self._lane.now()
+    def issue(self, direction: Direction, copy: Callable[[], object], **options: Any) -> Event:
+        if direction == "in":
+            return super().issue(direction, copy, **options)
+        event = LateEvent(self, lambda: super(LastMomentLane, self).issue(direction, copy, **options))
+        self._left.append(event)
+        return event
 
     def close(self) -> None:
         self.run_out()
@@ -47,12 +43,12 @@ class LastMomentLane:
                 self._left.pop(0).run()
 
 
-class LateTicket:
-    def __init__(self, lane: LastMomentLane, copy: Callable[[], Ticket]) -> None:
+class LateEvent:
+    def __init__(self, lane: LastMomentLane, copy: Callable[[], Event]) -> None:
         self._lane, self._copy, self._made = lane, copy, threading.Event()
 
     def run(self) -> None:
-        self._copy().join()
+        self._copy().wait()
         self._made.set()
 
     def wait(self) -> None:
@@ -147,7 +143,7 @@ def test_a_buffer_that_is_refilled_after_step_is_the_next_steps_gradient():
 
 
 def test_a_copy_out_that_fails_ends_the_step_and_every_use_after_it():
-    def fail(direction: str) -> None:
+    def fail(direction: str, label: str) -> None:
         if direction == "out":
             raise OSError("the link is down")
 
@@ -167,16 +163,21 @@ def test_options_in_tensors_belong_to_the_caller_once_step_has_returned():
 
     begin = threading.Event()
 
-    class Held(ThreadTicket):
-        def join(self) -> None:
+    class Held:
+        """A copy whose end the worker hears of late; the caller's work is not held up."""
+
+        def __init__(self, copy: Event) -> None:
+            self._copy = copy
+            self.wait = copy.wait
+
+        def join(self) -> BaseException | None:
             assert begin.wait(60)
-            super().join()
+            return self._copy.join()
 
     class Lane(ThreadLane):
-        def send(self, bucket: Bucket, indices: Sequence[int], grads: Sequence[Tensor]) -> Ticket:
-            ticket = super().send(bucket, indices, grads)
-            assert isinstance(ticket, ThreadTicket)
-            return Held(ticket._future)
+        def issue(self, direction: Direction, copy: Callable[[], object], **options: Any) -> Event:
+            event = super().issue(direction, copy, **options)
+            return Held(event) if direction == "out" else event
 
     model, twin = net(), net()
     hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=(lane := Lane()), **options())

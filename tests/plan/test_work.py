@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.activations.copy_lane import ThreadLane
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.tensors.host_pool import HostPool
@@ -21,6 +20,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.partition import build_layout
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.lanes import ThreadLane
 from rayzero.plan.activations import Offload
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes
@@ -122,8 +122,7 @@ def test_planned_bytes_of_activations_that_leave_are_those_of_the_offload(name: 
         layout = build_layout(GPT(EIGHT_BLOCKS), min_unit_bytes=4096).layout
     offload = Offload(modules=("blocks.?",), policy=policy)
     work = measure_work(lambda: GPT(EIGHT_BLOCKS), gpt_loss, layout, offload=offload)
-    model, lane = GPT(EIGHT_BLOCKS), ThreadLane()
-    lane.close()  # it copies at once
+    model, lane = GPT(EIGHT_BLOCKS), ThreadLane(overlap=False)  # it copies at once
     pool = HostPool(
         cap_bytes=policy.host_cap_bytes, allocate=lambda nbytes, _: torch.from_numpy(np.empty(nbytes, "u1"))
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rayzero.activations.copy_lane import CopyLane, Span, Stamp
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link, choose
 from rayzero.activations.schedule.group import Chunk, Group, GroupKey
+from rayzero.lanes import Event, Lane, Span
 
 _DRIFT = 0.1  # share by which a group's bytes may differ from those the plan was made for
 _BACKWARD_PER_FORWARD = 2.0  # for a group whose backward was not timed
@@ -43,8 +43,8 @@ class _Measured:
 class _Timing:
     key: GroupKey
     backward: bool
-    start: Stamp
-    stop: Stamp
+    start: Event
+    stop: Event
 
 
 @dataclass(slots=True)
@@ -55,12 +55,12 @@ class CostBook:
     off by more than 10 %) is offloaded and measured, and its part is planned anew once its chunk is gone."""
 
     policy: OffloadPolicy
-    lane: CopyLane
+    lane: Lane
     plans: dict[int, CostPlan] = field(default_factory=dict)  # stage -> the plan in force
     _choices: dict[GroupKey, Choice] = field(default_factory=dict)
     _measured: dict[GroupKey, _Measured] = field(default_factory=dict)
     _unread: list[_Timing] = field(default_factory=list)
-    _reads: dict[int, list[tuple[GroupKey, Stamp]]] = field(default_factory=dict)  # id(chunk) -> backward begins
+    _reads: dict[int, list[tuple[GroupKey, Event]]] = field(default_factory=dict)  # id(chunk) -> backward begins
     _stale: dict[int, tuple[GroupKey, ...]] = field(default_factory=dict)  # stage -> its groups, to be planned
     _most_live: int = 1
 
@@ -86,7 +86,7 @@ class CostBook:
     def backward_began(self, group: Group) -> None:
         """A group's backward begins: it ends the one before it in this chunk."""
         reads = self._reads.setdefault(id(group.chunk), [])
-        reads.append((group.key, self.lane.stamp()))
+        reads.append((group.key, self.lane.now()))
         if len(reads) > 1:
             self._unread.append(_Timing(reads[-2][0], True, reads[-2][1], reads[-1][1]))
 

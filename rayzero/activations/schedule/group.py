@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rayzero.activations.copy_lane import Stamp
 from rayzero.activations.schedule.chunk_order import ChunkKey
 from rayzero.activations.schedule.quota import ChunkQuota
 from rayzero.activations.tensors.entry import Entry
 from rayzero.activations.tensors.saved import Saved
+from rayzero.lanes import Event
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,8 +74,8 @@ class Group:
     committed: bool = False
     recomputed: bool = False
     signature: tuple[Sequence[int], ...] = ()  # shapes of its module's inputs
-    began: Stamp | None = None  # forward of its scope, if it is timed
-    ended: Stamp | None = None
+    began: Event | None = None  # forward of its scope, if it is timed
+    ended: Event | None = None
 
     def waiting(self) -> list[Saved]:
         """Handles still alive that hold their tensors, in the order they were saved; each is returned once."""

@@ -7,13 +7,14 @@ from itertools import islice
 
 from torch import Tensor
 
-from rayzero.activations.copy_lane import CopyLane
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.schedule.chunk_order import ChunkKey, ChunkOrder
 from rayzero.activations.schedule.group import Chunk, Group
-from rayzero.activations.tensors.entry import Entry, Place, Shelf, alive, in_place, shown
+from rayzero.activations.tensors.entry import Entry, Place, alive, in_place, shown
 from rayzero.activations.tensors.saved import Saved
+from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import RayZeroError
+from rayzero.lanes import Lane
 
 
 class Reload:
@@ -23,8 +24,8 @@ class Reload:
     not why something left, nor how bytes move. A backward's beginning is the first read of the group in a graph task.
     Called under the offload's lock."""
 
-    def __init__(self, shelf: Shelf, lane: CopyLane, order: ChunkOrder, ledger: Ledger, prefetch: int) -> None:
-        """``lane``: whose stamps time the waits."""
+    def __init__(self, shelf: Shelf, lane: Lane, order: ChunkOrder, ledger: Ledger, prefetch: int) -> None:
+        """``lane``: whose clock times the waits."""
         self._shelf, self._lane, self._order, self._ledger = shelf, lane, order, ledger
         self._prefetch = prefetch
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -109,10 +110,10 @@ class Reload:
         place = entry.place
         found = "hits" if place is Place.BACK else "late"
         self._ledger.add(group.name, **{found if entry.ahead else "misses": 1})
-        start = self._lane.stamp()
+        start = self._lane.now()
         self._shelf.wait(entry)
-        if place is not Place.BACK:
-            self._ledger.stalled(group.name, self._lane, start, self._lane.stamp())
+        if place is not Place.BACK and not self._lane.capturing():  # a captured wait has no time
+            self._ledger.stalled(group.name, self._lane, start, self._lane.now())
 
 
 def _still_there(entry: Entry, saved: Saved) -> Tensor | None:

@@ -14,10 +14,11 @@ from rayzero.activations.schedule.cost import Choice
 from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Group
 from rayzero.activations.tensors.entries import Entries
-from rayzero.activations.tensors.entry import Entry, Place, Shelf, source_of
+from rayzero.activations.tensors.entry import Entry, Place, source_of
 from rayzero.activations.tensors.handover import take_over
 from rayzero.activations.tensors.pieces import Piece, plan_pieces
 from rayzero.activations.tensors.saved import Saved
+from rayzero.activations.tensors.shelf import Shelf
 
 
 class Unload:

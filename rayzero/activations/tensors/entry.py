@@ -1,21 +1,56 @@
-"""One piece of one storage at one version, wherever its bytes are, and the shelf that moves pieces."""
+"""One piece of one storage at one version, wherever its bytes are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rayzero.activations.copy_lane import CopyLane, Parcel, Resident, Ticket
-from rayzero.activations.ledger import Ledger
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.tensors.codec import Codec, codec_for
-from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
+from rayzero.activations.tensors.host_pool import HostBuffer
 from rayzero.activations.tensors.pieces import Piece, View
 from rayzero.activations.tensors.saved import Saved
+from rayzero.lanes import Event
+
+
+class Resident:
+    """The device's bytes of something on its way out; ``bytes`` is None once the device memory may go.
+
+    Cleared by its copy, in any thread: read it once into a local. ``on_clear(nbytes)`` is called once, there."""
+
+    __slots__ = ("_held", "_lock", "_on_clear", "bytes")
+
+    def __init__(self, data: Tensor, on_clear: Callable[[int], None]) -> None:
+        self.bytes: Tensor | None = data  # 1D uint8 on the device; freed by: clear()
+        self._on_clear = on_clear
+        self._held = False
+        self._lock = threading.Lock()
+
+    def hold(self) -> bool:
+        """Keep the device memory after all, until ``drop``: its bytes are wanted soon. False if it is gone already."""
+        with self._lock:
+            self._held = self.bytes is not None
+            return self._held
+
+    def clear(self) -> None:
+        """Let the device memory go, unless it is held; a second call changes nothing."""
+        with self._lock:
+            if self._held:
+                return
+            data, self.bytes = self.bytes, None
+        if data is not None:
+            self._on_clear(data.numel())
+
+    def drop(self) -> None:
+        """Let the device memory go; a second call changes nothing."""
+        with self._lock:
+            data, self.bytes = self.bytes, None
+        if data is not None:
+            self._on_clear(data.numel())
 
 
 class Place(Enum):
@@ -51,12 +86,12 @@ class Entry:
         self.handles = 0  # that have not ended
         self.waiting = 0  # handles that have not read since the last return
         self.epoch = 0  # number of returns
-        self.resident: Resident | None = None  # freed by: the lane when the copy out is through, or free()
-        self.head: Tensor | None = None  # 1D uint8, the part of a split that stays; freed by: free()
-        self.lease: HostBuffer | None = None  # freed by: free(), back to the pool after the last copy
-        self.back: Tensor | None = None  # 1D uint8; freed by: the last handle to read it, or free()
-        self.departure: Ticket | None = None
-        self.arrival: Ticket | None = None
+        self.resident: Resident | None = None  # freed by: its copy out, or Shelf.free()
+        self.head: Tensor | None = None  # 1D uint8, the part of a split that stays; freed by: Shelf.free()
+        self.lease: HostBuffer | None = None  # freed by: Shelf.free(), back to the pool after the last copy
+        self.back: Tensor | None = None  # 1D uint8; freed by: the last handle to read it, or Shelf.free()
+        self.departure: Event | None = None
+        self.arrival: Event | None = None
         self.codec: Codec = codec_for("none", self.dtype)
         self.captured = False
         self.ahead = False  # its latest return was asked for before anybody needed it
@@ -86,135 +121,6 @@ class Entry:
         self.handles += 1
         self.waiting += 1
         saved.epoch = self.epoch
-
-
-class Shelf:
-    """Moves entries between device and host.
-
-    Knows lane, pool and ledger; not groups, order, or shares."""
-
-    def __init__(self, lane: CopyLane, pool: HostPool, ledger: Ledger, policy: OffloadPolicy) -> None:
-        self._lane, self._pool, self._ledger, self._policy = lane, pool, ledger, policy
-        self._graph_leases: list[HostBuffer] = []  # belong to captured graphs; freed by: release_graph_leases()
-
-    def keep(self, entry: Entry) -> None:
-        """The entry stays: its handles hold it."""
-        self._ledger.add_device(entry.piece.nbytes)
-
-    def send(self, entry: Entry, source: Tensor, take: int) -> bool:
-        """Start the last ``take`` bytes of ``source`` (the entry's bytes, 1D uint8) on their way out.
-
-        False, and nothing has happened, when the pool has no room."""
-        codec = codec_for(self._policy.compress, entry.dtype)
-        lease = self._pool.acquire(codec.encoded_bytes(take, entry.dtype))
-        if lease is None:
-            return False
-        entry.lease, entry.codec, entry.captured = lease, codec, self._lane.capturing()
-        entry.head = source[: source.numel() - take].clone() if take < source.numel() else None
-        self._ledger.add_device(source.numel() + (0 if entry.head is None else entry.head.numel()))
-        entry.resident = Resident(source, self._ledger.drop_device)
-        self._ledger.moved("out", take)
-        keep = self._policy.max_in_flight is not None
-        entry.departure = self._lane.copy_out(entry.resident, self._parcel(entry), take=take, keep=keep)
-        return True
-
-    def let_go(self, entry: Entry) -> None:
-        """Free the device bytes of an entry on its way out, as soon as the copy is through."""
-        if entry.resident is not None and entry.resident.bytes is not None and entry.departure is not None:
-            self._lane.let_go(entry.resident, entry.departure)
-
-    def fetch(self, entry: Entry, *, ahead: bool) -> bool:
-        """Start the entry's return, if it is away; True if it did. ``ahead``: nobody waits for it yet.
-
-        What is still leaving stays instead: its bytes are on the device until the entry is freed."""
-        if entry.place is Place.LEAVING and entry.resident is not None and entry.resident.hold():
-            return False
-        if entry.place is not Place.AWAY or alive(entry) is not None:
-            return False
-        assert entry.departure is not None
-        target = torch.empty(entry.piece.nbytes, dtype=torch.uint8, device=self._lane.device)
-        if self._policy.poison:
-            target.fill_(255)
-        cut = 0 if entry.head is None else entry.head.numel()
-        if entry.head is not None:
-            target[:cut].copy_(entry.head)
-        self._ledger.add_device(target.numel())
-        self._ledger.moved("in", target.numel() - cut)
-        entry.arrival = self._lane.copy_in(self._parcel(entry), target[cut:], after=entry.departure)
-        entry.back = target
-        entry.ahead = ahead
-        entry.epoch += 1
-        entry.waiting = entry.handles
-        return True
-
-    def wait(self, entry: Entry) -> None:
-        """Order the caller's work after the entry's return."""
-        if entry.arrival is not None:
-            entry.arrival.wait()
-
-    def read(self, entry: Entry, saved: Saved) -> Tensor:
-        """``saved``'s tensor from the returned bytes; frees them when it is the last handle to read."""
-        assert entry.back is not None
-        tensor = shown(entry.back, entry.piece, saved)
-        if saved.epoch != entry.epoch:
-            saved.epoch = entry.epoch
-            self._one_less(entry)
-        return tensor
-
-    def end(self, entry: Entry, epoch: int) -> bool:
-        """A handle has ended that had last read return ``epoch``; True when it was the last and the entry is freed."""
-        entry.handles -= 1
-        if entry.handles == 0:
-            self.free(entry)
-            return True
-        if epoch != entry.epoch:
-            self._one_less(entry)
-        return False
-
-    def free(self, entry: Entry) -> None:
-        """Free all of the entry's memory; the host buffer goes back once no copy uses it."""
-        if entry.freed:
-            return
-        if entry.lease is None:
-            self._ledger.drop_device(entry.piece.nbytes)
-        else:
-            self._free_moved(entry, entry.lease)
-        entry.freed = True
-
-    def release_graph_leases(self) -> None:
-        """Give back host buffers that captured CUDA graphs use; call it when the graphs are gone."""
-        for lease in self._graph_leases:
-            self._pool.give_back(lease)
-        self._graph_leases.clear()
-
-    def _free_moved(self, entry: Entry, lease: HostBuffer) -> None:
-        if entry.resident is not None and entry.departure is not None:
-            self._lane.drop_out(entry.resident, entry.departure)
-        self._drop_back(entry)
-        if entry.head is not None:
-            self._ledger.drop_device(entry.head.numel())
-            entry.head = None
-        if entry.captured:
-            self._graph_leases.append(lease)
-        else:
-            self._pool.give_back(lease, after=entry.arrival or entry.departure)
-
-    def _one_less(self, entry: Entry) -> None:
-        entry.waiting -= 1
-        if entry.waiting <= 0:
-            self._drop_back(entry)
-
-    def _drop_back(self, entry: Entry) -> None:
-        if entry.back is None:
-            return
-        if entry.arrival is not None:
-            self._lane.drop_in(entry.arrival)
-        self._ledger.drop_device(entry.back.numel())
-        entry.back = None
-
-    def _parcel(self, entry: Entry) -> Parcel:
-        assert entry.lease is not None
-        return Parcel(entry.lease.bytes, entry.codec, entry.dtype, entry.label)
 
 
 def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:

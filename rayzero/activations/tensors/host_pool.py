@@ -24,8 +24,8 @@ class Readiness(Protocol):
         """True once the copy has ended; never blocks."""
         ...
 
-    def join(self) -> None:
-        """Block this thread until the copy has ended."""
+    def join(self) -> object:
+        """Block this thread until the copy has ended, well or not."""
         ...
 
 

@@ -10,10 +10,9 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from rayzero.concurrency.futures import fail, settle
 from rayzero.engine.units.residency import UnitBuffer
+from rayzero.lanes import Event
 from rayzero.telemetry.spans import Over, nothing
 
 
@@ -48,11 +47,11 @@ class Fetching:
 
     version: int
     published: Future[int]  # the version is there to be read
-    done: Future[Any]  # every byte is in the buffer, or its copy is queued on the lane's stream
+    done: Future[Any]  # every byte is in the buffer, or its copy has been issued
     request: Request | None  # None: the buffer is the owners' memory, nothing is asked for
     buffer: UnitBuffer
     ahead: bool  # True: prefetched, False: asked for when it was needed
-    ready: torch.cuda.Event | None = None  # CUDA: recorded after the copy to the device
+    ready: Future[Event | None] | None = None  # CUDA: ``done``, with the end of the copy where there is one
     _asked: float = 0.0
     _published_at: float | None = None
     _done_at: float | None = None
@@ -96,16 +95,24 @@ class Fetching:
             return True
         if not self.done.done():
             return False
-        if self.ready is not None:
-            self.ready.synchronize()
+        self.join()
         return True
+
+    def join(self) -> None:
+        """Block until the device writes nothing to the buffer any more, of a fetch that is done."""
+        if (copied := self._copied()) is not None:
+            copied.join()
+
+    def _copied(self) -> Event | None:
+        """The end of the copy to the device; None where there was none, or the fetch failed."""
+        return None if self.ready is None or self.ready.exception() is not None else self.ready.result()
 
     def wait(self) -> Waited:
         """Block until the bytes are there, also on the device."""
         waited = self._wait()
         self._arrived()
-        if self.ready is not None:
-            torch.cuda.current_stream(self.buffer.flat.device).wait_event(self.ready)
+        if (copied := self._copied()) is not None:
+            copied.wait()
         return waited
 
     def _wait(self) -> Waited:

@@ -137,5 +137,5 @@ class Residency:
 
     def release(self, buffer: UnitBuffer) -> None:
         """Take memory back; its slices are in the buffer again. On CUDA later copies into it wait for the compute
-        stream (lane.py), so this need not."""
+        stream (transfers.py), so this need not."""
         buffer.lease.release()

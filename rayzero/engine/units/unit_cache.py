@@ -28,11 +28,11 @@ from torch import Tensor
 from rayzero.config import ZeroConfig
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import Fetching, Waited
-from rayzero.engine.units.lane import Lane
 from rayzero.engine.units.pace import PrefetchPace
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.schedule import Phase, UnitSchedule
+from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.values.edits import WrittenUnits
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
@@ -72,7 +72,7 @@ class UnitCache:
         trained: Collection[int],
         *,
         store: ParameterStore,
-        lane: Lane,
+        transfers: UnitTransfers,
         residency: Residency,
         config: ZeroConfig,
         recorder: Recorder,
@@ -93,7 +93,7 @@ class UnitCache:
         self._root = frozenset(root)
         self._trained = set(trained)
         self._store = store
-        self._lane = lane
+        self._transfers = transfers
         self._residency = residency
         self._recorder = recorder
         self._clock = clock
@@ -182,7 +182,7 @@ class UnitCache:
             buffer = self._residency.acquire(unit.index)
         arrived = self._recorder.spans.begin("fetch", unit.name, self.version)
         published = self._published(unit.index)
-        fetching = self._lane.fetch(unit.layout, self.version, buffer, published=published, held=held, ahead=ahead)
+        fetching = self._transfers.fetch(unit.layout, self.version, buffer, published=published, held=held, ahead=ahead)
         if arrived is not nothing:
             fetching.follow(arrived)
         unit.unshard(fetching)
@@ -312,8 +312,7 @@ class UnitCache:
         over = [fetching for fetching in self._dropped if fetching.done.done()]
         self._dropped = [fetching for fetching in self._dropped if fetching not in over]
         for fetching in over:
-            if fetching.ready is not None and not fetching.done.cancelled() and fetching.done.exception() is None:
-                fetching.ready.synchronize()
+            fetching.join()
             self._residency.release(fetching.buffer)
         return bool(over)
 
@@ -381,7 +380,7 @@ class UnitCache:
         published = self._published(unit.index)
         if buffer.mapped:
             self._store.revert(unit.index)
-        self._lane.fetch(unit.layout, self.version, buffer, published=published, held=None, ahead=False).wait()
+        self._transfers.fetch(unit.layout, self.version, buffer, published=published, held=None, ahead=False).wait()
         unit.refreshed(self.version)
         self.writes.settle(unit)
         self._behind.remove(unit.index)
@@ -418,7 +417,7 @@ class UnitCache:
             elif unit.index in self._trained and unit.can_reshard():
                 self._reshard(unit, keep=True)
         self._reap(wait=True)
-        self._lane.drain()
+        self._transfers.drain()
 
     def advance(self) -> None:
         """The step's finish is out: units are of the next version."""

@@ -15,18 +15,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayzero.hybrid.host.buckets import Bucket, range_of
-from rayzero.hybrid.host.lane import Inline, Lane, Moment, Ticket
 from rayzero.hybrid.host.rules import Rule
+from rayzero.hybrid.host.transfers import bring, send
 from rayzero.hybrid.hyper import HyperLink
 from rayzero.hybrid.split import Piece
+from rayzero.lanes import Event, Lane
 from rayzero.tensor_metadata import plain
 
 GradientOf = Callable[[Tensor], Tensor | None]
+
+
+class Inline(Executor):
+    """Runs what is submitted at once, in the caller."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The result is there on return."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # whoever waits for the future gets it
+            future.set_exception(error)
+        return future
 
 
 class BucketRun:
@@ -40,11 +55,11 @@ class BucketRun:
         self.arrived: set[int] = set()  # parameters (ids) whose gradient is complete in this backward
         self.wanted = {id(param) for param in params}
         self.sent: dict[int, tuple[Tensor, int]] = {}  # piece -> the gradient that was copied, its version then
-        self.sends: list[Ticket] = []  # copies that may still read gradients; freed by: finish()
+        self.sends: list[Event] = []  # copies that may still read gradients; freed by: finish()
         self.scales: list[float] = []  # what the gradients were multiplied by since they were sent
         self.present: list[int] = []  # the pieces that the running update is for, ascending
         self.update: Future[None] | None = None  # in flight; freed by: finish()
-        self.back: Future[Ticket] | None = None  # in flight; freed by: finish()
+        self.back: Future[Event] | None = None  # in flight; freed by: finish()
 
     def current(self, index: int, grad: Tensor) -> bool:
         """Whether the copy that was sent of ``grad`` still counts. See [Note: what was sent]."""
@@ -105,12 +120,12 @@ class HostSide:
         if stale and (run.scales or run.bucket.grads is None or run.bucket.grads.dtype is not dtype):
             run.forget()  # copies that are kept were scaled, or lie in memory that is replaced
             stale = present
-            for ticket in run.sends:
-                ticket.join()
+            for copy in run.sends:
+                copy.join()
             run.bucket.gradient_memory(dtype)
         if stale:
             pieces = [_sent_range(found[index], run.bucket.pieces[index]) for index in stale]
-            run.sends.append(run.lane.send(run.bucket, stale, pieces))
+            run.sends.append(send(run.lane, run.bucket, stale, pieces))
             run.sent |= {index: (found[index], found[index]._version) for index in stale}
         return present
 
@@ -129,8 +144,8 @@ class HostSide:
     def wait_sent(self) -> None:
         """Order what the caller does next to gradients after the copies of them, those of running updates too."""
         for run in self.runs:
-            for ticket in run.sends:
-                ticket.wait()
+            for copy in run.sends:
+                copy.wait()
 
     def forget(self) -> None:
         """Gradients were dropped or changed unseen: nothing sent counts."""
@@ -144,9 +159,10 @@ class HostSide:
         run.present = list(present)
         run.update = self._worker.submit(self._update, run, list(run.sends), list(run.scales))
 
-    def _update(self, run: BucketRun, sends: Sequence[Ticket], scales: Sequence[float]) -> None:
-        for ticket in sends:
-            ticket.join()
+    def _update(self, run: BucketRun, sends: Sequence[Event], scales: Sequence[float]) -> None:
+        for copy in sends:
+            if (error := copy.join()) is not None:
+                raise error
         begin = time.perf_counter()
         run.rule.update(run.present, scales)
         self.busy_s += time.perf_counter() - begin
@@ -156,11 +172,11 @@ class HostSide:
         assert run.update is not None, "an update comes first"
         run.back = self._worker.submit(self._return, run, run.update, run.lane.now())
 
-    def _return(self, run: BucketRun, update: Future[None], after: Moment) -> Ticket:
+    def _return(self, run: BucketRun, update: Future[None], after: Event) -> Event:
         update.result()
         with torch.no_grad():
             params = [_target(run.params[index], run, index) for index in run.present]
-        return run.lane.bring(run.bucket, run.present, params, after)
+        return bring(run.lane, run.bucket, run.present, params, after)
 
     def finish(self, run: BucketRun) -> None:
         """Wait until the bucket's parameters are back; raises what its update or copies raised."""

@@ -1,0 +1,178 @@
+"""The shelf: moves entries between the device and host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rayzero.activations.ledger import Ledger
+from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.tensors.codec import Raw, codec_for
+from rayzero.activations.tensors.entry import Entry, Place, Resident, alive, shown
+from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
+from rayzero.activations.tensors.saved import Saved
+from rayzero.errors import RayZeroError, UnsupportedError
+from rayzero.lanes import Event, Lane
+
+
+class Shelf:
+    """Moves entries between device and host.
+
+    Knows lane, pool and ledger; not groups, order, or shares."""
+
+    def __init__(self, lane: Lane, pool: HostPool, ledger: Ledger, policy: OffloadPolicy) -> None:
+        self._lane, self._pool, self._ledger, self._policy = lane, pool, ledger, policy
+        self._lets_go = policy.max_in_flight is not None  # else each copy out frees its source by itself
+        self._graph_leases: list[HostBuffer] = []  # belong to captured graphs; freed by: release_graph_leases()
+
+    def keep(self, entry: Entry) -> None:
+        """The entry stays: its handles hold it."""
+        self._ledger.add_device(entry.piece.nbytes)
+
+    def send(self, entry: Entry, source: Tensor, take: int) -> bool:
+        """Start the last ``take`` bytes of ``source`` (the entry's bytes, 1D uint8) on their way out.
+
+        False, and nothing has happened, when the pool has no room."""
+        if self._lane.capturing() and not self._lets_go:
+            raise UnsupportedError("activation offload inside a CUDA graph capture needs max_in_flight to be a number")
+        codec = codec_for(self._policy.compress, entry.dtype)
+        lease = self._pool.acquire(codec.encoded_bytes(take, entry.dtype))
+        if lease is None:
+            return False
+        entry.lease, entry.codec, entry.captured = lease, codec, self._lane.capturing()
+        entry.head = source[: source.numel() - take].clone() if take < source.numel() else None
+        self._ledger.add_device(source.numel() + (0 if entry.head is None else entry.head.numel()))
+        entry.resident = Resident(source, self._ledger.drop_device)
+        self._ledger.moved("out", take)
+        entry.departure = self._copy_out(entry, entry.resident, source, take)
+        return True
+
+    def _copy_out(self, entry: Entry, resident: Resident, source: Tensor, take: int) -> Event:
+        host, codec, dtype, label = _host(entry), entry.codec, entry.dtype, entry.label
+        frees = not self._lets_go
+        del entry
+
+        def copy() -> bool:
+            data = resident.bytes
+            if data is None:
+                return False  # dropped while it waited
+            host.copy_(codec.encode(data[-take:], dtype), non_blocking=True)
+            if frees:
+                resident.clear()
+            return True
+
+        return self._lane.issue("out", copy, holds=[source] if frees else [], label=label, nbytes=host.numel())
+
+    def let_go(self, entry: Entry) -> None:
+        """Free the device bytes of an entry on its way out as soon as the copy is through; a failed copy keeps them."""
+        if entry.resident is None or entry.resident.bytes is None or entry.departure is None:
+            return
+        if entry.departure.settle() is None:
+            entry.resident.clear()
+
+    def fetch(self, entry: Entry, *, ahead: bool) -> bool:
+        """Start the entry's return, if it is away; True if it did. ``ahead``: nobody waits for it yet.
+
+        What is still leaving stays instead: its bytes are on the device until the entry is freed."""
+        if entry.place is Place.LEAVING and entry.resident is not None and entry.resident.hold():
+            return False
+        if entry.place is not Place.AWAY or alive(entry) is not None:
+            return False
+        assert entry.departure is not None
+        target = torch.empty(entry.piece.nbytes, dtype=torch.uint8, device=self._lane.device)
+        if self._policy.poison:
+            target.fill_(255)
+        cut = 0 if entry.head is None else entry.head.numel()
+        if entry.head is not None:
+            target[:cut].copy_(entry.head)
+        self._ledger.add_device(target.numel())
+        self._ledger.moved("in", target.numel() - cut)
+        entry.arrival = self._copy_in(entry, target[cut:], entry.departure)
+        entry.back = target
+        entry.ahead = ahead
+        entry.epoch += 1
+        entry.waiting = entry.handles
+        return True
+
+    def _copy_in(self, entry: Entry, target: Tensor, departure: Event) -> Event:
+        host, codec, dtype, device = _host(entry), entry.codec, entry.dtype, self._lane.device
+        label = entry.label
+        del entry
+
+        def copy() -> None:
+            landed = host if isinstance(codec, Raw) else host.to(device, non_blocking=True)
+            codec.decode(landed, dtype, target)
+
+        return self._lane.issue("in", copy, after=[self._lane.now(), departure], label=label, nbytes=host.numel())
+
+    def wait(self, entry: Entry) -> None:
+        """Order the caller's work after the entry's return. Raises RayZeroError where a copy has failed."""
+        error = entry.arrival.settle() if entry.arrival is not None else None
+        if error is not None:  # not raised itself: its traceback would hold the graph, and the graph holds it
+            raise RayZeroError(f"a copy of saved activations failed: {error!r}") from error
+
+    def read(self, entry: Entry, saved: Saved) -> Tensor:
+        """``saved``'s tensor from the returned bytes; frees them when it is the last handle to read."""
+        assert entry.back is not None
+        tensor = shown(entry.back, entry.piece, saved)
+        if saved.epoch != entry.epoch:
+            saved.epoch = entry.epoch
+            self._one_less(entry)
+        return tensor
+
+    def end(self, entry: Entry, epoch: int) -> bool:
+        """A handle has ended that had last read return ``epoch``; True when it was the last and the entry is freed."""
+        entry.handles -= 1
+        if entry.handles == 0:
+            self.free(entry)
+            return True
+        if epoch != entry.epoch:
+            self._one_less(entry)
+        return False
+
+    def free(self, entry: Entry) -> None:
+        """Free all of the entry's memory; the host buffer goes back once no copy uses it."""
+        if entry.freed:
+            return
+        if entry.lease is None:
+            self._ledger.drop_device(entry.piece.nbytes)
+        else:
+            self._free_moved(entry, entry.lease)
+        entry.freed = True
+
+    def release_graph_leases(self) -> None:
+        """Give back host buffers that captured CUDA graphs use; call it when the graphs are gone."""
+        for lease in self._graph_leases:
+            self._pool.give_back(lease)
+        self._graph_leases.clear()
+
+    def _free_moved(self, entry: Entry, lease: HostBuffer) -> None:
+        if entry.resident is not None and entry.resident.bytes is not None and entry.departure is not None:
+            entry.departure.before_free()
+            entry.resident.drop()
+        self._drop_back(entry)
+        if entry.head is not None:
+            self._ledger.drop_device(entry.head.numel())
+            entry.head = None
+        if entry.captured:
+            self._graph_leases.append(lease)
+        else:
+            self._pool.give_back(lease, after=entry.arrival or entry.departure)
+
+    def _one_less(self, entry: Entry) -> None:
+        entry.waiting -= 1
+        if entry.waiting <= 0:
+            self._drop_back(entry)
+
+    def _drop_back(self, entry: Entry) -> None:
+        if entry.back is None:
+            return
+        if entry.arrival is not None:
+            entry.arrival.before_free()
+        self._ledger.drop_device(entry.back.numel())
+        entry.back = None
+
+
+def _host(entry: Entry) -> Tensor:
+    assert entry.lease is not None
+    return entry.lease.bytes

@@ -1,0 +1,16 @@
+"""Copies between a device and host memory, beside the computation. Importing this has no effect."""
+
+from __future__ import annotations
+
+import torch
+
+from rayzero.lanes.cuda_lane import CudaLane
+from rayzero.lanes.lane import Direction, Event, Lane, Span
+from rayzero.lanes.thread_lane import ThreadLane
+
+__all__ = ["CudaLane", "Direction", "Event", "Lane", "Span", "ThreadLane", "make_lane"]
+
+
+def make_lane(device: torch.device, *, overlap: bool = True) -> Lane:
+    """The lane of a device: streams on CUDA, threads elsewhere. ``overlap=False``: copies run where they are issued."""
+    return CudaLane(device, overlap=overlap) if device.type == "cuda" else ThreadLane(device, overlap=overlap)

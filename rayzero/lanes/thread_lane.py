@@ -1,0 +1,150 @@
+"""The lane of a device without streams: one thread a direction."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rayzero.concurrency.futures import DONE
+from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Span
+
+BeforeCopy = Callable[[str, str], None]
+
+
+class ThreadEvent:
+    """A copy on a thread, or a moment: one that is over. Any thread may ask."""
+
+    __slots__ = ("_future", "at")
+
+    def __init__(self, future: Future[None], at: float = 0.0) -> None:
+        self._future = future
+        self.at = at  # a moment's: seconds of the performance counter
+
+    def finished(self) -> bool:
+        """See ``Event``."""
+        return self._future.done()
+
+    def settle(self) -> BaseException | None:
+        """See ``Event``: blocks."""
+        return self._future.exception()
+
+    def wait(self) -> None:
+        """See ``Event``: blocks."""
+        self._future.result()
+
+    def join(self) -> BaseException | None:
+        """See ``Event``."""
+        return self.settle()
+
+    def before_free(self) -> None:
+        """See ``Event``: nothing, the copy's thread holds the memory itself."""
+
+
+class ThreadLane:
+    """Copies on two threads, which start with the first copy and end with the lane. See ``Lane``.
+
+    A program may end without closing the lane: what is queued then runs first."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        overlap: bool = True,
+        before_copy: BeforeCopy | None = None,
+    ) -> None:
+        """``overlap=False``: copies run at once, in the caller. ``before_copy(direction, label)`` is called before each
+        copy where it runs, for tests that delay or fail copies."""
+        self.device = torch.device(device)
+        self._before_copy = before_copy
+        self._threads: dict[Direction, Executor] = {}
+        if overlap:
+            self._threads = {"out": ThreadPoolExecutor(1, "rayzero-out"), "in": ThreadPoolExecutor(1, "rayzero-in")}
+        self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
+        self._last: dict[Direction, ThreadEvent] = {}
+
+    def issue(
+        self,
+        direction: Direction,
+        copy: Callable[[], object],
+        *,
+        after: Sequence[Event] | None = None,
+        holds: Sequence[Tensor] = (),
+        label: str = "",
+        nbytes: int = 0,
+    ) -> Event:
+        """See ``Lane``. ``copy`` holds its tensors until it has run."""
+        future: Future[None] = Future()
+        event = self._last[direction] = ThreadEvent(future)
+        run = partial(self._run, future, direction, copy, after or (), label, nbytes)
+        thread = self._threads.get(direction)
+        if thread is None:
+            run()
+            return event
+        try:
+            thread.submit(run)
+        except RuntimeError:  # another thread has closed the lane meanwhile, or the interpreter ends
+            run()
+        return event
+
+    def _run(
+        self,
+        future: Future[None],
+        direction: Direction,
+        copy: Callable[[], object],
+        after: Sequence[Event],
+        label: str,
+        nbytes: int,
+    ) -> None:
+        try:
+            for earlier in after:
+                earlier.wait()
+            began = time.perf_counter()
+            if self._before_copy is not None:
+                self._before_copy(direction, label)
+            with torch.no_grad():
+                copied = copy() is not False
+        except BaseException as error:  # whoever waits for the event gets it
+            future.set_exception(error)
+            return
+        if copied and nbytes:
+            self._spans.append(Span(direction, label, began, time.perf_counter(), nbytes))
+        future.set_result(None)
+
+    def now(self) -> Event:
+        """See ``Lane``: the caller has computed all that it will have when this returns."""
+        return ThreadEvent(DONE, time.perf_counter())
+
+    def seconds(self, start: Event, stop: Event) -> float | None:
+        """See ``Lane``."""
+        assert isinstance(start, ThreadEvent)
+        assert isinstance(stop, ThreadEvent)
+        return stop.at - start.at
+
+    def spans(self) -> list[Span]:
+        """See ``Lane``; the clock is the performance counter."""
+        return list(self._spans)
+
+    def settle(self, direction: Direction) -> None:
+        """See ``Lane``: blocks."""
+        if direction in self._last:
+            self._last[direction].settle()
+
+    def drain(self, direction: Direction) -> None:
+        """See ``Lane``."""
+        self.settle(direction)
+
+    def capturing(self) -> bool:
+        """Never."""
+        return False
+
+    def close(self) -> None:
+        """See ``Lane``."""
+        threads, self._threads = self._threads, {}
+        for thread in threads.values():
+            thread.shutdown(wait=True)

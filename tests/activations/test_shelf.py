@@ -1,0 +1,109 @@
+"""An entry's way out and back, over a lane of threads that a test holds up."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayzero.activations import ThreadLane
+from rayzero.activations.ledger import Ledger
+from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.schedule.chunk_order import ChunkKey
+from rayzero.activations.schedule.group import Chunk
+from rayzero.activations.schedule.quota import ChunkQuota
+from rayzero.activations.tensors.entry import Entry
+from rayzero.activations.tensors.host_pool import HostPool
+from rayzero.activations.tensors.pieces import Piece
+from rayzero.activations.tensors.saved import Saved
+from rayzero.activations.tensors.shelf import Shelf
+from rayzero.errors import RayZeroError
+from rayzero.telemetry.recorder import NullRecorder
+
+
+class Counted:
+    """A shelf, and the device bytes that it says are held."""
+
+    def __init__(self, before_copy: Callable[[str, str], None] | None = None, limit: int | None = None) -> None:
+        self.lane = ThreadLane(before_copy=before_copy)
+        self.policy = OffloadPolicy(min_bytes=1, max_in_flight=limit)
+        self.ledger = Ledger(NullRecorder())
+        self.shelf = Shelf(self.lane, HostPool(), self.ledger, self.policy)
+
+    def send(self, values: Tensor) -> tuple[Entry, Saved]:
+        """All bytes of ``values`` start on their way."""
+        chunk = Chunk(ChunkKey(0, 0), ChunkQuota(self.policy, None, margin=0))
+        saved = Saved(values, chunk.open_group("g", "g"), small=False, ends=deque())
+        entry = Entry(Piece(0, values.nbytes), [saved], values.untyped_storage(), "g")
+        entry.attach(saved)
+        saved.leave(entry)
+        assert self.shelf.send(entry, values.view(torch.uint8), values.nbytes)
+        return entry, saved
+
+
+def numbers(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.uint8)
+
+
+def test_a_copy_in_waits_for_its_copy_out():
+    go = threading.Event()
+    one = Counted(before_copy=lambda direction, label: direction == "out" and go.wait(10) and None)
+    entry, _ = one.send(numbers(100))
+    back = one.shelf._copy_in(entry, target := torch.zeros(100, dtype=torch.uint8), entry.departure)
+    assert not back.finished()
+    go.set()
+    back.wait()
+    assert torch.equal(target, numbers(100))
+    assert one.ledger.device_bytes == 0
+    one.lane.close()
+
+
+def test_a_held_source_stays_and_a_dropped_one_is_not_copied():
+    go = threading.Event()
+    one = Counted(before_copy=lambda direction, label: go.wait(10) and None)
+    held, _ = one.send(numbers(10))
+    dropped, _ = one.send(numbers(20))
+    assert one.ledger.device_bytes == 30
+    dropped.lease.bytes.fill_(255)
+    assert held.resident.hold()
+    dropped.resident.drop()
+    go.set()
+    held.departure.wait()
+    dropped.departure.wait()
+    assert held.resident.bytes is not None
+    assert not dropped.resident.hold()
+    assert one.ledger.device_bytes == 10
+    assert dropped.lease.bytes.eq(255).all()
+    one.shelf.free(held)
+    assert one.ledger.device_bytes == 0
+    assert [span.nbytes for span in one.lane.spans()] == [10], "what is not copied says nothing of the link's speed"
+    one.lane.close()
+
+
+def test_a_failed_copy_is_raised_to_who_waits_and_keeps_its_source():
+    def fail(direction: str, label: str) -> None:
+        raise OSError("cable")
+
+    one = Counted(before_copy=fail, limit=0)
+    entry, _ = one.send(numbers(10))
+    one.shelf.let_go(entry)
+    assert entry.resident.bytes is not None
+    assert one.ledger.device_bytes == 10
+    entry.arrival = one.shelf._copy_in(entry, torch.zeros(10, dtype=torch.uint8), entry.departure)
+    with pytest.raises(RayZeroError, match="cable"):
+        one.shelf.wait(entry)
+    one.lane.close()
+
+
+def test_after_close_copies_run_in_the_caller():
+    one = Counted()
+    one.lane.close()
+    entry, saved = one.send(numbers(10))
+    assert entry.departure.finished()
+    assert torch.equal(entry.lease.bytes, numbers(10))
+    assert one.shelf.fetch(entry, ahead=False)
+    assert torch.equal(one.shelf.read(entry, saved), numbers(10))

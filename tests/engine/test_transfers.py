@@ -1,0 +1,161 @@
+"""The transfers of a device, over a lane of threads in place of streams: copies late, memory reused, the same bits."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pytest
+import torch
+from torch import Tensor
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.engine.units.residency import UnitBuffer
+from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
+from rayzero.lanes import ThreadLane
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+from rayzero.protocol.messages import Contribution
+from rayzero.protocol.store import ParameterStore
+
+from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
+
+
+def adamw(params) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+CONFIGS = {
+    "all up": lambda model: ZeroConfig(),
+    "one ahead": lambda model: tight(model, prefetch_buffer_size=1),
+    "none ahead": lambda model: tight(model, async_prefetch=False),
+    "tight": lambda model: tight(model, prefetch_buffer_size=1, spare=0),
+}
+
+
+@pytest.mark.parametrize("lands", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_those_of_plain_torch_however_late_copies_run(
+    name: str, lands: bool, alone: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = random.Random(name)
+    made: list[DeviceTransfers] = []
+
+    def delay(direction: str, label: str) -> None:
+        time.sleep(draws.choice((0.0, 0.0, 2e-4, 3e-3)))  # the fault under test
+
+    def transfers(
+        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
+    ) -> UnitTransfers:
+        staging = BufferPool(budget=MemoryBudget(2 * max(buffer_bytes(unit.size_bytes) for unit in units)), poison=True)
+        if not lands:
+            monkeypatch.setattr(store, "landing", lambda contribution: None)
+        made.append(DeviceTransfers(store, staging, ThreadLane(before_copy=delay), {}))
+        return made[-1]
+
+    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
+    base = seeded(lambda: Net(num_layers=4))
+    expected, _ = oracle(base, adamw, world_size=1, steps=8)
+    model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS[name](base))
+    for step in range(8):
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_bits(rayzero.full_state_dict(model), expected)
+    assert {tier for _, tier in made[0].allocated()} == {"ram"}
+
+
+class OneUnit:
+    """A store of one unit: what is fetched is there at once, what is pushed is kept."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.pushed: list[Tensor] = []
+
+    def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
+        out.copy_(self.values)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def landing(self, contribution: Contribution) -> None:
+        return None
+
+    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+        self.pushed.append(grads.clone())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def one_unit() -> tuple[UnitLayout, OneUnit, Future[int]]:
+    from rayzero.engine.units.partition import build_layout
+
+    (unit,) = build_layout(torch.nn.Linear(64, 64, bias=False)).layout.units
+    published: Future[int] = Future()
+    published.set_result(0)
+    return unit, OneUnit(torch.arange(float(unit.numel))), published
+
+
+def held_up(held: list[str]) -> ThreadLane:
+    def hold(direction: str, label: str) -> None:
+        while direction in held:
+            time.sleep(1e-3)
+
+    return ThreadLane(before_copy=hold)
+
+
+def test_a_fetch_is_waited_for_until_its_copy_has_run() -> None:
+    unit, store, published = one_unit()
+    held = ["in"]
+    carried = DeviceTransfers(store, BufferPool(), held_up(held), {})
+    buffer = UnitBuffer(torch.zeros(unit.numel), (), Buffer(torch.zeros(0), {}, lambda: None), mapped=False)
+    fetching = carried.fetch(unit, 0, buffer, published=published, held=None, ahead=True)
+    assert fetching.done.done(), "its copy is issued"
+    assert not buffer.flat.any()
+    again = carried.fetch(unit, 0, UnitBuffer(torch.zeros(unit.numel), (), buffer.lease, mapped=False),
+                          published=published, held=None, ahead=True)  # fmt: skip
+    assert carried.allocated()["staging", "ram"] == 2 * buffer_bytes(unit.size_bytes), "neither is read to its end"
+    held.clear()
+    fetching.wait()
+    again.wait()
+    assert torch.equal(buffer.flat, store.values)
+    carried.close()
+
+
+def test_a_gradient_is_announced_once_its_copy_has_run() -> None:
+    unit, store, _ = one_unit()
+    held = ["out"]
+    carried = DeviceTransfers(store, BufferPool(poison=True), held_up(held), {})
+    contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\x01")
+    landed = carried.push(unit, contribution, [store.values.view(64, 64)])
+    time.sleep(0.02)
+    assert not landed.done()
+    assert not store.pushed
+    held.clear()
+    landed.result(10)
+    assert torch.equal(store.pushed[0], store.values)
+    carried.close()
+
+
+def test_draining_waits_for_copies_into_the_stores_memory() -> None:
+    unit, store, _ = one_unit()
+    ended: list[str] = []
+
+    def late(direction: str, label: str) -> None:
+        time.sleep(0.05)
+        ended.append(direction)
+
+    carried = DeviceTransfers(store, BufferPool(), ThreadLane(before_copy=late), {})
+    contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\x01")
+    carried.push(unit, contribution, [store.values.view(64, 64)])
+    carried.drain()
+    assert ended == ["out"]
+    carried.close()
+    assert torch.equal(store.pushed[0], store.values)
