@@ -1,13 +1,13 @@
-"""What a tensor says about itself without its bytes, for Parameter subclasses that see every operation."""
+"""Parameters whose bytes are not there yet, and what a tensor says about itself without its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _C: Any = torch._C
 _T = TypeVar("_T", bound=Tensor)
@@ -113,3 +113,29 @@ def of_class(kind: type[_T], tree: Any) -> Iterator[_T]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from of_class(kind, item)
+
+
+class AbsentParameter(nn.Parameter):
+    """A Parameter whose bytes are not there: the first operation that wants them has them brought.
+
+    Whoever brings them gives the Parameter a subclass of this and takes it off once they are there. Torch calls
+    ``__torch_function__`` for every operation, in a module's forward or anywhere else; asking for metadata brings
+    nothing."""
+
+    family: ClassVar[type[AbsentParameter]]  # the subclass whose ``brought`` knows all Parameters of its kind
+
+    @classmethod
+    def brought(cls, params: list[Any]) -> AbstractContextManager[None]:
+        """Have these Parameters of the family there, at the latest inside the context."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with plain():
+                return func(*args, **kwargs)
+        with cls.brought(list(of_class(cls.family, (args, kwargs)))):
+            return func(*args, **kwargs)

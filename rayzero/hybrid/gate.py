@@ -11,32 +11,28 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.tensor_metadata import METADATA, of_class, plain
+from rayzero.tensor_metadata import AbsentParameter
 
 
-class AwayParameter(nn.Parameter):
+class AwayParameter(AbsentParameter):
     """The class a Parameter has while a bucket of it is away; each gate has a subclass of its own."""
 
     gate: ClassVar[Gate]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with plain():
-                return func(*args, **kwargs)
-        for param in list(of_class(AwayParameter, (args, kwargs))):
+    def brought(cls, params: list[nn.Parameter]) -> AbstractContextManager[None]:
+        """Wait for them; plain Parameters on return."""
+        for param in params:
             if isinstance(param, AwayParameter):  # not back with one before it
                 param.open()
-        return func(*args, **kwargs)
+        return nullcontext()
 
     def open(self) -> None:
         """Wait; a plain Parameter on return."""
@@ -49,6 +45,9 @@ class AwayParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.open()
         return self.__reduce_ex__(protocol)
+
+
+AwayParameter.family = AwayParameter
 
 
 class Gate:

@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
-from rayzero.tensor_metadata import METADATA, of_class, plain
+from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
 
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
@@ -86,7 +86,7 @@ class _HeldElsewhere(Generic[_Held]):
         return held
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(AbsentParameter):
     """The class a Parameter has except while a call of its unit is open; each unit has a subclass of its own."""
 
     toucher = _HeldElsewhere[Toucher]()
@@ -110,16 +110,18 @@ class ShardedParameter(nn.Parameter):
         if func == _GET_DATA:
             func = Tensor.detach  # shares the version counter: writes through it are seen
         if func in METADATA:
-            with plain():
-                result = func(*args, **kwargs)
+            result = super().__torch_function__(func, types, args, kwargs)
             if func in _ON_GRAD and (result is None or func != _GET_GRAD) and not _moves_modules(sys._getframe(1)):
                 cls._after_grad(args[0], read=func == _GET_GRAD)
             return result
         if func in _BY_EDGES and not kwargs.get("materialize_grads"):
             return func(*_as_edges(args), **{name: _as_edges(value) for name, value in kwargs.items()})
-        units = list({type(param).unit: None for param in of_class(ShardedParameter, (args, kwargs))})
-        with cls.toucher.touched(units):
-            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def brought(cls, params: list[ShardedParameter]) -> AbstractContextManager[None]:
+        """Their units are up and unguarded inside."""
+        return cls.toucher.touched(list({type(param).unit: None for param in params}))
 
     @classmethod
     def _after_grad(cls, param: nn.Parameter, *, read: bool) -> None:
@@ -172,6 +174,9 @@ class ShardedParameter(nn.Parameter):
         """Pickles as a plain Parameter with the full values."""
         copied: Any = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return copied.__reduce_ex__(protocol)
+
+
+ShardedParameter.family = ShardedParameter
 
 
 @functools.cache

@@ -10,6 +10,7 @@ dtype: what is still NaN at the end was not initialised, and is refused. So is a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rayzero.engine.start.meta import materialise, replace_buffers
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.tensor_metadata import METADATA, of_class, plain
+from rayzero.tensor_metadata import AbsentParameter, plain
 
 Init = Callable[[nn.Module], object]
 
@@ -156,23 +157,14 @@ def _ending(
 def _absent_class(bring: Callable[[Sequence[nn.Parameter]], None]) -> type[nn.Parameter]:
     """The class of a parameter without memory: the first operation that wants its values brings its unit."""
 
-    class AbsentParameter(nn.Parameter):
+    class UnwrittenParameter(AbsentParameter):
         @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Any,
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any:
-            kwargs = kwargs or {}
-            if func in METADATA:
-                with plain():
-                    return func(*args, **kwargs)
-            bring(list(of_class(cls, (args, kwargs))))
-            return func(*args, **kwargs)
+        def brought(cls, params: list[nn.Parameter]) -> AbstractContextManager[None]:
+            bring(params)
+            return nullcontext()
 
-    return AbsentParameter
+    UnwrittenParameter.family = UnwrittenParameter
+    return UnwrittenParameter
 
 
 # ---- memory that nobody has written -----------------------------------------------------------------------------
