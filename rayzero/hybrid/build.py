@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.buckets import Bucket, plan_buckets
-from rayzero.hybrid.host.rules import ClassRule, Rule, TileAdam, is_elementwise, require_whole, state_bytes, state_names
+from rayzero.hybrid.host.rules import ClassRule, Rule, TileAdam
 from rayzero.hybrid.host.side import BucketRun, GradientOf, HostSide
 from rayzero.hybrid.hyper import Group, HyperLink, numbers_of, options_of
 from rayzero.hybrid.options import ADAMS, OptimizerClass, fused, on_cpu
@@ -18,6 +18,7 @@ from rayzero.hybrid.placement import Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import Kernel
+from rayzero.kernels.optimizer_class import is_elementwise, require_whole, state_bytes, state_names
 from rayzero.lanes import Lane, make_lane
 
 _TILED = (torch.float32, torch.bfloat16, torch.float16)

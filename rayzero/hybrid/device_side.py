@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.hybrid.host.buckets import range_of
-from rayzero.hybrid.host.rules import Groups, State, load_into, prepare_states
+from rayzero.hybrid.host.rules import Groups
 from rayzero.hybrid.host.side import GradientOf
 from rayzero.hybrid.split import Piece
-from rayzero.owner.update.elementwise import build
+from rayzero.kernels.optimizer_class import State, build, load_into, prepare_states
 
 
 class DeviceSide:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.buckets import range_of
-from rayzero.hybrid.host.rules import State
 from rayzero.hybrid.host.side import BucketRun, HostSide
 from rayzero.hybrid.hyper import Group, HyperLink
 from rayzero.hybrid.placement import Placement
 from rayzero.hybrid.split import Piece
 from rayzero.hybrid.state import cut, join
+from rayzero.kernels.optimizer_class import State
 
 MASTER = "master_param"  # key of a parameter's fp32 master among its state
 

@@ -1,4 +1,4 @@
-"""Adam over tiles: the kernels and their choice."""
+"""Adam over tiles: the kernels and their choice; and what any other torch optimizer class does."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 
 from rayzero.errors import ConfigError
 from rayzero.kernels import native
-from rayzero.kernels.base import AdamMemory, AdamOptions, Kernel, Segment, merge
+from rayzero.kernels.base import AdamMemory, AdamOptions, Kernel, Segment, segments_of
 from rayzero.kernels.native import NativeKernel
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
-__all__ = ["KERNELS", "AdamMemory", "AdamOptions", "Kernel", "Segment", "choose_kernel", "merge"]
+__all__ = ["KERNELS", "AdamMemory", "AdamOptions", "Kernel", "Segment", "choose_kernel", "segments_of"]
 
 KERNELS = ("auto", "native", "torch", "reference")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -108,17 +108,23 @@ class Kernel(Protocol):
         ...
 
 
-def merge(segments: Iterable[Segment]) -> list[Segment]:
-    """Join neighbours that agree on everything but their range."""
-    runs: list[tuple[Segment, int]] = []  # a run's first segment, and the end of its last
-    for segment in segments:
-        end = segment.offset + segment.length
-        if runs and runs[-1][1] == segment.offset and _alike(runs[-1][0], segment):
-            runs[-1] = runs[-1][0], end
+def segments_of(
+    parts: Iterable[tuple[int, int, tuple[int, ...], int, int]], options: Sequence[AdamOptions]
+) -> list[Segment]:
+    """Segments of ``parts``, each (offset, length, ranks, group, step), ascending; ``options``: of each group.
+
+    Neighbours that are updated alike are one segment: thousands of small parameters are few. Parts without elements or
+    ranks are left out."""
+    runs: list[tuple[int, int, tuple[tuple[int, ...], int, int]]] = []  # start, end, what is alike
+    for offset, length, ranks, group, step in parts:
+        if not length or not ranks:
+            continue
+        alike = ranks, group, step
+        if runs and runs[-1][1:] == (offset, alike):
+            runs[-1] = runs[-1][0], offset + length, alike
         else:
-            runs.append((segment, end))
-    return [replace(first, length=end - first.offset) for first, end in runs]
-
-
-def _alike(one: Segment, other: Segment) -> bool:
-    return one.ranks == other.ranks and one.step == other.step and one.options == other.options
+            runs.append((offset, offset + length, alike))
+    return [
+        Segment(offset=start, length=end - start, ranks=ranks, options=options[group], step=step)
+        for start, end, (ranks, group, step) in runs
+    ]

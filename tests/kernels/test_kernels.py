@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, merge
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, segments_of
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.stamps import STAMP
 from rayzero.kernels.torch_kernel import TorchKernel
@@ -205,16 +205,23 @@ def test_progress_counts_tiles_of_all_segments() -> None:
 
 
 def test_neighbours_that_agree_are_merged() -> None:
-    first = Segment(offset=0, length=64, ranks=(0, 1), options=OPTIONS, step=3)
-    second = replace(first, offset=64, length=128)
-    for other in (
-        replace(second, offset=128),  # a gap
-        replace(second, step=4),
-        replace(second, ranks=(1,)),
-        replace(second, options=replace(OPTIONS, lr=1.0)),
-    ):
-        assert merge([first, other]) == [first, other]
-    assert merge([first, second, replace(first, offset=192)]) == [replace(first, length=256)]
+    options = [OPTIONS, replace(OPTIONS, lr=1.0)]
+    first = (0, 64, (0, 1), 0, 3)
+    begins = Segment(offset=0, length=64, ranks=(0, 1), options=OPTIONS, step=3)
+    for part, other in {
+        (128, 128, (0, 1), 0, 3): replace(begins, offset=128, length=128),  # a gap
+        (64, 128, (0, 1), 0, 4): replace(begins, offset=64, length=128, step=4),
+        (64, 128, (1,), 0, 3): replace(begins, offset=64, length=128, ranks=(1,)),
+        (64, 128, (0, 1), 1, 3): replace(begins, offset=64, length=128, options=options[1]),
+    }.items():
+        assert segments_of([first, part], options) == [begins, other]
+    parts = [first, (64, 128, (0, 1), 0, 3), (192, 64, (0, 1), 0, 3)]
+    assert segments_of(parts, options) == [replace(begins, length=256)]
+
+
+def test_what_has_no_elements_or_no_gradient_is_in_no_segment() -> None:
+    parts = [(0, 64, (0,), 0, 1), (64, 0, (0,), 0, 1), (64, 64, (), 0, 1), (128, 64, (0,), 0, 1)]
+    assert [segment.offset for segment in segments_of(parts, [OPTIONS])] == [0, 128]
 
 
 # ---- the sum across ranks

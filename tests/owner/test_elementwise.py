@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.kernels.optimizer_class import probe
 from rayzero.owner.model import choose_rule
-from rayzero.owner.update.elementwise import probe
 from rayzero.owner.update.rules import AdamRule
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -199,7 +199,7 @@ def test_what_is_not_elementwise_is_refused_by_name(cls: type[torch.optim.Optimi
 
 @pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
 def test_the_probe_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.owner.update.elementwise._REFUSED", {})
+    monkeypatch.setattr("rayzero.kernels.optimizer_class._REFUSED", {})
     cls = getattr(torch.optim, name)
     group = cls([torch.zeros((4, 4), requires_grad=True)]).param_groups[0]
     with pytest.raises(UnsupportedError, match=name):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rayzero.engine.engine import Engine
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.owner.update.elementwise import is_scalar, probe, scalar_like, state_template
+from rayzero.kernels.optimizer_class import is_scalar, probe, scalar_like, state_template
 from rayzero.protocol.messages import STEP, Hyper
 
 State = dict[str, Any]  # of one parameter: name -> tensor or number

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.errors import ConfigError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.host.tails import Tails, lines
 from rayzero.hybrid.hyper import Group
-from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment
-from rayzero.owner.update.elementwise import build, probe
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, segments_of
+from rayzero.kernels.optimizer_class import State, build, load_into, prepare_states
 
-State = dict[str, Any]
 Groups = Mapping[int, Group]  # index of a parameter group -> its options
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -98,6 +97,9 @@ class TileAdam:
             self._steps[index] += 1
             self._begun[index] = True
         bucket = self._bucket
+        segments = segments_of(
+            ((bucket.offsets[i], self._lengths[i], (0,), self._group_at[i], self._steps[i]) for i in present), options
+        )
         memory = AdamMemory(
             master=bucket.master,
             exp_avg=self._moments["exp_avg"],
@@ -105,27 +107,12 @@ class TileAdam:
             max_exp_avg_sq=self._moments.get("max_exp_avg_sq"),
             params=None if bucket.params is bucket.master else bucket.params,
         )
-        self._kernel.update(memory, [gradients], self._segments(present, options), scale, lambda done, total: None)
+        self._kernel.update(memory, [gradients], segments, scale, lambda done, total: None)
         assert self._tails is not None, "they are made with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
 
     def _options(self) -> list[AdamOptions]:
         return [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in self.param_groups]
-
-    def _segments(self, present: Sequence[int], options: Sequence[AdamOptions]) -> list[Segment]:
-        """What is updated, neighbours that are updated alike as one: thousands of small pieces are few segments."""
-        runs: list[tuple[int, int, int, int]] = []  # start, end, group, step
-        for index in present:
-            start, at, step = self._bucket.offsets[index], self._group_at[index], self._steps[index]
-            end = start + self._lengths[index]
-            if runs and runs[-1][1:] == (start, at, step):
-                runs[-1] = runs[-1][0], end, at, step
-            elif end > start:
-                runs.append((start, end, at, step))
-        return [
-            Segment(offset=start, length=end - start, ranks=(0,), options=options[at], step=step)
-            for start, end, at, step in runs
-        ]
 
     def _allocate(self, *, amsgrad: bool) -> None:
         for kind in _MOMENTS[: 3 if amsgrad else 2]:
@@ -233,88 +220,3 @@ def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
     for scale in scales[:now]:
         grads.mul_(scale)
     return grads, 1.0 if now == len(scales) else scales[now]
-
-
-# ---- states of torch optimizers ---------------------------------------------------------------------------------
-
-
-def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None:
-    """Give an optimizer the states of its parameters, in its own order, copied; its groups stay."""
-    copies = {
-        at: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        for at, state in enumerate(states)
-        if state
-    }
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": copies, "param_groups": groups})
-
-
-@torch.no_grad()
-def prepare_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states that parameters lack: those of copies, stepped once with zero gradients, the step count zero."""
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        for param in group["params"]:
-            if not optimizer.state.get(param):
-                optimizer.state[param] = zero_state(type(optimizer), options, param)
-
-
-def zero_state(cls: type[torch.optim.Optimizer], options: Group, like: Tensor) -> State:
-    """The state that ``cls`` makes for a parameter, its step count set to zero."""
-    copy = nn.Parameter(like.detach().clone())
-    copy.grad = torch.zeros_like(copy)
-    stepped = build(cls, [options], [[copy]])
-    stepped.step()
-    state = dict(stepped.state[copy])
-    if "step" in state:
-        state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
-    return state
-
-
-# ---- what a class can do ----------------------------------------------------------------------------------------
-
-
-def is_elementwise(cls: type[torch.optim.Optimizer], options: Group) -> bool:
-    """Whether the class gives the same bits on a parameter in pieces: found out by running it."""
-    try:
-        probe(cls, options)
-    except UnsupportedError:
-        return False
-    return True
-
-
-def state_names(cls: type[torch.optim.Optimizer], options: Group) -> set[str]:
-    """What the class keeps for a parameter, by name."""
-    return set(zero_state(cls, options, torch.ones(2, 2)))
-
-
-def require_whole(cls: type[torch.optim.Optimizer], options: Group) -> None:
-    """Raise UnsupportedError, naming the class and why, unless it steps dense tensors alone and twice alike."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    try:
-        first, second = _trial(cls, options), _trial(cls, options)
-    except Exception as exc:  # a foreign class may raise anything: all of it means that it cannot be used so
-        raise UnsupportedError(
-            f"{name} cannot be offloaded: a trial step without a closure, on a dense matrix, raised {exc!r}; "
-            "use a class that steps from .grad alone"
-        ) from exc
-    if not torch.equal(first, second):
-        raise UnsupportedError(f"{name} cannot be offloaded: two equal trial steps gave different weights")
-
-
-def _trial(cls: type[torch.optim.Optimizer], options: Group) -> Tensor:
-    draws = torch.Generator().manual_seed(2026)
-    param = nn.Parameter(torch.randn(16, 24, generator=draws))
-    optimizer = build(cls, [options], [[param]])
-    for _ in range(2):
-        param.grad = torch.randn(16, 24, generator=draws)
-        optimizer.step()
-    return param.detach()
-
-
-def state_bytes(cls: type[torch.optim.Optimizer], options: Group, dtype: torch.dtype) -> int:
-    """Bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 and rounded up."""
-    numel = 4096
-    plain = {key: value for key, value in options.items() if key not in ("fused", "capturable")}  # those need a device
-    state = zero_state(cls, plain, torch.ones(64, 64, dtype=dtype))
-    return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)

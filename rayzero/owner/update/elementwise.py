@@ -1,38 +1,28 @@
-"""Any element-wise torch optimizer, run as it is on the slices an owner has.
-
-[Note: the probe] Whether a class may see a parameter in pieces is found out, not looked up: the same fp32 values
-and gradients go through it once as a matrix, once flat and once flat in pieces, for several steps, and every
-bit of weights and states must agree. What mixes elements (norms, factored moments, Muon's matrix products), needs a
-closure, or draws random numbers fails and is refused by name.
-"""
+"""Any element-wise torch optimizer, run as it is on the slices an owner has."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.errors import StoreError, UnsupportedError
+from rayzero.errors import StoreError
+from rayzero.kernels.optimizer_class import (
+    as_options,
+    build,
+    is_scalar,
+    probe,
+    scalar_like,
+    state_template,
+    stepped_once,
+)
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.layout.model_layout import aligned
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.owner.update.rules import OnTile
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec
-
-_PROBE_SHAPE = (16, 24)  # elements of the probe's matrix ...
-_PROBE_PIECES = (64, 192, 128)  # ... and of its pieces
-_PROBE_STEPS = 4
-
-_REFUSED = {  # a clearer reason than the probe's
-    "LBFGS": "it needs a closure and a line search over all parameters",
-    "SparseAdam": "it takes sparse gradients only",
-    "Muon": "it orthogonalises whole matrices",
-    "Adafactor": "it factors whole matrices and scales by their norm",
-}
 
 
 class ElementwiseRule:
@@ -106,7 +96,7 @@ class _ShardOptimizer:
 
     def step(self, work: ShardWork) -> None:
         for group, used in zip(self._optimizer.param_groups, self._used, strict=True):
-            group.update(_as_options(work.hyper[used]))
+            group.update(as_options(work.hyper[used]))
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
             param.grad = _gradient(work, ranks, start, stop).to(param.device) if ranks else None
         self._optimizer.step()
@@ -134,7 +124,7 @@ class _ShardOptimizer:
     def restore(self, index: int, values: dict[str, Tensor], step: int) -> None:
         if not step:
             return
-        param, template = self.params[index], _state_template(self._optimizer, index, self.params)
+        param, template = self.params[index], stepped_once(_instance(self._optimizer, index, self.params))
         for name, value in template.items():
             if name in values and isinstance(value, Tensor) and not is_scalar(value):
                 value.zero_().reshape(-1)[: values[name].numel()].copy_(values[name])
@@ -170,11 +160,6 @@ class _ShardOptimizer:
                 self._optimizer.state[ours] = other._optimizer.state[theirs]
 
 
-def _state_template(optimizer: torch.optim.Optimizer, index: int, params: Sequence[Tensor]) -> dict[str, Any]:
-    """The state the class makes for a parameter of this size: that of a copy, stepped once with zero gradients."""
-    return _stepped(_instance(optimizer, index, params))
-
-
 def _instance(optimizer: torch.optim.Optimizer, index: int, params: Sequence[Tensor]) -> torch.optim.Optimizer:
     """A new instance with the options of a parameter's group, over a copy of that parameter alone."""
     group = next(g for g in optimizer.param_groups if any(p is params[index] for p in g["params"]))
@@ -182,96 +167,6 @@ def _instance(optimizer: torch.optim.Optimizer, index: int, params: Sequence[Ten
     return build(type(optimizer), [{key: value for key, value in group.items() if key != "params"}], [[copy]])
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the class keeps for the one parameter after a step with a zero gradient."""
-    (param,) = optimizer.param_groups[0]["params"]
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    return dict(optimizer.state[param])
-
-
-def state_template(cls: type[torch.optim.Optimizer], hyper: Hyper, *, stepped: bool = True) -> dict[str, Any]:
-    """What ``cls`` keeps for a parameter of 64 elements that was updated once (or never): name -> tensor or number."""
-    param = torch.zeros(64, requires_grad=True)
-    optimizer = build(cls, [hyper], [[param]])
-    return _stepped(optimizer) if stepped else dict(optimizer.state.get(param, {}))
-
-
-def build(
-    cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]
-) -> torch.optim.Optimizer:
-    """An instance with these groups. Its constructor gets the first group's options too: some classes require them,
-    and Adagrad fills its state from its own argument, not from the groups."""
-    groups = [_as_options(options) | {"params": list(params)} for options, params in zip(hyper, members, strict=True)]
-    accepted = list(inspect.signature(cls).parameters.values())[1:]
-    return cls(groups, **{p.name: groups[0][p.name] for p in accepted if p.name in groups[0] and p.name != "params"})
-
-
-def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
-    """Raise UnsupportedError, naming the class and the reason, unless whole and split parameters get equal bits."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
-        raise UnsupportedError(f"{name} cannot run on shards: {_REFUSED[cls.__name__]}")
-    numel = sum(_PROBE_PIECES)
-    try:
-        whole = _run_probe(cls, hyper, [_PROBE_SHAPE])
-        same = all(
-            _equal(whole, _run_probe(cls, hyper, shapes)) for shapes in ([(numel,)], [(n,) for n in _PROBE_PIECES])
-        )
-    except Exception as exc:  # a foreign class may raise anything: all of it means "not on slices"
-        raise UnsupportedError(f"{name} cannot run on shards: a trial on slices raised {exc!r}") from exc
-    if not same:
-        raise UnsupportedError(
-            f"{name} is not element-wise: a parameter split into slices gets other values than the whole one, "
-            "so it cannot run on shards; use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)"
-        )
-
-
-def _run_probe(cls: type[torch.optim.Optimizer], hyper: Hyper, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Weights and element-wise states after some steps, each as one flat tensor of all pieces."""
-    values = torch.Generator().manual_seed(2026)
-    draws = [torch.randn(sum(_PROBE_PIECES), generator=values) for _ in range(_PROBE_STEPS + 1)]
-    params = [piece.detach().requires_grad_() for piece in _cut(draws[0], shapes)]
-    optimizer = build(cls, [hyper], [params])
-    for draw in draws[1:]:
-        for param, grad in zip(params, _cut(draw, shapes), strict=True):
-            param.grad = grad
-        optimizer.step()
-    states = [optimizer.state[param] for param in params]
-    kept = [name for name, value in states[0].items() if isinstance(value, Tensor) and not is_scalar(value)]
-    return [_joined(params), *(_joined([state[name] for state in states]) for name in kept)]
-
-
-def _cut(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [
-        piece.clone().view(shape) for piece, shape in zip(torch.split_with_sizes(values, sizes), shapes, strict=True)
-    ]
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([piece.detach().reshape(-1) for piece in pieces])
-
-
-def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:
     summed = RankSum(stop - start).sum(work.gradients, ranks, start, stop)
     return (summed * work.scale).clamp_(-work.limit, work.limit)
-
-
-def is_scalar(value: object) -> bool:
-    """Whether a state is one number, as a tensor or plainly."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-def scalar_like(template: object, value: float) -> object:
-    """``value`` in the form of ``template``."""
-    return torch.tensor(value, dtype=template.dtype) if isinstance(template, Tensor) else type(template)(value)  # type: ignore[call-arg]
-
-
-def _as_options(hyper: Hyper) -> Hyper:
-    """A group's options with JSON's lists as the tuples torch has."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
+from rayzero.kernels import AdamMemory, AdamOptions, choose_kernel, segments_of
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
 from rayzero.owner.shard import OwnedShard, ShardWork
@@ -88,20 +86,13 @@ class AdamRule:
             params=None if owned.params is owned.master else owned.params,
             stamps=owned.stamps(work.version),
         )
-        segments = list(self._segments(owned, work))
+        steps = (step + 1 for step in owned.steps)
+        parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
+        segments = segments_of(
+            ((part.start, aligned(part.numel), ranks, group, step) for part, ranks, group, step in parts),
+            self._options(work.hyper),
+        )
         self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
-
-    def _segments(self, owned: OwnedShard, work: ShardWork) -> Iterator[Segment]:
-        """Neighbours that are updated alike together: what lies between two slices is padding, which is zero."""
-        options = self._options(work.hyper)
-        alike = zip(work.contributors, owned.groups, owned.steps, strict=True)
-        for (ranks, group, step), run in groupby(zip(alike, owned.slices, strict=True), key=itemgetter(0)):
-            if not ranks:
-                continue
-            first, *others = [part for _, part in run]
-            last = others[-1] if others else first
-            length = last.start - first.start + aligned(last.numel)
-            yield Segment(offset=first.start, length=length, ranks=ranks, options=options[group], step=step + 1)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """None: all of Adam's states are planned."""

@@ -1,0 +1,196 @@
+"""Any torch optimizer class: an instance over given groups, the states it keeps, and whether pieces get equal bits.
+
+[Note: the probe] Whether a class may see a parameter in pieces is found out, not looked up: the same fp32 values
+and gradients go through it once as a matrix, once flat and once flat in pieces, for several steps, and every
+bit of weights and states must agree. What mixes elements (norms, factored moments, Muon's matrix products), needs a
+closure, or draws random numbers fails and is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import UnsupportedError
+from rayzero.protocol.messages import STEP, Hyper
+
+State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number
+
+_PROBE_SHAPE = (16, 24)  # elements of the probe's matrix ...
+_PROBE_PIECES = (64, 192, 128)  # ... and of its pieces
+_PROBE_STEPS = 4
+
+_REFUSED = {  # a clearer reason than the probe's
+    "LBFGS": "it needs a closure and a line search over all parameters",
+    "SparseAdam": "it takes sparse gradients only",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it factors whole matrices and scales by their norm",
+}
+
+
+# ---- instances ---------------------------------------------------------------------------------------------------
+
+
+def build(
+    cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]
+) -> torch.optim.Optimizer:
+    """An instance with these groups. Its constructor gets the first group's options too: some classes require them,
+    and Adagrad fills its state from its own argument, not from the groups."""
+    groups = [as_options(options) | {"params": list(params)} for options, params in zip(hyper, members, strict=True)]
+    accepted = list(inspect.signature(cls).parameters.values())[1:]
+    return cls(groups, **{p.name: groups[0][p.name] for p in accepted if p.name in groups[0] and p.name != "params"})
+
+
+def as_options(hyper: Hyper) -> Hyper:
+    """A group's options with JSON's lists as the tuples torch has."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
+
+
+# ---- states ------------------------------------------------------------------------------------------------------
+
+
+def is_scalar(value: object) -> bool:
+    """Whether a state is one number, as a tensor or plainly."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def scalar_like(template: object, value: float) -> object:
+    """``value`` in the form of ``template``."""
+    return torch.tensor(value, dtype=template.dtype) if isinstance(template, Tensor) else type(template)(value)  # type: ignore[call-arg]
+
+
+def stepped_once(optimizer: torch.optim.Optimizer) -> State:
+    """What the class keeps for its one parameter after a step with a zero gradient."""
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return dict(optimizer.state[param])
+
+
+def state_template(cls: type[torch.optim.Optimizer], hyper: Hyper, *, stepped: bool = True) -> State:
+    """What ``cls`` keeps for a parameter of 64 elements that was updated once (or never): name -> tensor or number."""
+    param = torch.zeros(64, requires_grad=True)
+    optimizer = build(cls, [hyper], [[param]])
+    return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
+
+
+def zero_state(cls: type[torch.optim.Optimizer], options: Hyper, like: Tensor) -> State:
+    """The state that ``cls`` makes for a parameter, its step count set to zero."""
+    state = stepped_once(build(cls, [options], [[like.detach().clone().requires_grad_()]]))
+    if STEP in state:
+        state[STEP] = scalar_like(state[STEP], 0.0)
+    return state
+
+
+def state_names(cls: type[torch.optim.Optimizer], options: Hyper) -> set[str]:
+    """What the class keeps for a parameter, by name."""
+    return set(zero_state(cls, options, torch.ones(2, 2)))
+
+
+def state_bytes(cls: type[torch.optim.Optimizer], options: Hyper, dtype: torch.dtype) -> int:
+    """Bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 and rounded up."""
+    numel = 4096
+    plain = {key: value for key, value in options.items() if key not in ("fused", "capturable")}  # those need a device
+    state = zero_state(cls, plain, torch.ones(64, 64, dtype=dtype))
+    return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)
+
+
+def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None:
+    """Give an optimizer the states of its parameters, in its own order, copied; its groups stay."""
+    copies = {
+        at: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for at, state in enumerate(states)
+        if state
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": copies, "param_groups": groups})
+
+
+@torch.no_grad()
+def prepare_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states that parameters lack: those of copies, stepped once with zero gradients, the step count zero."""
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for param in group["params"]:
+            if not optimizer.state.get(param):
+                optimizer.state[param] = zero_state(type(optimizer), options, param)
+
+
+# ---- what a class can do -----------------------------------------------------------------------------------------
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer], options: Hyper) -> bool:
+    """Whether the class gives the same bits on a parameter in pieces: found out by running it."""
+    try:
+        probe(cls, options)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def require_whole(cls: type[torch.optim.Optimizer], options: Hyper) -> None:
+    """Raise UnsupportedError, naming the class and why, unless it steps dense tensors alone and twice alike."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        same = _equal(*(_run_probe(cls, options, [_PROBE_SHAPE]) for _ in range(2)))
+    except Exception as exc:  # a foreign class may raise anything: all of it means that it cannot be used so
+        raise UnsupportedError(
+            f"{name} cannot be offloaded: a trial step without a closure, on a dense matrix, raised {exc!r}; "
+            "use a class that steps from .grad alone"
+        ) from exc
+    if not same:
+        raise UnsupportedError(f"{name} cannot be offloaded: two equal trial steps gave different weights")
+
+
+def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
+    """Raise UnsupportedError, naming the class and the reason, unless whole and split parameters get equal bits."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
+        raise UnsupportedError(f"{name} cannot run on shards: {_REFUSED[cls.__name__]}")
+    numel = sum(_PROBE_PIECES)
+    try:
+        whole = _run_probe(cls, hyper, [_PROBE_SHAPE])
+        same = all(
+            _equal(whole, _run_probe(cls, hyper, shapes)) for shapes in ([(numel,)], [(n,) for n in _PROBE_PIECES])
+        )
+    except Exception as exc:  # a foreign class may raise anything: all of it means "not on slices"
+        raise UnsupportedError(f"{name} cannot run on shards: a trial on slices raised {exc!r}") from exc
+    if not same:
+        raise UnsupportedError(
+            f"{name} is not element-wise: a parameter split into slices gets other values than the whole one, "
+            "so it cannot run on shards; use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)"
+        )
+
+
+def _run_probe(cls: type[torch.optim.Optimizer], hyper: Hyper, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Weights and element-wise states after some steps, each as one flat tensor of all pieces."""
+    values = torch.Generator().manual_seed(2026)
+    draws = [torch.randn(sum(_PROBE_PIECES), generator=values) for _ in range(_PROBE_STEPS + 1)]
+    params = [piece.detach().requires_grad_() for piece in _cut(draws[0], shapes)]
+    optimizer = build(cls, [hyper], [params])
+    for draw in draws[1:]:
+        for param, grad in zip(params, _cut(draw, shapes), strict=True):
+            param.grad = grad
+        optimizer.step()
+    states = [optimizer.state[param] for param in params]
+    kept = [name for name, value in states[0].items() if isinstance(value, Tensor) and not is_scalar(value)]
+    return [_joined(params), *(_joined([state[name] for state in states]) for name in kept)]
+
+
+def _cut(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [
+        piece.clone().view(shape) for piece, shape in zip(torch.split_with_sizes(values, sizes), shapes, strict=True)
+    ]
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat([piece.detach().reshape(-1) for piece in pieces])
+
+
+def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
