@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayzero.activations.ledger import GroupTotals
-    from rayzero.activations.offload import ActivationOffload
+    from rayzero.activations.offload import ActivationOffload, GroupScope
     from rayzero.activations.policy import OffloadPolicy
     from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link
-    from rayzero.activations.scope import GroupScope
     from rayzero.activations.summary import RankSummary
     from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
     from rayzero.lanes import CudaLane, ThreadLane
@@ -21,7 +20,7 @@ _HOME = {
     "CostPlan": "rayzero.activations.schedule.cost",
     "CudaLane": "rayzero.lanes",
     "GroupCost": "rayzero.activations.schedule.cost",
-    "GroupScope": "rayzero.activations.scope",
+    "GroupScope": "rayzero.activations.offload",
     "GroupTotals": "rayzero.activations.ledger",
     "HostPool": "rayzero.activations.tensors.host_pool",
     "Link": "rayzero.activations.schedule.cost",

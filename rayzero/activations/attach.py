@@ -6,22 +6,51 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.group import Group, GroupKey
 from rayzero.activations.tensors.codec import codec_for
 from rayzero.errors import ConfigError, UnsupportedError
 
-if TYPE_CHECKING:
-    from rayzero.activations.offload import ActivationOffload
-    from rayzero.activations.scope import GroupScope
-
 _FLOAT, _SAMPLE = torch.float32, 1 << 20  # what the share of host bytes is worked out for
+
+
+class Scope(Protocol):
+    """An open group."""
+
+    group: Group | None  # None: offload does not apply
+
+    def commit(self) -> None:
+        """The group's forward is over."""
+        ...
+
+
+class Grouping(Protocol):
+    """Whom hooks tell of forwards: an ``ActivationOffload``."""
+
+    policy: OffloadPolicy
+
+    def begin_chunk(self, stage: int) -> None:
+        """A forward of part ``stage`` starts."""
+        ...
+
+    def end_chunk(self) -> None:
+        """That forward has ended."""
+        ...
+
+    def open_group(self, name: str, label: str, signature: tuple[Sequence[int], ...] = ()) -> Scope:
+        """Tensors saved from now on are the group's."""
+        ...
+
+    def planned_recompute(self, group: Group) -> bool:
+        """Whether the group is computed again in backward."""
+        ...
 
 
 class CostFacts(TypedDict):
@@ -85,11 +114,11 @@ class Attachment:
     Knows modules; not tensors' fates. A chunk opens before and closes after the groups of the same module."""
 
     def __init__(
-        self, offload: ActivationOffload, models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str]
+        self, offload: Grouping, models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str]
     ) -> None:
         self._offload = offload
         self._handles: list[RemovableHandle] = []
-        self._open: list[tuple[nn.Module, GroupScope]] = []
+        self._open: list[tuple[nn.Module, Scope]] = []
         self._input_bytes: dict[GroupKey, int] = {}
         matched = match_modules(models, patterns)
         for stage, model in enumerate(models):
@@ -116,12 +145,12 @@ class Attachment:
 
     def _chunk_opener(self, stage: int) -> Callable[[nn.Module, Any], None]:
         def open_chunk(module: nn.Module, args: Any) -> None:
-            self._offload._begin_chunk(stage)
+            self._offload.begin_chunk(stage)
 
         return open_chunk
 
     def _close_chunk(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._offload._end_chunk()
+        self._offload.end_chunk()
 
     def _attach(self, name: str, full: str, module: nn.Module) -> None:
         opener = _Hook(partial(self._open_group, name, full))
@@ -137,7 +166,7 @@ class Attachment:
             self._recompute_if_planned(module, scope.group)
 
     def _recompute_if_planned(self, module: nn.Module, group: Group) -> None:
-        if self._offload._planned_recompute(group):
+        if self._offload.planned_recompute(group):
             group.recomputed = True
             module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
-from rayzero.activations.elsewhere import Elsewhere, Hooks
 from rayzero.activations.graph_marks import GraphMarks
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
@@ -31,18 +30,74 @@ from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Group
 from rayzero.activations.schedule.reload import Reload
 from rayzero.activations.schedule.unload import Unload
-from rayzero.activations.scope import GroupScope, PackHook
 from rayzero.activations.summary import RankSummary
-from rayzero.activations.tensors.entries import Entries
+from rayzero.activations.tensors.entry import End, Entries, Held, Saved, view_bytes
 from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
 from rayzero.activations.tensors.protect import Protected
-from rayzero.activations.tensors.saved import Held, Saved, view_bytes
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import ConfigError
 from rayzero.lanes import Lane, Span, make_lane
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
+Hooks = tuple[Any, Any]  # pack, unpack
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake ones: a model that is planned
+
+
+class SavedWeights(Protocol):
+    """The seam to an engine whose parameters come and go.
+
+    Keeps some of the tensors that autograd saves, and has saved-tensor hooks of its own on the stack at times."""
+
+    def pack(self, saved: Tensor) -> object | None:
+        """What autograd is to keep of ``saved``; None: it is none of its own."""
+        ...
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The inverse of ``pack``."""
+        ...
+
+    def below(self, hooks: Hooks) -> tuple[bool, Hooks | None]:
+        """Whether these hooks are its own, and if so those to which they pass other tensors."""
+        ...
+
+
+class PackHook:
+    """What autograd calls for a tensor saved inside ``group``; known to be ours by its type."""
+
+    __slots__ = ("group", "offload")
+
+    def __init__(self, offload: ActivationOffload, group: Group) -> None:
+        self.offload, self.group = offload, group
+
+    def __call__(self, tensor: Tensor) -> object:
+        return self.offload._pack(self.group, tensor)
+
+
+class GroupScope:
+    """An open group, or nothing at all where offload does not apply (``group`` is None)."""
+
+    def __init__(self, offload: ActivationOffload, group: Group | None, hooks: saved_tensors_hooks | None) -> None:
+        self._offload, self.group, self._hooks = offload, group, hooks
+
+    def commit(self, *, release: list[Tensor] | None = None, delay: bool = False) -> None:
+        """Decide on the group's tensors and start them on their way; a second commit changes nothing.
+
+        ``release`` hands over tensors that the caller is done with: the list is emptied, so that its references do
+        not hold their memory. Only what nobody else holds is freed; the rest is counted as ``refused_bytes``.
+        ``delay``: inside ``delayed()`` the commit is put off to ``flush_delayed()``."""
+        self.close()
+        if self.group is not None:
+            self._offload._commit_or_delay(self.group, release, delay)
+        elif release is not None:
+            release.clear()
+
+    def close(self) -> None:
+        """End the scope without deciding; what was saved stays until ``commit``. Idempotent."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        if self.group is not None:
+            self._offload._close_group(self.group)
 
 
 class ActivationOffload:
@@ -61,12 +116,12 @@ class ActivationOffload:
         lane: Lane | None = None,
         pool: HostPool | None = None,
         recorder: Recorder | None = None,
-        elsewhere: Elsewhere | None = None,
+        weights: SavedWeights | None = None,
     ) -> None:
         """``model``: the module, or one per virtual pipeline stage in forward order; its parameters and buffers never
         leave. ``offload_modules``: patterns of submodule names ("layers.*.mlp"), or group name -> pattern; each match
         becomes a group by hooks. ``delay_groups``: names of groups whose commit waits inside ``delayed()``.
-        ``elsewhere``: who keeps saved weights, where parameters come and go."""
+        ``weights``: who keeps saved weights, where parameters come and go."""
         self.policy = policy or OffloadPolicy()
         models = [model] if isinstance(model, nn.Module) else list(model)
         if not models:
@@ -87,9 +142,9 @@ class ActivationOffload:
         self._reload = Reload(self._shelf, self._lane, self._order, self._ledger, self.policy.prefetch)
         self._protected = Protected(models)
         self._chunks = Chunks(self.policy, self._protected, self._order, self._reload, self._book)
-        self._elsewhere = elsewhere
+        self._weights = weights
         self._lock = threading.RLock()
-        self._ends: deque[Saved.End] = deque()  # handles that are gone; filled by __del__, emptied by _drain
+        self._ends: deque[End[Group]] = deque()  # handles that are gone; filled by __del__, emptied by _drain
         self._delayed: deque[tuple[Group, list[Tensor] | None]] = deque()
         self._delay_groups = frozenset(delay_groups)
         self._delaying = False
@@ -132,11 +187,11 @@ class ActivationOffload:
     @contextmanager
     def chunk(self, stage: int = 0) -> Iterator[None]:
         """One forward of model part ``stage``; modules given to the constructor do this by themselves."""
-        self._begin_chunk(stage)
+        self.begin_chunk(stage)
         try:
             yield
         finally:
-            self._end_chunk()
+            self.end_chunk()
 
     def mark_not_offloadable(self, *tensors: Tensor) -> None:
         """These tensors' storages stay on the device, as long as they live."""
@@ -258,14 +313,16 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- chunks
 
-    def _begin_chunk(self, stage: int) -> None:
+    def begin_chunk(self, stage: int) -> None:
+        """A forward of part ``stage`` starts; modules given to the constructor call this by themselves."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes
         with self._lock:
             self._drain()
             self._chunks.begin(stage)
 
-    def _end_chunk(self) -> None:
+    def end_chunk(self) -> None:
+        """That forward has ended."""
         if torch._C._current_graph_task_id() != -1:
             return
         with self._lock:
@@ -274,7 +331,8 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- forward
 
-    def _planned_recompute(self, group: Group) -> bool:
+    def planned_recompute(self, group: Group) -> bool:
+        """Whether the cost plan has this group computed again in backward."""
         return self._book is not None and self._book.choice(group) is Choice.RECOMPUTE
 
     def _applies(self) -> bool:
@@ -291,12 +349,12 @@ class ActivationOffload:
     def _top_hooks_are_ours(self) -> bool:
         top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         passes_on = True
-        while self._elsewhere is not None and top is not None and passes_on:
-            passes_on, top = self._elsewhere.below(top)
+        while self._weights is not None and top is not None and passes_on:
+            passes_on, top = self._weights.below(top)
         return top is None or (isinstance(top[0], PackHook) and top[0].offload is self)
 
     def _pack(self, group: Group, tensor: Tensor) -> object:
-        kept = self._elsewhere.pack(tensor) if self._elsewhere is not None else None
+        kept = self._weights.pack(tensor) if self._weights is not None else None
         if kept is not None:
             return kept
         if not self._eligible(tensor):
@@ -349,8 +407,8 @@ class ActivationOffload:
         if isinstance(packed, Held):
             return packed.read()
         if not isinstance(packed, Saved):
-            assert self._elsewhere is not None
-            return self._elsewhere.unpack(packed)
+            assert self._weights is not None
+            return self._weights.unpack(packed)
         with self._lock, torch.no_grad():
             self._drain()
             self._note_read(packed.group)

@@ -27,7 +27,7 @@ def offload_activations(
         policy_of(config, context.rank, poison=engine.poison),
         offload_modules=config.offload_activations,
         recorder=recorder,
-        elsewhere=None if engine.resident else engine.saved,
+        weights=None if engine.resident else engine.saved,
     )
     context.on_close(lambda _: offload.close())
     return offload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rayzero.activations.tensors.entry import view_of
 from rayzero.activations.tensors.pieces import Piece, View, plan_pieces
-from rayzero.activations.tensors.saved import view_of
 
 
 def pieces(*tensors: torch.Tensor) -> list[Piece]:

@@ -16,10 +16,9 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkKey
 from rayzero.activations.schedule.group import Chunk
 from rayzero.activations.schedule.quota import ChunkQuota
-from rayzero.activations.tensors.entry import Entry
+from rayzero.activations.tensors.entry import Entry, Saved
 from rayzero.activations.tensors.host_pool import HostPool
 from rayzero.activations.tensors.pieces import Piece
-from rayzero.activations.tensors.saved import Saved
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import RayZeroError
 from rayzero.telemetry.recorder import NullRecorder

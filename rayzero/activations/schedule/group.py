@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from rayzero.activations.schedule.chunk_order import ChunkKey
 from rayzero.activations.schedule.quota import ChunkQuota
-from rayzero.activations.tensors.entry import Entry
-from rayzero.activations.tensors.saved import Saved
+from rayzero.activations.tensors.entry import Entry, Saved
 from rayzero.lanes import Event
 
 
@@ -66,7 +65,7 @@ class Group:
     key: GroupKey
     chunk: Chunk
     index: int = -1  # place in the chunk's order; -1 while open
-    handles: list[weakref.ref[Saved]] = field(default_factory=list)  # not yet committed
+    handles: list[weakref.ref[Saved[Group]]] = field(default_factory=list)  # not yet committed
     entries: list[Entry] = field(default_factory=list)  # needed by its backward; some shared with other groups
     saved_bytes: int = 0  # eligible bytes that were first saved here
     offloaded_bytes: int = 0
@@ -77,7 +76,7 @@ class Group:
     began: Event | None = None  # forward of its scope, if it is timed
     ended: Event | None = None
 
-    def waiting(self) -> list[Saved]:
+    def waiting(self) -> list[Saved[Group]]:
         """Handles still alive that hold their tensors, in the order they were saved; each is returned once."""
         found = [saved for ref in self.handles if (saved := ref()) is not None and saved.tensor is not None]
         self.handles.clear()

@@ -10,8 +10,7 @@ from torch import Tensor
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.schedule.chunk_order import ChunkKey, ChunkOrder
 from rayzero.activations.schedule.group import Chunk, Group
-from rayzero.activations.tensors.entry import Entry, Place, alive, in_place, shown
-from rayzero.activations.tensors.saved import Saved
+from rayzero.activations.tensors.entry import Entry, Place, Saved, alive, in_place, shown
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import RayZeroError
 from rayzero.lanes import Lane
@@ -88,7 +87,7 @@ class Reload:
 
     # ---- one tensor
 
-    def read(self, saved: Saved) -> Tensor:
+    def read(self, saved: Saved[Group]) -> Tensor:
         """The tensor, wherever its bytes are; waits for them where they are not back yet."""
         if saved.tensor is not None:
             self._ledger.add(saved.group.name, on_device=1)
@@ -116,7 +115,7 @@ class Reload:
             self._ledger.stalled(group.name, self._lane, start, self._lane.now())
 
 
-def _still_there(entry: Entry, saved: Saved) -> Tensor | None:
+def _still_there(entry: Entry, saved: Saved[Group]) -> Tensor | None:
     """The tensor in memory that never went away, if there is one."""
     data = entry.resident.bytes if entry.resident is not None else None
     if data is not None:

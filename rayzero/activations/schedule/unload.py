@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,11 +15,8 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.cost import Choice
 from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Group
-from rayzero.activations.tensors.entries import Entries
-from rayzero.activations.tensors.entry import Entry, Place, source_of
-from rayzero.activations.tensors.handover import take_over
+from rayzero.activations.tensors.entry import Entries, Entry, Place, Saved, source_of, view_bytes
 from rayzero.activations.tensors.pieces import Piece, plan_pieces
-from rayzero.activations.tensors.saved import Saved
 from rayzero.activations.tensors.shelf import Shelf
 
 
@@ -51,7 +50,7 @@ class Unload:
         while self._flying and all(entry.place is not Place.LEAVING for entry in self._flying[0]):
             self._flying.popleft()
 
-    def _commit_storage(self, group: Group, found: list[Saved]) -> list[Entry]:
+    def _commit_storage(self, group: Group, found: list[Saved[Group]]) -> list[Entry]:
         """Decide on the handles of one storage; the entries that were sent."""
         tensor = found[0].tensor
         assert tensor is not None
@@ -66,7 +65,7 @@ class Unload:
             sent += [entry] if (entry := self._commit_piece(group, piece, members, storage)) is not None else []
         return sent
 
-    def _join_existing(self, group: Group, storage: torch.UntypedStorage, saved: Saved) -> bool:
+    def _join_existing(self, group: Group, storage: torch.UntypedStorage, saved: Saved[Group]) -> bool:
         """True when an entry already has these bytes: they are stored once."""
         entry = self._entries.with_content(storage, saved)
         if entry is None:
@@ -76,7 +75,7 @@ class Unload:
         return True
 
     def _commit_piece(
-        self, group: Group, piece: Piece, members: list[Saved], storage: torch.UntypedStorage
+        self, group: Group, piece: Piece, members: list[Saved[Group]], storage: torch.UntypedStorage
     ) -> Entry | None:
         """Make the piece's entry, on the device or on its way out; it if it was sent."""
         entry = Entry(piece, members, storage, group.key.label)
@@ -127,7 +126,7 @@ class Unload:
                 self._shelf.let_go(entry)
 
 
-def _attach(group: Group, entry: Entry, saved: Saved) -> None:
+def _attach(group: Group, entry: Entry, saved: Saved[Group]) -> None:
     """``saved`` reads from ``entry``, which ``group``'s backward needs."""
     entry.attach(saved)
     if entry not in group.entries:
@@ -138,10 +137,42 @@ def _attach(group: Group, entry: Entry, saved: Saved) -> None:
         saved.leave(entry)
 
 
-def _by_storage(found: Sequence[Saved]) -> list[list[Saved]]:
+def _by_storage(found: Sequence[Saved[Group]]) -> list[list[Saved[Group]]]:
     """Handles of one storage together, in the order their storages were first saved."""
-    groups: dict[int, list[Saved]] = {}
+    groups: dict[int, list[Saved[Group]]] = {}
     for saved in found:
         assert saved.tensor is not None
         groups.setdefault(saved.tensor.untyped_storage()._cdata, []).append(saved)
     return list(groups.values())
+
+
+# ---- what the caller of a commit is done with -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """One tensor that was handed over. Knows its bytes and the handles that keep them; not where those go."""
+
+    nbytes: int
+    sharing: list[Saved[Group]] | None  # handles that share its storage; None: somebody else holds it too
+
+    @property
+    def dead(self) -> bool:
+        """True when nobody holds its bytes on the device any more."""
+        return self.sharing is not None and all(saved.tensor is None for saved in self.sharing)
+
+
+def take_over(found: Sequence[Saved[Group]], release: list[Tensor] | None) -> list[Handed]:
+    """Empty the list. ``found``: the handles of the group that is committed.
+
+    Proof that only they hold a tensor: nobody else has the Python object, and every reference to the storage is one of
+    these handles'."""
+    handed: list[Handed] = []
+    while release:
+        tensor = release.pop()
+        storage = tensor.untyped_storage()
+        sharing = [s for s in found if s.tensor is not None and s.tensor.untyped_storage()._cdata == storage._cdata]
+        alone = torch._C._storage_Use_Count(storage._cdata) <= 2 + len(sharing)
+        proven = alone and sys.getrefcount(tensor) <= 2
+        handed.append(Handed(view_bytes(tensor), sharing if proven else None))
+    return handed

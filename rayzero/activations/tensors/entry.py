@@ -1,10 +1,19 @@
-"""One piece of one storage at one version, wherever its bytes are."""
+"""A tensor that autograd saved, and its bytes: an entry is one piece of one storage at one version.
+
+[Note: versions] torch checks in-place changes of saved tensors by a version counter, but not when hooks pack them. A
+detached alias shares the counter with its tensor, also after its own memory is swapped for an empty one: that is the
+``probe`` each handle keeps, and unpack raises what torch would have raised.
+
+[Note: cycles] pack may be handed the node's own output with its ``grad_fn``; what a handle keeps is always detached,
+or the graph would keep itself alive."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +22,105 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rayzero.activations.tensors.codec import Codec, codec_for
 from rayzero.activations.tensors.host_pool import HostBuffer
 from rayzero.activations.tensors.pieces import Piece, View
-from rayzero.activations.tensors.saved import Saved
 from rayzero.lanes import Event
+
+GroupT = TypeVar("GroupT")  # what a tensor was saved in
+
+
+class Held:
+    """A tensor that stays: too small, a parameter, or not for offloading at all."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def read(self) -> Tensor:
+        """The tensor; RuntimeError if it was changed in place since."""
+        check_version(self.tensor, self.version, self.tensor)
+        return self.tensor
+
+
+End = tuple[GroupT, "Entry | None", int]  # a handle that has ended: its group, its entry, the return it read last
+
+
+class Saved(Generic[GroupT]):
+    """A tensor that may leave. Until its group is committed, and if it stays, it holds the tensor itself.
+
+    Its end (the graph node is freed) is only noted: ``__del__`` may run in any thread, at any moment."""
+
+    __slots__ = (
+        "__weakref__",
+        "_ends",
+        "dtype",
+        "entry",
+        "epoch",
+        "group",
+        "probe",
+        "small",
+        "tensor",
+        "version",
+        "view",
+    )
+
+    def __init__(self, tensor: Tensor, group: GroupT, *, small: bool, ends: deque[End[GroupT]]) -> None:
+        """``small``: leaves only along with a storage that leaves anyway."""
+        self.tensor: Tensor | None = tensor.detach()  # freed by: leave()
+        self.version: int = tensor._version
+        self.probe = probe_of(tensor)
+        self.view = view_of(tensor)
+        self.dtype = tensor.dtype
+        self.group = group
+        self.small = small
+        self.entry: Entry | None = None
+        self.epoch = 0  # of the entry's return that this handle last read
+        self._ends = ends
+
+    def leave(self, entry: Entry) -> None:
+        """``entry`` has the bytes from now on."""
+        self.entry = entry
+        self.tensor = None
+
+    def check(self) -> None:
+        """RuntimeError, as torch raises it, if the tensor was changed in place since it was saved."""
+        check_version(self.probe, self.version, self)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.view.size)}"
+
+    def __del__(self) -> None:
+        self._ends.append((self.group, self.entry, self.epoch))
+
+
+def view_of(tensor: Tensor) -> View:
+    """The tensor as a view of its storage."""
+    itemsize = tensor.dtype.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    return View(start, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
+
+
+def view_bytes(tensor: Tensor) -> int:
+    """Bytes of the view, or of its storage if that is smaller (expanded tensors)."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def probe_of(tensor: Tensor) -> Tensor:
+    """An empty tensor whose version counter is ``tensor``'s. See [Note: versions]."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+def check_version(probe: Tensor, expected: int, shown: object) -> None:
+    """RuntimeError in torch's words if ``probe``'s counter has moved on."""
+    if probe._version != expected:
+        what = f"{shown.dtype} {list(shown.shape)}" if isinstance(shown, Tensor) else str(shown)
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{what}] is at version {probe._version}; expected version {expected} instead. Hint: the tensor was saved "
+            "under activation offload; find the operation that changed it after it was used."
+        )
 
 
 class Resident:
@@ -75,7 +181,7 @@ class Entry:
         "lease", "piece", "probe", "resident", "storage", "storage_bytes", "version", "waiting",
     )  # fmt: skip
 
-    def __init__(self, piece: Piece, members: Sequence[Saved], storage: torch.UntypedStorage, label: str) -> None:
+    def __init__(self, piece: Piece, members: Sequence[Saved[Any]], storage: torch.UntypedStorage, label: str) -> None:
         saved = members[0]
         self.piece = piece
         self.label = label
@@ -108,7 +214,7 @@ class Entry:
             return Place.KEPT
         return Place.LEAVING if self.resident is not None and self.resident.bytes is not None else Place.AWAY
 
-    def same_content(self, saved: Saved) -> bool:
+    def same_content(self, saved: Saved[Any]) -> bool:
         """True when ``saved`` shows the very bytes this entry has: neither has been changed since it was saved."""
         return (
             not self.freed
@@ -116,11 +222,41 @@ class Entry:
             and self.piece.covers(saved.view)
         )
 
-    def attach(self, saved: Saved) -> None:
+    def attach(self, saved: Saved[Any]) -> None:
         """One more handle reads this entry."""
         self.handles += 1
         self.waiting += 1
         saved.epoch = self.epoch
+
+
+class Entries:
+    """All entries that are not freed, by the storage they were saved from.
+
+    Knows storages' addresses; not where an entry's bytes are, nor who needs it. An entry keeps its storage's address
+    from being used again."""
+
+    def __init__(self) -> None:
+        self._of_storage: dict[int, list[Entry]] = {}  # storage address -> entries saved from it
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self._of_storage.values())
+
+    def add(self, storage: torch.UntypedStorage, entry: Entry) -> None:
+        """``entry`` has bytes of ``storage``."""
+        self._of_storage.setdefault(storage._cdata, []).append(entry)
+
+    def with_content(self, storage: torch.UntypedStorage, saved: Saved[Any]) -> Entry | None:
+        """The entry that already has the bytes that ``saved`` shows of ``storage``."""
+        return next((entry for entry in self._of_storage.get(storage._cdata, ()) if entry.same_content(saved)), None)
+
+    def forget(self, entry: Entry) -> None:
+        """It is freed."""
+        address = entry.storage.cdata
+        left = [other for other in self._of_storage.get(address, ()) if other is not entry]
+        if left:
+            self._of_storage[address] = left
+        else:
+            self._of_storage.pop(address, None)
 
 
 def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
@@ -135,7 +271,7 @@ def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Te
     return data.set_(compact.untyped_storage(), 0, (piece.nbytes,), (1,))
 
 
-def shown(data: Tensor, piece: Piece, saved: Saved) -> Tensor:
+def shown(data: Tensor, piece: Piece, saved: Saved[Any]) -> Tensor:
     """``saved``'s tensor, sharing ``data``: the piece's bytes (1D uint8)."""
     view, start = saved.view, int(data.storage_offset())
     if piece.gathered is not None:
@@ -153,7 +289,7 @@ def alive(entry: Entry) -> torch.UntypedStorage | None:
     return storage
 
 
-def in_place(storage: torch.UntypedStorage, saved: Saved) -> Tensor:
+def in_place(storage: torch.UntypedStorage, saved: Saved[Any]) -> Tensor:
     """``saved``'s tensor in the storage it was saved from."""
     return _tensor(storage, saved.view.start, saved.view.size, saved.view.stride, saved.probe)
 
@@ -166,7 +302,7 @@ def _tensor(
         return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, start // like.itemsize, size, stride)
 
 
-def _common_dtype(piece: Piece, members: Sequence[Saved]) -> torch.dtype:
+def _common_dtype(piece: Piece, members: Sequence[Saved[Any]]) -> torch.dtype:
     """The dtype of the piece's values; uint8 (never rounded) if they are of several or do not fill it."""
     dtype = members[0].dtype
     same = all(saved.dtype == dtype for saved in members)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.tensors.codec import Raw, codec_for
-from rayzero.activations.tensors.entry import Entry, Place, Resident, alive, shown
+from rayzero.activations.tensors.entry import Entry, Place, Resident, Saved, alive, shown
 from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
-from rayzero.activations.tensors.saved import Saved
 from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.lanes import Event, Lane
 
@@ -111,7 +112,7 @@ class Shelf:
         if error is not None:  # not raised itself: its traceback would hold the graph, and the graph holds it
             raise RayZeroError(f"a copy of saved activations failed: {error!r}") from error
 
-    def read(self, entry: Entry, saved: Saved) -> Tensor:
+    def read(self, entry: Entry, saved: Saved[Any]) -> Tensor:
         """``saved``'s tensor from the returned bytes; frees them when it is the last handle to read."""
         assert entry.back is not None
         tensor = shown(entry.back, entry.piece, saved)
