@@ -60,6 +60,11 @@ def test_files_that_architecture_names_exist(path: str) -> None:
     assert (PACKAGE / path).is_file() or (ROOT / path).is_file()
 
 
+@pytest.mark.parametrize("package", _packages())
+def test_architecture_names_every_room(package: str) -> None:
+    assert f"`{package}/" in ARCHITECTURE
+
+
 @pytest.mark.parametrize("folder", sorted(set(re.findall(r"`((?:[a-z_]+/)+)`", WAY))))
 def test_folders_on_a_parameters_way_exist(folder: str) -> None:
     assert (PACKAGE / folder).is_dir()
