@@ -7,6 +7,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from rayzero.store.rank.transfers.batches import BATCH_BYTES, Batches
 
 
@@ -22,8 +24,11 @@ class Shelf(Executor):
 
     def __init__(self) -> None:
         self.jobs: list[Callable[[], Any]] = []
+        self.closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self.closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
         self.jobs.append(lambda: fn(*args, **kwargs))
         return Future()
 
@@ -59,3 +64,39 @@ def test_a_batch_is_bounded_and_what_is_larger_goes_alone() -> None:
         "d",
         "e",
     ]
+
+
+def test_an_owner_that_stands_still_holds_one_thread() -> None:
+    shelf, batches = Shelf(), list[str]()
+    queue = Batches[Parcel](shelf, lambda parts: batches.append("".join(part.name for part in parts)))
+
+    def take(parts: list[Parcel]) -> None:
+        for name in "bcd":  # while the first batch is under way
+            stopped.add(Parcel(name))
+        assert shelf.jobs == []
+
+    stopped = Batches[Parcel](shelf, take)
+    stopped.add(Parcel("a"))
+    assert len(shelf.jobs) == 1
+    shelf.jobs.pop()()
+    assert len(shelf.jobs) == 1, "one thread is asked for once there is more to move"
+    queue.add(Parcel("x"))
+    shelf.jobs.pop()()
+    assert batches == ["x"]
+
+
+def test_what_was_added_before_the_threads_end_still_goes() -> None:
+    shelf, batches = Shelf(), list[str]()
+
+    def move(parts: list[Parcel]) -> None:
+        batches.append("".join(part.name for part in parts))
+        if batches == ["a"]:
+            queue.add(Parcel("b"))
+            shelf.closed = True
+
+    queue = Batches[Parcel](shelf, move)
+    queue.add(Parcel("a"))
+    shelf.run()
+    assert batches == ["a", "b"]
+    with pytest.raises(RuntimeError):
+        queue.add(Parcel("c"))

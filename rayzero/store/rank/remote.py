@@ -80,8 +80,8 @@ class RemoteConnection:
         self._watch = StallWatch(rank, stall_timeout)
         self._order = PushOrder()
         self._closing = threading.Event()
-        self._fetches = transfer_threads(len(addresses), rank, "fetch")
-        self._pushes = transfer_threads(len(addresses), rank, "push")
+        self._fetches, streams = transfer_threads(len(addresses), rank, "fetch")
+        self._pushes, _ = transfer_threads(len(addresses), rank, "push")
         self._wires = [
             WireTransfers(
                 link,
@@ -94,6 +94,7 @@ class RemoteConnection:
                 lead_says=self._lead_says,
                 options=options,
                 recorder=self.recorder,
+                streams=streams,
             )
             for link in self._links
         ]

@@ -31,26 +31,42 @@ P = TypeVar("P", bound=Part)
 class Batches(Generic[P]):
     """A queue of parts for one owner; whoever gets a thread takes all that wait and may go together.
 
-    So the first part of a burst goes at once, the others go when a thread is free: no part waits for a timer. Knows
-    sizes and kinds; not what a part is."""
+    So the first part of a burst goes at once, the others go when a batch has ended: no part waits for a timer. An owner
+    that stands still holds the threads of its own batches, never those that other owners' parts need. Knows sizes and
+    kinds; not what a part is."""
 
-    def __init__(self, pool: Executor, move: Callable[[list[P]], None]) -> None:
-        """``move`` is called in ``pool`` with 1 or more parts of one kind; it must not raise."""
-        self._pool, self._move = pool, move
+    def __init__(self, pool: Executor, move: Callable[[list[P]], None], *, at_once: int = 1) -> None:
+        """``move`` is called in ``pool`` with 1 or more parts of one kind; it must not raise. ``at_once``: batches
+        under way at most."""
+        self._pool, self._move, self._at_once = pool, move, at_once
         self._lock = threading.Lock()
         self._queue: deque[P] = deque()
+        self._under_way = 0  # threads taken or asked for
 
     def add(self, part: P) -> None:
         """Let ``part`` go with the next batch. Raises ``RuntimeError`` when the pool is shut down."""
         with self._lock:
+            if self._under_way < self._at_once:
+                self._pool.submit(self._run)
+                self._under_way += 1
             self._queue.append(part)
-        self._pool.submit(self._run)
 
     def _run(self) -> None:
-        with self._lock:
-            batch = self._take()
-        if batch:  # else an earlier thread took it along
-            self._move(batch)
+        """Move one batch, then wait for the next turn among the owners."""
+        while True:
+            with self._lock:
+                batch = self._take()
+            if batch:  # else another thread took all
+                self._move(batch)
+            with self._lock:
+                if not self._queue:
+                    self._under_way -= 1
+                    return
+                try:
+                    self._pool.submit(self._run)
+                    return
+                except RuntimeError:  # shut down: what was added before it goes all the same, in this thread
+                    continue
 
     def _take(self) -> list[P]:
         batch: list[P] = []

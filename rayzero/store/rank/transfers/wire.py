@@ -163,17 +163,24 @@ class WireTransfers:
         lead_says: Describe,
         options: WireOptions,
         recorder: Recorder,
+        streams: int = 1,
     ) -> None:
         """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
-        closes. ``lead_says``: asks the lead whom the step waits for."""
+        closes. ``lead_says``: asks the lead whom the step waits for. ``streams``: to the owner at once, a direction."""
         self.owner, self.transport, self.reads_gradients = link.owner, "grpc", False
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._lead_says = closing, lead_says
         self._options, self._recorder = options, recorder
-        self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download))
-        self._pushes: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Push")))
-        self._loads: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Load")))
-        self._stages: Batches[_Send] = Batches(pushes, partial(self._run, partial(self._upload, "Stage")))
+        self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download), at_once=streams)
+        self._pushes: Batches[_Send] = Batches(
+            pushes, partial(self._run, partial(self._upload, "Push")), at_once=streams
+        )
+        self._loads: Batches[_Send] = Batches(
+            pushes, partial(self._run, partial(self._upload, "Load")), at_once=streams
+        )
+        self._stages: Batches[_Send] = Batches(
+            pushes, partial(self._run, partial(self._upload, "Stage")), at_once=streams
+        )
         self._fetch_pool = fetches
 
     # ---- verbs
@@ -403,11 +410,13 @@ class WireTransfers:
         count_bytes(self._recorder, direction, "grpc", sum(shard.numel for shard in part.shards), dtype, sent_as)
 
 
-def transfer_threads(num_owners: int, rank: int, direction: str) -> ThreadPoolExecutor:
-    """Threads that move one rank's bytes in one direction: pushes never queue behind fetches."""
-    return ThreadPoolExecutor(
-        min(8, max(2, num_owners)), f"rayzero-rank{rank}-{direction}", initializer=use_torch_threads, initargs=(1,)
-    )
+def transfer_threads(num_owners: int, rank: int, direction: str) -> tuple[ThreadPoolExecutor, int]:
+    """Threads that move one rank's bytes in one direction, and how many of them one owner may have: pushes never queue
+    behind fetches, nor behind those to an owner that stands still."""
+    threads = min(8, max(2, num_owners))
+    name = f"rayzero-rank{rank}-{direction}"
+    pool = ThreadPoolExecutor(threads, name, initializer=use_torch_threads, initargs=(1,))
+    return pool, max(1, threads // num_owners)
 
 
 def _indices(shards: Sequence[Shard]) -> list[int]:
