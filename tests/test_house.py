@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +90,19 @@ def test_nothing_below_the_engine_knows_modules(package: str) -> None:
 
 def test_the_engine_does_know_modules() -> None:
     assert _uses_nn(PACKAGE / "engine" / "prepare.py")
+
+
+def _public() -> list[tuple[str, str]]:
+    """(module, name) of everything that a module of the package offers by ``__all__``."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found += [(module, name) for name in ast.literal_eval(node.value)]
+    return found
+
+
+@pytest.mark.parametrize(("module", "name"), _public())
+def test_what_a_module_offers_is_there(module: str, name: str) -> None:
+    getattr(importlib.import_module(module), name)
