@@ -56,13 +56,16 @@ def plan(
 
 
 def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
+    from rayzero.cluster.processes.program_memory import coordinator_memory, imported_memory
+
+    coordinator = coordinator_memory()
     import torch
 
     from rayzero.cli.train import choose_recipe
-    from rayzero.recipes.planning import imported_memory, recipe_work
+    from rayzero.recipes.planning import recipe_work
     from rayzero.recipes.text import make_tokenizer
 
-    imported = imported_memory()
+    imported = imported_memory(coordinator)
     recipe = choose_recipe(arguments, {}, None)
     on_gpu = torch.cuda.is_available() if gpus is None else gpus > 0
     return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, imported, on_gpu=on_gpu)

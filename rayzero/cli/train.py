@@ -19,6 +19,7 @@ from rayzero.quantities import count
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rayzero.memory.process_memory import ProcessMemory
     from rayzero.recipes.recipe import RecipeConfig
     from rayzero.recipes.training import Prepared, Training
 
@@ -56,7 +57,10 @@ def train(
     if run_dir == "":
         raise ConfigError("--run-dir is '' but must be a folder with a plain name")
     chosen = {key: value for key, value in options.items() if value is not None}
-    _train(choose_recipe(arguments or [], chosen, None if run_dir is None else Path(run_dir)))
+    from rayzero.cluster.processes.program_memory import coordinator_memory
+
+    coordinator = coordinator_memory()  # before a recipe imports torch
+    _train(choose_recipe(arguments or [], chosen, None if run_dir is None else Path(run_dir)), coordinator)
 
 
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
@@ -120,7 +124,7 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
     settings[name] = value
 
 
-def _train(recipe: RecipeConfig) -> None:
+def _train(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
     from rich.console import Console
 
     from rayzero.cluster.interrupts import interruptible
@@ -129,7 +133,7 @@ def _train(recipe: RecipeConfig) -> None:
     console = Console()
     try:
         with interruptible():
-            prepared = prepare_run(recipe)
+            prepared = prepare_run(recipe, coordinator)
             announce(prepared, console)
             training = run_prepared(prepared, console)
     except (KeyboardInterrupt, SystemExit) as stop:

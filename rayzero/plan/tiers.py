@@ -257,7 +257,7 @@ def _host_bytes(
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
-        programs=programs.of_host(num_ranks, actors + (host == 0)),
+        programs=programs.of_host(num_ranks, actors, coordinators=host == 0),
         coordinator=host == 0,
     )
 

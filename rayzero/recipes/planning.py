@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.process_memory import ProcessMemory, process_memory
+from rayzero.memory.process_memory import process_memory
 from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
-from rayzero.plan.programs import Programs
+from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes
 from rayzero.plan.work import Work, measure_work
 from rayzero.recipes.lm import next_token_loss
@@ -29,7 +28,6 @@ from rayzero.recipes.recipe import RecipeConfig
 __all__ = [
     "RecipePlan",
     "RecipeWork",
-    "imported_memory",
     "plan_recipe",
     "recipe_bytes",
     "recipe_hardware",
@@ -84,13 +82,7 @@ class RecipePlan:
         }
 
 
-def imported_memory() -> ProcessMemory:
-    """This process's memory, having imported what every process of a run imports; before any recipe is looked into."""
-    import_module("rayzero.cluster.processes.owner_process")
-    return process_memory()
-
-
-def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: ProcessMemory, *, on_gpu: bool) -> RecipeWork:
+def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on_gpu: bool) -> RecipeWork:
     """Lay the recipe's model out and run one micro-batch of it on nothing. imported: see ``imported_memory``. on_gpu:
     ranks will compute on GPUs."""
 

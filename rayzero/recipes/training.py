@@ -14,6 +14,7 @@ from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
+from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
@@ -21,11 +22,12 @@ from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file
 from rayzero.memory.process_memory import ProcessMemory
+from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets
 from rayzero.recipes.lm import STEP_FLOPS, recipe_text, train_loop, unigram_baseline
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import RecipeWork, bytes_on_one_host, imported_memory, recipe_work, reserve
+from rayzero.recipes.planning import RecipeWork, bytes_on_one_host, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
@@ -59,12 +61,12 @@ class Prepared:
     resume_step: int  # steps that the checkpoint to start from has done; 0: a fresh run
 
 
-def prepare_run(recipe: RecipeConfig) -> Prepared:
+def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) -> Prepared:
     """Read the text, shape the model and open the checkpoint to resume from, if any; writes nothing, but puts right
-    what a save left that was cut short.
+    what a save left that was cut short. ``coordinator``: see ``imported_memory``.
 
     Raises ConfigError, UnsupportedError, DataError or CheckpointError, one line each."""
-    imported = imported_memory()
+    imported = imported_memory(coordinator)
     recipe = recipe.at(Path.cwd())
     make_trainer(recipe)
     text = recipe_text(recipe)
@@ -81,7 +83,7 @@ def prepare_run(recipe: RecipeConfig) -> Prepared:
     )
 
 
-def _work(recipe: RecipeConfig, text: Text, imported: ProcessMemory) -> RecipeWork | None:
+def _work(recipe: RecipeConfig, text: Text, imported: Imported) -> RecipeWork | None:
     try:
         work = recipe_work(recipe, text.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
     except UnsupportedError as error:

@@ -158,7 +158,7 @@ def seen(watched: Watched) -> dict[str, Seen]:
     return watched.processes
 
 
-NOTHING = Programs(rank=0, other=0, files=0)
+NOTHING = Programs(rank=0, owner=0, coordinator=0, files=0)
 
 
 def planned() -> RunBytes:
@@ -173,7 +173,7 @@ def planned() -> RunBytes:
         SCALING,
         Hosts(),
         num_states=2,
-        programs=Programs(rank=0, other=0, files=0),
+        programs=Programs(rank=0, owner=0, coordinator=0, files=0),
         measures_norms=True,
     )
 

@@ -32,7 +32,7 @@ WORK = Work(
 UNIT = 64 * 64 * 2  # bytes in bf16
 
 
-NOTHING = Programs(rank=0, other=0, files=0)
+NOTHING = Programs(rank=0, owner=0, coordinator=0, files=0)
 
 
 def four_layers() -> ModelLayout:
@@ -53,7 +53,7 @@ def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
         BF16,
         ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True),
         GPU_HOSTS,
-        programs=Programs(rank=1000, other=100, files=7),
+        programs=Programs(rank=1000, owner=100, coordinator=50, files=7),
     )
     assert (run.device.parameters, run.device.resting, run.device.peak) == (4 * UNIT, 4 * UNIT + 100, 4 * UNIT + 7100)
     elements = 4 * 64 * 64
@@ -64,7 +64,7 @@ def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
     first, second = run.hosts
     assert (first.ranks, first.owners, second.ranks, second.owners) == (2, 2, 2, 0), "owners stand beside ranks 0 and 1"
     assert (first.staging, second.staging) == (0, 2 * (2 * UNIT + 4 * UNIT)), "owners of another host: by gRPC"
-    assert (first.compute, first.programs, second.programs) == (0, 2307, 2007), "the coordinator is on the first"
+    assert (first.compute, first.programs, second.programs) == (0, 2257, 2007), "the coordinator is on the first"
 
 
 def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_compute_in_host_memory() -> None:

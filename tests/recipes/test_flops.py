@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.recipes.flops import FlopRate, peak_flops
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
-from rayzero.recipes.planning import imported_memory, recipe_work
+from rayzero.recipes.planning import recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.telemetry.names import MFU_RATIO, MODEL_FLOPS, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.recipes.plan_check import PLAN, PLAN_STEPS, PlanCheck, measure_hardware, read_plan
-from rayzero.recipes.planning import RecipeWork, imported_memory, recipe_work
+from rayzero.recipes.planning import RecipeWork, recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow
 from rayzero.telemetry.discovery import Target
