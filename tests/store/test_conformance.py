@@ -28,6 +28,7 @@ from rayzero.errors import (
     StepMismatchError,
     StoreError,
 )
+from rayzero.layout.model_layout import lay_out_unit
 from rayzero.owner import checkpoint as snapshot
 from rayzero.protocol.messages import (
     COMPUTE,
@@ -35,6 +36,7 @@ from rayzero.protocol.messages import (
     Action,
     CheckpointInfo,
     Clamp,
+    Contribution,
     Edit,
     EditKind,
     FileEntry,
@@ -100,6 +102,18 @@ def test_frozen_units_are_published_and_never_updated(make_stores: StoreFactory)
                 assert torch.equal(before[name], after[name]) == (unit == 1 or 0 in shape), name
         with pytest.raises(StoreError, match=r"'layers.0' has no 'master'"):
             rank.fetch_unit(1, 1, MASTER)[0].result(WAIT)
+
+
+def test_a_unit_without_elements_is_pushed_like_any_other(make_stores: StoreFactory) -> None:
+    spec = make_spec(1)
+    empty = lay_out_unit(len(spec.layout.units), "nothing", torch.float32, True, [("nothing", (0, 3))])
+    layout = replace(spec.layout, units=(*spec.layout.units, empty))
+    spec = replace(spec, layout=layout, group_of=(*spec.group_of, (0,)))
+    with make_stores(1, 2) as stores:
+        start(stores, spec)
+        push = Contribution(step=0, attempt=0, rank=0, unit=empty.index, seq=0, presence=b"\1")
+        stores[0].push(push, torch.empty(0)).result(WAIT)
+        stores[0].published(empty.index, 0).result(WAIT)
 
 
 def test_bf16_units_publish_their_fp32_master_rounded(make_stores: StoreFactory) -> None:

@@ -38,6 +38,7 @@ from rayzero.protocol.messages import (
 from rayzero.store.rank.connection import Connection, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
 from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
+from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
 from rayzero.telemetry.recorder import End
@@ -75,6 +76,7 @@ class RankStore:
         self._recorder = connection.recorder
         self._joined: Joined | None = None
         self._routes: list[_Route] = []  # by unit
+        self._transport = ""  # of the run, as metrics call it
         self._writer: GradientWriter | None = None  # of gradients that owners read
         self._unwatch: End = lambda: None  # ends telling of their memory
         self._newest = settled(0)  # the content version that ``published`` gave last
@@ -95,7 +97,7 @@ class RankStore:
                 region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
                 self._writer = GradientWriter(region, self, name)
                 self._unwatch = watch_gradients(self._recorder, region.flats.values(), joined.gradient_tier)
-            self._joined = joined
+            self._joined, self._transport = joined, joined.transport
             self._routes = [self._route_of(joined, unit) for unit in spec.layout.units]
             tell_build(self._recorder, joined.kernel, joined.transport)
         return joined.attached
@@ -109,7 +111,7 @@ class RankStore:
         return _Route(
             unit=unit,
             parts=parts,
-            away=[part for part in parts if part not in here],
+            away=[(way, shards) for way, shards in parts if not way.reads_gradients],
             here=sum(shard.numel for _, shards in here for shard in shards),
             here_by=here[0][0].transport if here else "",
         )
@@ -195,12 +197,12 @@ class RankStore:
         except RayZeroError as error:
             return failed(error)
         over = self._timing(PUSH_SECONDS)
-        if not route.away:
+        if route.here and not route.away:
             written = self._write_here(route, contribution, grads, DONE)
             written.add_done_callback(lambda done: over() if is_well(done) else None)
             return written
-        gather = Gather(1 + (route.here > 0), over)
-        sent = self._send(gather, route, contribution, grads)
+        gather = Gather((len(route.away) > 0) + (route.here > 0), over)  # none of a unit without elements
+        sent = self._send(gather, route, contribution, grads) if route.away else DONE
         if route.here:
             written = self._write_here(route, contribution, grads, sent)
             written.add_done_callback(lambda done: gather.end(done.exception()))
@@ -322,7 +324,7 @@ class RankStore:
         return self._routes[unit]
 
     def _timing(self, metric: Metric) -> Callable[[], None]:
-        began, transport = time.perf_counter(), self._require_attached().transport
+        began, transport = time.perf_counter(), self._transport
         return lambda: self._recorder.observe(metric, time.perf_counter() - began, transport=transport)
 
 
@@ -336,8 +338,4 @@ def _require_form(verb: str, unit: UnitLayout, tensor: Tensor, dtype: torch.dtyp
         raise StoreError(f"{unit.name!r} has {unit.numel} elements, {verb} got a tensor of {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
         raise StoreError(f"{verb} of {unit.name!r} takes {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}")
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise StoreError(
-            f"the store moves contiguous 1D CPU tensors, got shape {tuple(tensor.shape)}, "
-            f"strides {tensor.stride()} on {tensor.device}"
-        )
+    require_flat(tensor)

@@ -31,12 +31,17 @@ _CHECKSUM, _PAYLOAD = 3 << 3 | _FIXED64, 4 << 3 | _LEN
 
 def byte_view(tensor: Tensor) -> Bytes:
     """The memory of a contiguous 1D CPU tensor as bytes, shared, not copied. Raises ``StoreError`` on others."""
+    require_flat(tensor)
+    return tensor.detach().view(torch.uint8).numpy()
+
+
+def require_flat(tensor: Tensor) -> None:
+    """Raise ``StoreError`` for anything but a contiguous 1D CPU tensor."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise StoreError(
             f"the store moves contiguous 1D CPU tensors, got shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()} on {tensor.device}"
         )
-    return tensor.detach().view(torch.uint8).numpy()
 
 
 def checksum(payload: memoryview) -> int:
