@@ -38,6 +38,7 @@ class DeviceBytes:
 
     parameters: int  # gathered at most, at any time
     buffers: int
+    leaving: int  # a GPU's: gradients gathered for their copies to host memory
     sums: int  # offload_grads=False: gradients summed in fp32
     states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # beyond those, at the forward's peak
@@ -51,7 +52,12 @@ class DeviceBytes:
     @property
     def peak(self) -> int:
         """At the highest point of a step."""
-        return self.resting + self.sums + max(self.forward, self.backward)
+        return self.resting + self.sums + self._computing
+
+    @property
+    def _computing(self) -> int:
+        """Activations and gradients. What is summed on the device leaves when the last backward is over."""
+        return max(self.forward, self.leaving, self.backward + (0 if self.sums else self.leaving))
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -60,7 +66,7 @@ class DeviceBytes:
             "buffers": self.buffers,
             "masters and states": self.states,
             "gradient sums": self.sums,
-            "activations and gradients": max(self.forward, self.backward),
+            "activations and gradients": self._computing,
         }
         return f"{format_bytes(self.peak)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 
@@ -158,7 +164,7 @@ def plan_bytes(
         )
         for owner in range(len(owners))
     )
-    device = _device_bytes(layout, work, zero, max(plan.on_device for plan in plans))
+    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans))
     ranks_of, plans_of = Counter(ranks), defaultdict[int, list[OwnerPlan]](list)
     for plan, host in zip(plans, owners, strict=True):
         plans_of[host].append(plan)
@@ -190,12 +196,13 @@ def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> l
     return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
 
 
-def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, states: int) -> DeviceBytes:
+def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int) -> DeviceBytes:
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
     return DeviceBytes(
         parameters=_gathered(sizes, zero.gpu_param_memory_budget),
         buffers=work.buffer_bytes,
+        leaving=_leaving(layout) if hosts.on_gpu else 0,
         sums=0 if zero.offload_grads else trained * FP32,
         states=states,
         forward=work.forward_peak_bytes,
@@ -263,9 +270,13 @@ def _host_bytes(
 
 
 def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
-    """Of one rank: pushes on their way out (engine/units/transfers.py), and on a GPU what arrives for it."""
-    leaving = 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
-    return leaving + (device.parameters if hosts.on_gpu else 0)
+    """Of one rank: pushes on their way out, and on a GPU what arrives for it."""
+    return _leaving(layout) + (device.parameters if hosts.on_gpu else 0)
+
+
+def _leaving(layout: ModelLayout) -> int:
+    """Gradients of pushes on their way out, at most (engine/units/transfers.py)."""
+    return 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
 
 
 def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:

@@ -186,7 +186,8 @@ def test_the_host_bytes_are_those_that_were_planned(watched) -> None:
     assert host.planned > 4 * MODEL + SAVED
     assert host.ratio == pytest.approx(1, abs=0.05), rows
     assert rank.planned > SAVED + MODEL // LAYERS, "a layer's gradients come while the others' activations wait"
-    assert rank.ratio == pytest.approx(1, abs=0.25), rows  # some MiB stay after the first step, others pass unseen
+    waiting = 2 * MODEL // LAYERS / rank.planned  # gradients that wait for their copy, where the machine is busy
+    assert 0.75 < rank.ratio < 1.25 + waiting, rows  # some MiB stay after the first step, others pass unseen
 
 
 def test_each_process_adds_up_to_what_the_kernel_counts_for_it_alone(seen) -> None:

@@ -129,6 +129,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             until(lambda: len(prometheus.values('up{job="rayzero"} == 1')) == 5, "five exporters are not up", logs[0])
             last = "min(rayzero_step) > 60 and min(rayzero_checkpoint_last_success_timestamp_seconds) > 0"
             until(lambda: prometheus.values(last), "no 60 steps and a checkpoint", logs[0])
+            seen = "min(increase(rayzero_step_seconds_count[5m])) > 0"  # between two scrapes: rates have values
+            until(lambda: prometheus.values(seen), "no rank took a step between two scrapes", logs[0])
             until(lambda: prometheus.values("run:rayzero_tokens:rate1m"), "no recorded rule", logs[1])
             yield prometheus
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
+from rayzero.engine.units.partition import build_layout
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
 from rayzero.lanes import ThreadLane
@@ -95,12 +96,16 @@ class OneUnit:
 
 
 def one_unit() -> tuple[UnitLayout, OneUnit, Future[int]]:
-    from rayzero.engine.units.partition import build_layout
-
     (unit,) = build_layout(torch.nn.Linear(64, 64, bias=False)).layout.units
     published: Future[int] = Future()
     published.set_result(0)
     return unit, OneUnit(torch.arange(float(unit.numel))), published
+
+
+def large_unit(*, bias: bool) -> UnitLayout:
+    """So large that a thread gathers it."""
+    (unit,) = build_layout(torch.nn.Linear(1024, 512, bias=bias)).layout.units
+    return unit
 
 
 def held_up(held: list[str]) -> ThreadLane:
@@ -159,3 +164,41 @@ def test_draining_waits_for_copies_into_the_stores_memory() -> None:
     assert ended == ["out"]
     carried.close()
     assert torch.equal(store.pushed[0], store.values)
+
+
+class Landing(OneUnit):
+    """A store that has memory of its own for the gradients of a push."""
+
+    def landing(self, contribution: Contribution) -> Tensor:
+        return torch.zeros_like(self.values)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["gathered", "whole"])
+@pytest.mark.parametrize("store_of", [OneUnit, Landing])
+@pytest.mark.parametrize("transfers_of", [DeviceTransfers, UnitTransfers])
+def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_waits(
+    transfers_of: type[UnitTransfers], store_of: type[OneUnit], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were there no end to those that wait for their copy, a slow link would keep the whole model's on the device."""
+    unit = large_unit(bias=bias)
+    store, held = store_of(torch.zeros(unit.numel)), ["out"]
+    staging, lane = BufferPool(budget=MemoryBudget(2 * buffer_bytes(unit.size_bytes))), held_up(held)
+    monkeypatch.setattr("rayzero.engine.units.transfers.ThreadLane", lambda: lane)
+    on_device = transfers_of is DeviceTransfers
+    carried = DeviceTransfers(store, staging, held_up(held), {}) if on_device else UnitTransfers(store, staging)
+
+    def push(seq: int) -> Future[None] | None:
+        contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=seq, presence=b"\x03")
+        return carried.push(unit, contribution, [torch.full(slot.shape, float(seq)) for slot in unit.slots])
+
+    try:
+        first, second, third = push(0), push(1), push(2)
+    finally:
+        held.clear()
+    assert third is None
+    first.result(10)
+    second.result(10)
+    push(2).result(10)
+    assert [float(pushed[0]) for pushed in store.pushed] == [0.0, 1.0, 2.0]
+    carried.close()
+    assert staging.budget.used == 0

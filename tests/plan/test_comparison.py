@@ -13,7 +13,7 @@ from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
 
-DEVICE = DeviceBytes(parameters=4000, buffers=0, sums=0, states=0, forward=1000, backward=2000)
+DEVICE = DeviceBytes(parameters=4000, buffers=0, leaving=0, sums=0, states=0, forward=1000, backward=2000)
 PLAN = RunBytes(
     device=DEVICE,
     owners=tuple(

@@ -5,7 +5,8 @@ version and moves nothing. Otherwise a fetch goes from the store straight into t
 memory, or else a (pinned) staging buffer, is copied to the device by a lane; the copy waits for what the compute stream
 had queued when the fetch was asked for, because the buffer may have been read until then. Gradients go the other way
 (CPU: gathered on the lane's thread; CUDA: on its stream): into the store's landing memory where it has some for the
-push, else into staging of at most two largest units in flight.
+push, else into staging. Gradients that wait for their copy, or in staging for their owners, are at most two largest
+units: a backward that is faster than the copies waits for them, and does not keep the whole model's gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rayzero.engine.units.fetch import Fetching, Renewal
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
 from rayzero.layout.model_layout import ALIGN, UnitLayout
-from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.budget import Lease, MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.protocol.store import ParameterStore
@@ -85,10 +86,10 @@ class UnitTransfers:
 
     def push(self, unit: UnitLayout, contribution: Contribution, grads: Grads) -> Future[None] | None:
         """Send a unit's gradients; done when they have landed with the owners. Returns at once. None: earlier pushes
-        have taken all staging; wait for one of them and call again. With none in flight there is always room.
+        leave no room; wait for one of them and call again. With none in flight there is always room.
 
         A small unit is gathered here, because handing it to another thread takes longer."""
-        target = _target(self._store, self._staging, unit, contribution, grads)
+        target = _target(self._store, self._staging, unit, contribution, grads, at_once=unit.size_bytes <= _SMALL)
         if target is None:
             return None
         held = list(grads)
@@ -105,15 +106,19 @@ class UnitTransfers:
         return landed
 
     def _send(self, contribution: Contribution, target: _Target, gather: Callable[[], None]) -> Future[None]:
-        """Push once ``gather`` has filled the target, whose staging is free when that has landed."""
+        """Push once ``gather`` has filled the target."""
         try:
-            gather()
+            try:
+                gather()
+            finally:
+                if target.until_gathered is not None:
+                    target.until_gathered.release()
             sent = self._store.push(contribution, target.flat)
         except Exception as exc:  # of the push, perhaps on the thread: the rank's next wait raises it
             sent = failed(exc)
-        if target.staged is not None:
-            staged, answer, sent = target.staged, sent, Future()
-            answer.add_done_callback(lambda _: staged.release())
+        if target.until_landed is not None:
+            room, answer, sent = target.until_landed, sent, Future()
+            answer.add_done_callback(lambda _: room.release())
             chain(answer, sent)
         return sent
 
@@ -208,7 +213,7 @@ class DeviceTransfers(UnitTransfers):
 
     def push(self, unit: UnitLayout, contribution: Contribution, grads: Grads) -> Future[None] | None:
         """See ``UnitTransfers``. The copy is queued here; the thread waits for it and announces."""
-        target = _target(self._store, self._staging, unit, contribution, ())
+        target = _target(self._store, self._staging, unit, contribution, (), at_once=False)
         if target is None:
             return None
         gathered = torch.empty(unit.numel, dtype=unit.dtype, device=self._lane.device)
@@ -252,27 +257,38 @@ def _held(pool: BufferPool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a unit's gradients are gathered, in host memory."""
+    """Where a unit's gradients are gathered, in host memory, and the room they take there or on their way."""
 
     flat: Tensor  # 1D, unit.numel elements, the unit's dtype
-    staged: Buffer | None = None  # the staging that is. freed by: UnitTransfers._send
     filled: bool = False  # the gradients are there
+    until_gathered: Lease | None = None  # freed by: UnitTransfers._send
+    until_landed: Lease | Buffer | None = None  # freed by: UnitTransfers._send
 
 
 def _target(
-    store: ParameterStore, staging: BufferPool, unit: UnitLayout, contribution: Contribution, grads: Grads
+    store: ParameterStore,
+    staging: BufferPool,
+    unit: UnitLayout,
+    contribution: Contribution,
+    grads: Grads,
+    *,
+    at_once: bool,
 ) -> _Target | None:
-    """The store's landing memory; else the one gradient there is, where it is the unit's flat gradient; else staging,
-    or None where it has no room now."""
+    """The store's landing memory; else the one gradient there is, where it is the unit's flat gradient; else staging.
+    None where gradients on their way leave no room now. at_once: these are gathered before anything else is pushed."""
     landing = store.landing(contribution)
     if landing is not None:
-        return _Target(landing)
+        if at_once:
+            return _Target(landing)
+        waiting = staging.budget.reserve(unit.size_bytes)
+        return None if waiting is None else _Target(landing, until_gathered=waiting)
     whole = _whole(unit, grads)
     if whole is not None:
-        return _Target(whole, filled=True)
+        sending = staging.budget.reserve(unit.size_bytes)
+        return None if sending is None else _Target(whole, filled=True, until_landed=sending)
     with torch.inference_mode(False):
         staged = staging.acquire(unit.size_bytes)
-    return None if staged is None else _Target(staged.tensor.view(unit.dtype), staged)
+    return None if staged is None else _Target(staged.tensor.view(unit.dtype), until_landed=staged)
 
 
 def _whole(unit: UnitLayout, grads: Grads) -> Tensor | None:
