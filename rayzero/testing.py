@@ -9,13 +9,15 @@
 
     states = run_ranks(train, world_size=2, num_optimizers=3)
 
-Ranks are threads (fast, but they share torch's global random generator) or spawned processes (each its own, real
-transports). Owners live in this process.
+Ranks are threads (fast, but they share torch's global random generator) or processes (each its own, real transports).
+Owners live in this process. Processes are forked by a server that has imported torch once (multiprocessing's
+"forkserver", which ends with this program), because each would otherwise take seconds to import it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import secrets
 import threading
@@ -34,6 +36,7 @@ import torch
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
@@ -45,6 +48,7 @@ __all__ = ["run_ranks"]
 
 _LEAVE_S = 30.0  # for a rank's process to end once its loop has
 _END_S = 3.0  # for a process to end that was told to
+_PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote"]  # none starts a thread
 
 T = TypeVar("T")
 Loop = Callable[[RankContext], T]
@@ -67,7 +71,7 @@ def run_ranks(
 ) -> list[T]:
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners; returns each rank's result.
 
-    processes: spawn a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
+    processes: start a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
     transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory; or a
     function (rank, recorder, model) that connects a rank to owners of your own, for its first prepared model (0), ...
     config: what ``rayzero.prepare`` uses where the loop gives it none; owners beside ranks are started for its
@@ -275,12 +279,14 @@ def _results(outcomes: list[_Outcome]) -> list[Any]:
 
 
 def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
-    spawn, usual = multiprocessing.get_context("spawn"), multiprocessing.get_start_method(allow_none=True)
+    server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(allow_none=True)
+    server.set_forkserver_preload(_PRELOADED)  # counts for the server's start, with the first process
     pipes: dict[Connection, int] = {}
     children = []
     for place in places:
-        ours, theirs = spawn.Pipe(duplex=False)
-        child = spawn.Process(target=_child, args=(fn, place, connect, theirs, usual), name=f"rank-{place.rank}")
+        ours, theirs = server.Pipe(duplex=False)
+        started = _Start(usual, dict(os.environ))
+        child = server.Process(target=_child, args=(fn, place, connect, theirs, started), name=f"rank-{place.rank}")
         child.start()
         theirs.close()
         pipes[ours] = place.rank
@@ -321,8 +327,22 @@ def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:
     return outcomes
 
 
-def _child(fn: Loop[Any], place: _Place, connect: Connect, pipe: Connection, start_method: str | None) -> None:
-    multiprocessing.set_start_method(start_method, force=True)  # as in any program: a spawned one would spawn its own
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a forked rank does not have from its server, or has as the server had it when it started."""
+
+    method: str | None  # of the processes that the rank starts itself
+    environment: dict[str, str]
+
+    def take(self) -> None:
+        multiprocessing.set_start_method(self.method, force=True)
+        os.environ.clear()
+        os.environ.update(self.environment)
+
+
+def _child(fn: Loop[Any], place: _Place, connect: Connect, pipe: Connection, start: _Start) -> None:
+    start.take()
+    load_compiler_only_to_compile()
     torch.set_num_threads(place.threads)
     with running_in(place.context(connect, _Ending())) as context:
         _send(pipe, _outcome(fn, context))  # before the rank leaves the run, which fails the others

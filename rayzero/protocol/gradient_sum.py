@@ -141,7 +141,7 @@ class _Wide(threading.local):
     allocate at every one."""
 
     def __init__(self) -> None:
-        self.values = torch.zeros(_WIDE)
+        self.values = torch.empty(_WIDE)
 
 
 _wide = _Wide()

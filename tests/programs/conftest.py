@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -42,26 +41,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def settings(category: str, number: int, case: Case, config: pytest.Config) -> list[Setting]:
-    """In process every number of ranks, in one precision or the other; one other store and one other way of keeping
-    units up, in turn. ``--all-stores``: every store with every number of ranks and both precisions."""
+    """Every number of ranks once, both precisions in turn: one as the engine mostly runs, one over another store, one
+    with another way of keeping units up. Which of them comes together changes from case to case. ``--all-stores``:
+    every store with every number of ranks and both precisions."""
     if config.getoption("--engine", "rayzero") == "fsdp2":
         return [Setting(category, 2, "fp32", "fsdp2")]
     if case.once:
         return [Setting(category, 1, "fp32", "inprocess")]
     if case.draws and min(case.ranks) > 1:  # processes take seconds to start
         return [Setting(category, case.ranks[0], "fp32", "shm"), Setting(category, case.ranks[-1], "bf16", "grpc")]
-    places = list(product(case.ranks, case.precisions))
     if config.getoption("--all-stores", False):
-        return [Setting(category, *place, store) for place in places for store in ("inprocess", *OTHER_STORES)]
-    chosen: list[tuple[Any, ...]] = [
-        (ranks, case.precisions[(number + i) % len(case.precisions)], "inprocess") for i, ranks in enumerate(case.ranks)
-    ]
-    chosen.append((*places[number % len(places)], OTHER_STORES[number % len(OTHER_STORES)]))
-    how = OTHER_RESIDENCIES[number % len(OTHER_RESIDENCIES)]
-    # Sums on the device are rounded to bf16 once, when they leave: not what the oracle's fp32 sums of bf16 are.
-    kept = [place for place in places if how != "sums on device" or place[1] == "fp32"] or places
-    chosen.append((*kept[(number + 1) % len(kept)], "inprocess", how))
-    return [Setting(category, *one) for one in chosen]
+        places = product(case.ranks, case.precisions, ("inprocess", *OTHER_STORES))
+        return [Setting(category, *place) for place in places]
+    turn = number // 3  # the roles below change places with every case, what they are with every third
+    how = OTHER_RESIDENCIES[turn % len(OTHER_RESIDENCIES)]
+    roles = [("inprocess", "one ahead"), (OTHER_STORES[turn % len(OTHER_STORES)], "one ahead"), ("inprocess", how)]
+    found = []
+    for i, (store, residency) in enumerate(roles):
+        precision = case.precisions[(number // 2 + i) % len(case.precisions)]
+        # Sums on the device are rounded to bf16 once, when they leave: not what the oracle's fp32 sums of bf16 are.
+        if residency == "sums on device" and "fp32" in case.precisions:
+            precision = "fp32"
+        found.append(Setting(category, case.ranks[(number + i) % len(case.ranks)], precision, store, residency))
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from typing import Literal
 
@@ -14,7 +17,7 @@ import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError, RayZeroError
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.testing import run_ranks
+from rayzero.testing import _PRELOADED, run_ranks
 
 _STALL_S = 60.0
 _AT_ONCE_S = 20.0  # far from the stall timeout, on a crowded machine
@@ -86,3 +89,24 @@ def test_workers_of_a_ranks_loader_are_forked_as_in_any_program(
     assert run_ranks(_load_by_workers, 2, 1, transport, processes=True) == [(usual, [28.0, 92.0] * 2)] * 2
     assert "fork" not in capfd.readouterr().err, "gRPC tells of each fork"
     assert "lost its connection" not in caplog.text, "ranks that are done leave, they are not killed"
+
+
+def _environment(_: RankContext) -> str | None:
+    return os.environ.get("RAYZERO_TEST_ENVIRONMENT")
+
+
+def test_a_rank_process_has_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that forks ranks has that of the first call."""
+    monkeypatch.delenv("RAYZERO_TEST_ENVIRONMENT", raising=False)
+    assert run_ranks(_environment, 1, 1, "grpc", processes=True) == [None]
+    monkeypatch.setenv("RAYZERO_TEST_ENVIRONMENT", "now")
+    assert run_ranks(_environment, 1, 1, "grpc", processes=True) == ["now"]
+
+
+def test_what_ranks_are_forked_with_has_started_no_thread_of_torchs() -> None:
+    """A fork has none of its parent's threads, and libgomp waits for those it had."""
+    code = "import os, torch; before = len(os.listdir('/proc/self/task'))\n"
+    code += "".join(f"import {name}\n" for name in _PRELOADED)
+    code += "print(len(os.listdir('/proc/self/task')) - before)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "0"
