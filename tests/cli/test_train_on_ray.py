@@ -114,18 +114,6 @@ def test_the_bytes_that_moved_are_those_of_the_arithmetic(whole):
     }
 
 
-def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(tmp_path):
-    """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step."""
-    (tmp_path / "text.txt").write_text(VERSE * 300)
-    finish(*TRAIN, "--steps", "6", "--run-dir", "runs/c", "zero.transport=grpc", cwd=tmp_path)
-    moved, run = bytes_moved(tmp_path / "runs" / "c"), tmp_path / "runs" / "c"
-    model_bytes = layout_bytes(load_recipe(run / "config.yaml"))
-    assert moved.keys() == {("grpc", "load"), ("grpc", "push"), ("grpc", "fetch")}
-    assert moved["grpc", "push"] == 2 * 6 * model_bytes
-    assert moved["grpc", "load"] == model_bytes
-    assert 2 * 6 * model_bytes <= moved["grpc", "fetch"] <= 2 * 7 * model_bytes
-
-
 def bytes_moved(run: Path) -> dict[tuple[str, str], float]:
     """What the ranks of a finished run counted, by transport and direction."""
     moved: Counter[tuple[str, str]] = Counter()
@@ -210,9 +198,12 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None
         time.sleep(0.1)
 
 
-def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, tmp_path):
-    (tmp_path / "text.txt").write_text(VERSE * 300)
-    process = start(*TRAIN, "--run-dir", "runs/b", "zero.transport=grpc", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run over gRPC that was stopped by Ctrl-C, and resumed with one owner more; and what the second command said."""
+    folder = tmp_path_factory.mktemp("resumed")
+    (folder / "text.txt").write_text(VERSE * 300)
+    process = start(*TRAIN, "--run-dir", "runs/b", "zero.transport=grpc", cwd=folder)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 16/"):
@@ -220,10 +211,25 @@ def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_t
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
-    assert f"continue with: rayzero train --resume --run-dir {tmp_path}/runs/b" in err
-    said = finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=tmp_path)
+    assert f"continue with: rayzero train --resume --run-dir {folder}/runs/b" in err
+    return folder / "runs" / "b", finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder)
+
+
+def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, resumed):
+    run, said = resumed
     assert re.search(r"40 steps from step (15|30), 2 ranks, 3 optimizer actors", said)
-    assert outcome(tmp_path / "runs" / "b") == outcome(whole / "runs" / "a")
+    assert outcome(run) == outcome(whole / "runs" / "a")
+
+
+def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(resumed):
+    """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step. The
+    resumed run has its initial weights from the checkpoint."""
+    run, said = resumed
+    steps = STEPS - int(re.search(r"40 steps from step (\d+)", said)[1])
+    moved, model_bytes = bytes_moved(run), layout_bytes(load_recipe(run / "config.yaml"))
+    assert moved.keys() == {("grpc", "push"), ("grpc", "fetch")}
+    assert moved["grpc", "push"] == 2 * steps * model_bytes
+    assert 2 * steps * model_bytes <= moved["grpc", "fetch"] <= 2 * (steps + 1) * model_bytes
 
 
 def outcome(run: Path) -> tuple[str, list[tuple[int, float, int]]]:

@@ -97,7 +97,7 @@ def test_kuberay_takes_the_manifest(path: Path) -> None:
     definition = CRDS / f"ray.io_{manifest['kind'].lower()}s.yaml"
     if not definition.exists():
         pytest.skip(f"no KubeRay schema in {CRDS}")
-    versions = yaml.safe_load(definition.read_text())["spec"]["versions"]
+    versions = yaml.load(definition.read_text(), yaml.CSafeLoader)["spec"]["versions"]
     schema = next(v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == "v1")
     jsonschema.Draft7Validator(strict(schema)).validate(manifest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,11 @@ def test_ray_train_learns_and_keeps_the_checkpoint_of_its_workers() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_help_says_what_is_shown_and_readme_links_to_it(name: str) -> None:
-    assert "usage:" in run(name, "--help")
+def test_help_says_what_is_shown_and_readme_links_to_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert "usage:" in capsys.readouterr().out
     assert f"examples/{name}" in (ROOT / "README.md").read_text()
