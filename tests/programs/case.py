@@ -7,8 +7,8 @@ How to add a case:
    (tensors, numbers, text, nested) is compared too. ``steps(body)`` makes a loop of a body that leaves gradients.
 2. Add ``Case("what a user would call it", program, build=Model)`` to ``CASES`` of that file. A case that cannot be
    right says ``refused="regular expression of the message"``.
-3. ``pytest tests/programs/test_<category>.py -k "part of its name"``: runs it for 1, 2 and 3 ranks in fp32 and bf16,
-   over every store, beside unsharded replicas whose gradients are averaged at each ``optimizer.step()``.
+3. ``pytest tests/programs/test_<category>.py -k "part of its name"``: runs it for 1, 2 and 3 ranks, in fp32 and bf16,
+   over one store or another, beside unsharded replicas whose gradients are averaged at each ``optimizer.step()``.
 4. ``pytest tests/programs/test_<category>.py --record`` and again with ``--engine fsdp2 --record``: its row in
    README.md. (README.md alone is written anew by ``pytest tests/programs/test_table.py --record``.)
 """

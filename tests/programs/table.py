@@ -16,10 +16,10 @@ README = HERE / "README.md"
 
 HEAD = """# Training programs
 
-What trains unsharded, and what becomes of it with one line (RayZero: 1, 2 and 3 ranks, fp32 and bf16, every store) and
-under FSDP2 (torch 2.13, CPU, 2 ranks, fp32). "same": the weights, and what the program returned, are those of unsharded
-training whose gradients are averaged over the ranks. Written by `pytest tests/programs --record`, and again with
-`--engine fsdp2`; how to add a case is told in `case.py`.
+What trains unsharded, and what becomes of it with one line (RayZero: 1, 2 and 3 ranks, both precisions, stores in
+turn) and under FSDP2 (torch 2.13, CPU, 2 ranks, fp32). "same": the weights, and what the program returned, are those of
+unsharded training whose gradients are averaged over the ranks. Written by `pytest tests/programs --record`, and again
+with `--engine fsdp2`; how to add a case is told in `case.py`.
 """
 
 
