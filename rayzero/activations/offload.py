@@ -33,7 +33,7 @@ from rayzero.activations.schedule.unload import Unload
 from rayzero.activations.summary import RankSummary
 from rayzero.activations.tensors.entry import End, Entries, Held, Saved, view_bytes
 from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
-from rayzero.activations.tensors.protect import Protected
+from rayzero.activations.tensors.protected_storages import ProtectedStorages
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import ConfigError
 from rayzero.lanes import Lane, Span, make_lane
@@ -140,7 +140,7 @@ class ActivationOffload:
         self._entries = Entries()
         self._unload = Unload(self._shelf, self._entries, self._ledger, self.policy, self._book)
         self._reload = Reload(self._shelf, self._lane, self._order, self._ledger, self.policy.prefetch)
-        self._protected = Protected(models)
+        self._protected = ProtectedStorages(models)
         self._chunks = Chunks(self.policy, self._protected, self._order, self._reload, self._book)
         self._weights = weights
         self._lock = threading.RLock()

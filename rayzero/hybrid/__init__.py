@@ -1,4 +1,4 @@
-"""A torch optimizer whose parameters, a part or all, are updated in host memory, beside the device's work."""
+"""A torch optimizer that updates some or all of its parameters in host memory while the device computes."""
 
 from __future__ import annotations
 

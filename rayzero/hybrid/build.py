@@ -1,4 +1,4 @@
-"""From settings and parameters to two sides."""
+"""Builds the host side and the device side of the optimizer from its settings and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TILED = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(kw_only=True)
 class Builder:
-    """Makes the sides of one optimizer, each time it is decided anew what lives where. Owns the lanes."""
+    """Builds one optimizer's two sides, at first and whenever parameters move between them. Owns the lanes."""
 
     cpu_class: OptimizerClass
     gpu_class: OptimizerClass
@@ -40,8 +40,8 @@ class Builder:
     _lanes: dict[torch.device, Lane] = field(default_factory=dict)
 
     def build(self, params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group], to: Targets) -> Sides:
-        """Sides with masters and states still to be loaded. ``group_of``: of each parameter. Raises UnsupportedError
-        naming a parameter or class that cannot be offloaded."""
+        """Both sides; the caller loads masters and states into them. ``group_of``: parameter index -> group. Raises
+        UnsupportedError for a parameter or class that cannot be offloaded, and names it."""
         for index, param in enumerate(params):
             check_param(index, param)
         working = [self._working(param) for param in params]

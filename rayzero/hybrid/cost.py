@@ -1,20 +1,20 @@
-"""How much to offload, by what it costs: as much as hides behind the computation. Pure arithmetic over measurements."""
+"""Chooses how much to offload from measured times: as much as hides behind the computation. Pure arithmetic."""
 
 from __future__ import annotations
 
 from statistics import median
 
-_STEPS = 5  # steps that one decision is made from, by medians
-_SLACK = 0.02  # of the updates' time: waits below are noise
-_GROWTH = 1.25  # of the fraction, while nothing waits
-_LEAST_MOVE = 0.05  # moving copies states: not for less
+_STEPS = 5  # steps per decision, which takes medians over them
+_SLACK = 0.02  # share of the updates' time: shorter waits are noise
+_GROWTH = 1.25  # growth of the fraction while nothing waits
+_LEAST_MOVE = 0.05  # a move copies states, so smaller changes are not worth it
 
 
 class FractionSearch:
-    """Finds the largest fraction whose updates nobody waits for.
+    """Searches for the largest fraction whose updates finish before the computation needs their parameters.
 
-    Updates cost in proportion to the fraction; what of them is waited for does not hide. While nothing is, the
-    fraction grows, but not to where it was seen to be too much."""
+    An update's time grows with the fraction; the part that the computation waits for does not hide. While there is no
+    wait, the fraction grows, but not back to a value that caused one."""
 
     def __init__(self, least: float = 0.0) -> None:
         """``least``: never go below."""
@@ -24,8 +24,8 @@ class FractionSearch:
         self._stalls: list[float] = []
 
     def note(self, fraction: float, busy_s: float, stall_s: float) -> float | None:
-        """One step at ``fraction``: seconds of updates, seconds that the computation waited for them. The fraction to
-        move to, every few steps and where it is worth it."""
+        """Record one step at ``fraction``: seconds that updates took, and seconds that the computation waited for them.
+        Every few steps, returns the fraction to move to; None where a move does not pay."""
         self._busy.append(busy_s)
         self._stalls.append(stall_s)
         if len(self._busy) < _STEPS:

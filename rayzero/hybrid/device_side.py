@@ -1,4 +1,4 @@
-"""The device side: a torch optimizer over what stays there, on the parameters themselves or on fp32 masters of them."""
+"""The device side: a torch optimizer that updates the parameters that stay there, or their fp32 masters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rayzero.kernels.optimizer_class import State, build, load_into, prepare_sta
 
 
 class DeviceSide:
-    """The pieces that the device keeps, and the optimizer that steps them.
+    """The pieces that stay on the device, and the optimizer that updates them.
 
-    A whole parameter that needs no master is stepped itself; a range of one is a Parameter over the same memory.
-    Knows pieces; not the host's."""
+    The optimizer updates a whole parameter directly if it needs no master; for a range of one, it updates a Parameter
+    over the same memory. Knows the device's pieces; not the host's."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class DeviceSide:
         return param if piece.whole else nn.Parameter(range_of(param, piece))
 
     def step(self) -> list[int]:
-        """Step what has a gradient and write masters back; the pieces that were stepped."""
+        """Update every piece that has a gradient and round its master back; returns the positions of those pieces."""
         grads = [self._gradient_of(param) for param in self._params]
         present = [at for at, grad in enumerate(grads) if grad is not None]
         lent = [at for at in present if self.stepped[at].grad is not grads[at]]
@@ -69,11 +69,11 @@ class DeviceSide:
         return present
 
     def state_of(self, at: int) -> State:
-        """A piece's state, as torch has it; empty before its first step."""
+        """A piece's state in torch's format; empty before its first step."""
         return dict(self.optimizer.state.get(self.stepped[at], {}))
 
     def load(self, states: Sequence[State]) -> None:
-        """Take every piece's state, copied; empty: as before the first step."""
+        """Replace every piece's state by a copy of ``states``; an empty one is the state before the first step."""
         load_into(self.optimizer, [states[at] for at in self._at])
 
     def prepare(self) -> None:
@@ -82,6 +82,6 @@ class DeviceSide:
 
 
 def _fit(grad: Tensor, piece: Piece, stepped: Tensor) -> Tensor:
-    """The piece's gradient in the shape and dtype of what is stepped; ``grad`` itself where it fits."""
+    """The piece's gradient in the shape and dtype of ``stepped``; ``grad`` itself if they already agree."""
     found = grad if piece.whole else range_of(grad, piece)
     return found if found.dtype is stepped.dtype else found.to(stepped.dtype)

@@ -1,9 +1,9 @@
-"""The just-in-time gate: a parameter that is still on its way back is waited for where it is first used.
+"""The just-in-time gate: the first use of a parameter waits until its update has come back from the host.
 
 [Note: the gate] While its bucket is away, a Parameter has a subclass whose ``__torch_function__`` sees every operation:
-whatever reads or writes the bytes, in a module's forward or anywhere else, first waits for the bucket. Reading what a
-tensor says about itself (shape, ``.grad``) waits for nothing. ``attach`` adds forward pre-hooks that wait module by
-module: for what bypasses Python's torch functions, and for compiled modules, whose graphs must see plain Parameters.
+any read or write of the bytes, in a module's forward or outside it, first waits for the bucket. Reading metadata
+(shape, ``.grad``) does not wait. ``attach`` adds forward pre-hooks that wait module by module: kernels that bypass
+Python's torch functions need them, and so do compiled modules, whose graphs must see plain Parameters.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class AwayParameter(AbsentParameter):
 
     @classmethod
     def brought(cls, params: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """Wait for them; plain Parameters on return."""
+        """Wait for their updates; on return they are plain Parameters."""
         for param in params:
-            if isinstance(param, AwayParameter):  # not back with one before it
+            if isinstance(param, AwayParameter):  # an earlier wait may have opened it
                 param.open()
         return nullcontext()
 
     def open(self) -> None:
-        """Wait; a plain Parameter on return."""
+        """Wait for its update; on return it is a plain Parameter."""
         type(self).gate.open(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -51,27 +51,28 @@ AwayParameter.family = AwayParameter
 
 
 class Gate:
-    """Opens parameters bucket by bucket.
+    """Makes parameters wait for their buckets, and opens them bucket by bucket.
 
-    Knows which bucket keeps which parameter away, and the order of first use; not what a bucket is or does.
-    Any thread may open."""
+    Knows which parameters wait for which bucket, and the order of first use; not what a bucket is or does. Any thread
+    may call ``open``."""
 
     def __init__(self, wait: Callable[[int], None]) -> None:
-        """``wait(bucket)``: returns when its parameters are back; raises what went wrong, and then they stay away."""
+        """``wait(bucket)`` returns once its parameters are back. If it raises, they stay closed."""
         self._wait = wait
         self._class: type[AwayParameter] = type("AwayParameter", (AwayParameter,), {"gate": self})
         self._members: dict[int, Sequence[nn.Parameter]] = {}  # bucket that is away -> its parameters
-        self._buckets: dict[int, list[int]] = {}  # id of a parameter that is away -> its buckets that are
+        self._buckets: dict[int, list[int]] = {}  # id of a parameter that is away -> the buckets it waits for
         self._lock = threading.RLock()
         self.order: list[int] = []  # buckets in the order of first use since the last close()
 
     @staticmethod
     def can_close(param: torch.Tensor) -> bool:
-        """Whether it may get the class: other subclasses have business of their own."""
+        """Whether it is a plain Parameter: a gate must not replace the behaviour of another subclass."""
         return type(param) is nn.Parameter
 
     def close(self, members: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        """``members``: bucket -> its parameters, all of which can close; none is away now."""
+        """Close parameters. ``members``: bucket -> its parameters; ``can_close`` is true of each, and none is
+        closed."""
         with self._lock:
             self._members, self._buckets, self.order = dict(members), {}, []
             for bucket, params in members.items():
@@ -86,7 +87,7 @@ class Gate:
                 self._open_bucket(bucket)
 
     def open_all(self) -> None:
-        """Wait for all that is away; it does not count as use."""
+        """Wait for every closed parameter, without counting it as a use."""
         with self._lock:
             used = list(self.order)
             for bucket in list(self._members):
@@ -105,8 +106,8 @@ class Gate:
 
 
 def attach(module: nn.Module, known: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-    """Forward pre-hooks that wait for a module's own parameters among ``known``, ahead of its forward; those of a
-    compiled module wait for all parameters under it, outside the graph. Removing the handles undoes it."""
+    """Add forward pre-hooks that wait for a module's own parameters among ``known``. The hook of a compiled module
+    waits, outside the graph, for all parameters of its submodules. Remove the returned handles to undo it."""
     wanted = {id(param) for param in known}
     handles = []
     for owner, recurse in _owners(module):

@@ -1,4 +1,4 @@
-"""Hyper-parameters in both directions: what users and schedulers set, and what a sub-optimizer's group says."""
+"""Keeps hyper-parameters equal between the user's parameter groups and those of the sub-optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def options_of(group: Group) -> Group:
 
 
 def numbers_of(group: Group) -> Group:
-    """The same with numbers in place of 0-dim tensors: another thread reads them while a scheduler writes there."""
+    """``options_of`` with numbers in place of 0-dim tensors: the worker reads them while a scheduler may write the
+    tensors."""
     return {key: _number(value) for key, value in options_of(group).items()}
 
 
@@ -28,10 +29,8 @@ def _number(value: Any) -> Any:
 
 
 class HyperLink:
-    """Keeps a sub-optimizer's groups and the groups that they stand for equal.
-
-    Knows options; not parameters. An option that only the sub-optimizer has changed since the last ``push`` is taken
-    from there, every other one goes there."""
+    """Keeps a sub-optimizer's groups equal to the user's groups that they stand for. Knows options; not parameters. An
+    option that only the sub-optimizer changed since the last ``push`` is taken from it; all others are copied to it."""
 
     def __init__(
         self,
@@ -39,13 +38,13 @@ class HyperLink:
         groups_of_sub: Callable[[], Sequence[Group]],
         adapt: Callable[[Group], Group] = numbers_of,
     ) -> None:
-        """``indices``: of the groups that the sub-optimizer's stand for. ``groups_of_sub``: those, asked each time, as
-        loading a state replaces them. ``adapt``: what they are given for a group."""
+        """``indices``: which user group each of the sub-optimizer's groups stands for. ``groups_of_sub``: returns the
+        latter; called each time, because loading a state replaces them. ``adapt``: turns a user group into theirs."""
         self._indices, self._groups_of_sub, self._adapt = list(indices), groups_of_sub, adapt
         self._last: list[Group] = [{} for _ in indices]
 
     def pull(self, groups: Sequence[Group]) -> None:
-        """Take what the sub-optimizer's side changed."""
+        """Take over options that the sub-optimizer changed."""
         for index, sub, last in zip(self._indices, self._groups_of_sub(), self._last, strict=True):
             ours = self._adapt(groups[index])
             for key, value in last.items():
@@ -53,19 +52,19 @@ class HyperLink:
                     groups[index][key] = sub[key]
 
     def push(self, groups: Sequence[Group]) -> None:
-        """Give it everything."""
+        """Copy all options to the sub-optimizer."""
         self._last = [self._adapt(groups[index]) for index in self._indices]
         for sub, options in zip(self._groups_of_sub(), self._last, strict=True):
             sub.update(options)
 
     def changed(self, groups: Sequence[Group]) -> list[str]:
-        """Names of options that ``push`` would change."""
+        """The names of the options that ``push`` would change."""
         pairs = ((self._adapt(groups[index]), last) for index, last in zip(self._indices, self._last, strict=True))
         return sorted({key for ours, last in pairs for key in ours if key in last and not equal(ours[key], last[key])})
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two options say the same."""
+    """Whether two options have equal values."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -1,7 +1,7 @@
-"""HybridDeviceOptimizer: one torch optimizer, two sides.
+"""HybridDeviceOptimizer: one torch optimizer that computes on two sides, host and device.
 
-The device steps its pieces with a torch optimizer; the host has masters and states of the others and updates them by
-the tile kernels, in buckets, beside the device: README.md here has the picture.
+A torch optimizer updates the device's pieces. The host keeps masters and states of the others and updates them in
+buckets by the tile kernels, while the device computes. README.md in this folder draws the schedule.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ InBackward = Literal["nothing", "send", "step"]
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
-    """Updates a part of the parameters in host memory, the rest on the device.
+    """Updates some of the parameters in host memory, the others on the device.
 
-    Weights and states are those of ``gpu_optimizer_cls`` alone, bit for bit where both sides compute alike (on a CPU:
-    torch's fused Adam and AdamW, and element-wise classes), for any fraction, overlap setting and order of arrival.
-    One thread uses it at a time."""
+    Weights and states equal those of ``gpu_optimizer_cls`` alone, for any fraction, overlap setting and order in which
+    gradients arrive; bit for bit where both sides round alike (on a CPU: torch's fused Adam and AdamW, and element-wise
+    classes). Only one thread may use it at a time."""
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler: step() unscales, and skips where found_inf says so
+    _step_supports_amp_scaling = True  # for torch.amp.GradScaler: step() unscales, and skips if found_inf is set
 
     def __init__(
         self,
@@ -63,23 +63,27 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         lane: Lane | None = None,
         **kwargs: Any,
     ) -> None:
-        """params: what torch optimizers take; all on one device, or on it and on the CPU (those stay with the host).
-        offload_fraction: part of the parameters' bytes whose update the host computes, exact to 64 elements;
-            "measured": as much as hides behind the computation, from 0.5 on, adapted while training.
-        cpu_optimizer_cls, gpu_optimizer_cls: torch optimizer classes; each None means the other one, both AdamW.
-            Adam and AdamW run by the tile kernels on the host. Where one is not element-wise, parameters stay whole.
+        """params: parameters or groups, as for any torch optimizer; on one device, or on it and the CPU (the host
+        updates those).
+        offload_fraction: share of the parameters' bytes that the host updates, in [0, 1], exact to 64 elements;
+            "measured": starts at 0.5 and follows, while training, how much hides behind the computation.
+        cpu_optimizer_cls, gpu_optimizer_cls: torch optimizer classes; None means the same as the other one; by default
+            both are AdamW. On the host, the tile kernels compute Adam and AdamW. If a class is not element-wise, no
+            parameter is cut.
         param_update_in_fp32: 16-bit parameters have fp32 masters, on both sides.
-        pin_cpu_grads, pin_cpu_params: page-lock what is copied from and to a CUDA device.
-        overlap_cpu_optimizer_d2h_h2d: copy and update on threads and streams; False: all of it inside step().
-        device_memory_budget: bytes of masters and states that may stay on the device; more is offloaded if needed.
-        in_backward: "send": gradients leave as backward makes them; "step": their buckets are updated then, too (no
-            clipping, scaling or accumulation); "nothing": all of it in step().
-        return_in_forward: step() does not wait for parameters, their first use does; False: step() does.
-        offload_order: offload the first or the last parameters.
-        bucket_bytes: parameters' bytes that travel and are updated together. kernel: see ``rayzero.kernels``.
-        lane: who copies, for tests and other devices. kwargs: the classes' options (lr, betas, ...).
+        pin_cpu_grads, pin_cpu_params: page-lock the host memory that CUDA copies from and to.
+        overlap_cpu_optimizer_d2h_h2d: copy and update on threads and streams; False: do all of it inside step().
+        device_memory_budget: bytes of masters and states that may stay on the device; if they do not fit, more is
+            offloaded.
+        in_backward: "send": copy gradients as backward makes them; "step": also update their buckets then (without
+            clipping, scaling or accumulation); "nothing": leave all of it to step().
+        return_in_forward: the first use of a parameter waits for its update; False: step() waits for all.
+        offload_order: "first" or "last": which end of the parameters to offload.
+        bucket_bytes: bytes of parameters that are copied and updated together. kernel: see ``rayzero.kernels``.
+        lane: what copies, for tests and other devices. kwargs: the classes' options (lr, betas, ...).
 
-        Raises ConfigError, UnsupportedError naming the parameter or class, TypeError for an unknown option."""
+        Raises ConfigError for a setting out of range, UnsupportedError naming a parameter or class that cannot be
+        offloaded, TypeError for an unknown option."""
         self._measured = offload_fraction == "measured"
         if isinstance(offload_fraction, str) and not self._measured:
             raise ConfigError(f'offload_fraction must be in [0, 1] or "measured", got {offload_fraction!r}')
@@ -106,7 +110,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._in_backward: InBackward = in_backward if overlap_cpu_optimizer_d2h_h2d else "nothing"
         self._gated = return_in_forward and overlap_cpu_optimizer_d2h_h2d
         self._search = FractionSearch()
-        self._placed: Sides | None = None  # None: while the base class adds the first groups
+        self._placed: Sides | None = None  # None while the base class adds the first groups
         self._hooks: list[RemovableHandle] = []
         super().__init__(params, defaults(cpu_class, self._builder.gpu_class, kwargs))
         self._place({})
@@ -114,7 +118,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     # ---- what lives where -------------------------------------------------------------------------------------------
 
     def _place(self, states: Mapping[Tensor, State]) -> None:
-        """Decide anew what lives where; masters and states move there. Parameters have all come back."""
+        """Decide which side updates what, and move masters and states there. All parameters must be back."""
         params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
         group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         sides = self._builder.build(params, group_of, self.param_groups, self._targets)
@@ -126,8 +130,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._placed = sides
         self._gate = Gate(self._finish)
         self._order = list(range(len(sides.host.runs)))  # in which buckets are updated
-        self._seen: dict[int, int] = defaultdict(int)  # parameter (id) -> its backwards since the last step
-        self._usual: dict[int, int] = {}  # the same, of the last step
+        self._seen: dict[int, int] = defaultdict(int)  # parameter (id) -> its gradients since step()
+        self._usual: dict[int, int] = {}  # the same, for the step before
         self._memory = [param.data_ptr() for param in params]
         self._kinds = [(param.device, param.dtype) for param in params]
         self._trained = [param.requires_grad for param in params]
@@ -135,7 +139,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def _sides(self) -> Sides:
-        assert self._placed is not None, "the base class has called __init__"
+        assert self._placed is not None, "the base class calls __init__ first"
         return self._placed
 
     @property
@@ -143,7 +147,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return [] if self._placed is None else self._placed.host.runs
 
     def _hook(self) -> None:
-        """See gradients arrive. The hooks hold the optimizer weakly: they do not keep it alive."""
+        """Hook every parameter's gradient. The hooks hold the optimizer weakly and do not keep it alive."""
         for handle in self._hooks:
             handle.remove()
         me = weakref.ref(self)
@@ -162,27 +166,28 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._place(self._sides.captured())
 
     def set_offload_fraction(self, fraction: float) -> float:
-        """Move updates between the sides; weights and states stay what they are. The fraction that was reached."""
+        """Move updates between the sides; weights and states keep their values. Returns the fraction that was
+        reached."""
         self._require_between_steps("set_offload_fraction()")
         self._targets = replace(self._targets, fraction=fraction)
         self._place_again()
         return self.placement().offload_fraction
 
     def placement(self) -> Placement:
-        """What lives where, as it came out."""
+        """What each side updates, and the bytes it takes."""
         self.wait()
         return self._sides.placement(the_device(self._sides.params))
 
     @property
     def sub_optimizers(self) -> list[Any]:
-        """One for each bucket of the host, then the device's: ``param_groups`` and ``state`` like torch's. An option
-        changed there is taken over at the next step."""
+        """One optimizer for each bucket on the host, then the device's, with ``param_groups`` and ``state`` like
+        torch's. The next step takes over options that were changed there."""
         self.wait()
         device = [] if self._sides.device is None else [self._sides.device.optimizer]
         return [*(run.rule for run in self._runs), *device]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch; what lives where is decided anew."""
+        """As in torch; then decides again which side updates what."""
         self._require_between_steps("add_param_group()")
         super().add_param_group(param_group)
         if self._placed is not None:
@@ -192,7 +197,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _gradient_arrived(self, param: Tensor) -> None:
         if isinstance(param, AwayParameter):
-            param.open()  # a graph from before the step: its gradient must not overtake the update
+            param.open()  # its graph is older than the step: the gradient must not overtake the update
         self._seen[id(param)] += 1
         early = self._in_backward == "step"
         if early and self._seen[id(param)] > 1:
@@ -211,7 +216,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._sides.host.start_update(run, self._sides.host.send(run))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch; also drops ``decoupled_grad`` and what was sent of either."""
+        """As in torch; also drops ``decoupled_grad`` and the copies of both."""
         self._require_between_steps("zero_grad()")
         super().zero_grad(set_to_none)
         for param in self._sides.params:
@@ -226,8 +231,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over both sides; returns the norm. Gradients that were sent are not sent
-        again: they are multiplied where they are. Raises RuntimeError as torch does."""
+        """``torch.nn.utils.clip_grad_norm_`` over both sides; returns the norm before clipping, as a 0-dim tensor.
+        Copies that were sent are scaled on the host and not sent again. Raises RuntimeError as torch does."""
         if self._in_backward == "step":
             self._refuse_early("clip_grad_norm_()")
         norm = torch.nn.utils.get_total_norm(self._gradients(), norm_type, error_if_nonfinite, foreach)
@@ -250,8 +255,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update both sides. Parameters may still be on their way back on return: their first use waits. Parameters
-        without a gradient stay as they are. ``closure`` is called once; its loss is returned."""
+        """Update both sides. On return, parameters may still be on their way back; their first use waits. Parameters
+        without a gradient do not change. ``closure`` is called once; its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -264,15 +269,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         away = self._start()
         try:
             self._step_device()
-            self._sides.host.wait_sent()  # after step() the gradients are the caller's to overwrite
+            self._sides.host.wait_sent()  # after step() the caller may overwrite the gradients
         finally:
             self._end_step(away)
         return loss
 
     def _unscaled(self) -> bool:
-        """What torch.amp.GradScaler asks for, by attributes it sets during its step(). False: this step is skipped.
+        """Unscale as torch.amp.GradScaler asks, by attributes that it sets during its step(). False: skip this step.
 
-        Its ``unscale_`` writes to gradients without counting the write, so what was sent before counts no more."""
+        Its ``unscale_`` writes to gradients without counting the write, so earlier copies are invalid."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is None:
             return True
@@ -289,7 +294,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return True
 
     def _follow_changes(self) -> None:
-        """See what happened to parameters since the last step: unfrozen, moved, written to."""
+        """Find parameters that were unfrozen, moved or written to since the last step."""
         params = self._sides.params
         if self._measured:
             self._adapt()
@@ -327,7 +332,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._sides.take_over(written)
 
     def _link(self) -> None:
-        """Hyper-parameters, both ways."""
+        """Copy hyper-parameters in both directions."""
         links: list[HyperLink] = [self._sides.device_link]
         for run in self._runs:
             if run.update is None:
@@ -340,7 +345,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             link.push(self.param_groups)
 
     def _start(self) -> list[int]:
-        """Set the host to work, in the order in which parameters were used last time; the buckets that it works on."""
+        """Start the host's updates, in the order in which the last forward used the parameters; returns their
+        buckets."""
         host, working = self._sides.host, []
         for index in self._order:
             run = host.runs[index]
@@ -383,7 +389,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._sides.remember(piece.param for piece in run.bucket.pieces)
 
     def wait(self) -> None:
-        """Until every parameter is back. The next step updates buckets in the order of this one's first uses."""
+        """Wait until every parameter is back. The next step updates buckets in this step's order of first use."""
         if self._placed is None:
             return
         self._gate.open_all()
@@ -391,19 +397,20 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._order = used + [index for index in self._order if index not in set(used)]
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Wait for parameters in forward pre-hooks too, module by module: for what bypasses torch's functions, and
-        for compiled modules, which wait as a whole. Returns the hooks' handles."""
+        """Also wait in forward pre-hooks, module by module: kernels that bypass torch's functions need it, and so do
+        compiled modules, which wait as a whole. Returns the hooks' handles."""
         return attach(module, [param for param in self._sides.params if isinstance(param, nn.Parameter)])
 
     def refresh_masters(self) -> None:
-        """Take every master from its parameter. Writes that torch counts are followed without this call; those to
-        ``.data`` or by other libraries need it."""
+        """Copy every parameter into its master. Writes that torch counts need no call; those to ``.data``, or by
+        libraries that do not count them, do."""
         self._require_between_steps("refresh_masters()")
         self.wait()
         self._sides.load_masters({})
 
     def close(self) -> None:
-        """Wait, and end threads and hooks; steps are over, weights and states can be read. Idempotent."""
+        """Wait, then end threads and remove hooks. No further step is possible; weights and states can still be read.
+        Idempotent."""
         self.wait()
         for handle in self._hooks:
             handle.remove()
@@ -414,9 +421,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]  # torch has a dict that anybody writes to
     def state(self) -> Mapping[Tensor, State]:
-        """Per parameter, as torch has it: a new dict each time, of the live tensors where a parameter lies whole on one
-        side, of joined copies (on the CPU) where it is cut. 16-bit parameters updated in fp32 also have
-        ``master_param``. To change it, ``load_state_dict``."""
+        """Parameter -> its state in torch's format; a new dict each time. Holds the live tensors of a parameter that
+        one side has whole, and joined CPU copies for one that is cut. 16-bit parameters updated in fp32 also have
+        ``master_param``. Use ``load_state_dict`` to change it."""
         self._require_between_steps("reading the state")
         self.wait()
         return {} if self._placed is None else self._placed.states()
@@ -428,9 +435,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups and states of this class or of ``gpu_optimizer_cls``, copied. Masters come from the state, or
-        where it has none from the parameters. Hooks run as in torch. Raises ValueError where groups do not fit,
-        ConfigError where a state lacks what Adam needs."""
+        """Load groups and states that this class or ``gpu_optimizer_cls`` saved; tensors are copied. Masters come from
+        the state, or from the parameters if it has none. Hooks run as in torch. Raises ValueError if the groups do not
+        match, ConfigError if a state lacks what Adam needs."""
         self._require_between_steps("load_state_dict()")
         self.wait()
         state_dict = state_dict.copy()
@@ -449,7 +456,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             after(self)
 
     def dummy_step(self) -> None:
-        """Make the state of every parameter, as a template for loading: step counts are zero, weights stay."""
+        """Create the state of every parameter, as a template for loading: step counts are zero, weights do not
+        change."""
         self._require_between_steps("dummy_step()")
         self.wait()
         self._sides.prepare()
@@ -460,12 +468,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _refuse_early(self, what: str) -> NoReturn:
         raise UnsupportedError(
-            f'{what} does not go with in_backward="step", which updates as gradients arrive: use in_backward="send"'
+            f'{what} is not possible with in_backward="step", which updates as gradients arrive; use in_backward="send"'
         )
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
-            "HybridDeviceOptimizer has threads and cannot be copied or pickled: make another one and load state_dict()"
+            "HybridDeviceOptimizer has threads and cannot be copied or pickled; make a new one and load this one's "
+            "state_dict()"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -473,9 +482,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """What a parameter is stepped by: ``decoupled_grad``, where a framework put one, else ``grad``.
+    """The gradient to update ``param`` by: ``decoupled_grad`` if a framework set one, else ``grad``.
 
-    Raises UnsupportedError where it is not dense."""
+    Raises UnsupportedError if it is not dense."""
     found: Tensor | None = getattr(param, "decoupled_grad", None)
     found = param.grad if found is None else found
     if found is not None and found.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Options of two optimizer classes as one set of groups has them."""
+"""The options of two optimizer classes, merged into one set of parameter groups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def defaults(cpu: OptimizerClass, gpu: OptimizerClass, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Both classes' options, as their own constructors complete what was given.
+    """Both classes' options: ``given``, completed by the defaults of their constructors.
 
-    Raises TypeError for an option that neither has, ConfigError where they complete one differently, UnsupportedError
-    for ``differentiable=True``."""
+    Raises TypeError for an option that neither class has, ConfigError if their defaults differ, UnsupportedError for
+    ``differentiable=True``."""
     if given.get("differentiable"):
         raise UnsupportedError("differentiable=True is not supported: the update runs outside autograd")
     known = [_options(cls, given) for cls in dict.fromkeys((cpu, gpu))]
@@ -30,7 +30,9 @@ def defaults(cpu: OptimizerClass, gpu: OptimizerClass, given: Mapping[str, Any])
         raise TypeError(f"{cpu.__name__} and {gpu.__name__} have no option {', '.join(unknown)}")
     differ = sorted(k for k in known[0] if len(known) > 1 and k in known[1] and known[0][k] != known[1][k])
     if differ:
-        raise ConfigError(f"{cpu.__name__} and {gpu.__name__} differ in {', '.join(differ)}: pass a value for each")
+        raise ConfigError(
+            f"{cpu.__name__} and {gpu.__name__} have different defaults for {', '.join(differ)}; pass a value for each"
+        )
     return fused({key: value for options in known for key, value in options.items()}, gpu)
 
 
@@ -43,18 +45,19 @@ def _options(cls: OptimizerClass, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fused(options: Group, cls: OptimizerClass) -> Group:
-    """Torch's Adams by their fused kernel, which the tile kernels equal, unless another one was chosen."""
+    """Choose torch's fused Adam kernel, whose bits the tile kernels have, unless the user chose another
+    implementation."""
     chosen = options.get("fused") is not None or options.get("foreach") or options.get("capturable")
     return options if cls not in ADAMS or chosen else {**options, "fused": True}
 
 
 def on_cpu(options: Group) -> Group:
-    """Options with which a class can be tried on the CPU."""
+    """``options``, changed so that the class runs on the CPU."""
     return {key: value for key, value in options.items() if key not in ("fused", "capturable")}
 
 
 def fitting(saved: Sequence[Group], groups: Sequence[Group]) -> Sequence[Group]:
-    """``saved`` groups, if they are like ``groups``; else raises ValueError, as torch does."""
+    """``saved`` if its groups have the sizes of ``groups``; else raises ValueError, as torch does."""
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != ours:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What lives where, decided: from parameters and targets to pieces; pure but for looking at parameters."""
+"""Decides which side updates which pieces. Pure; it only looks at the parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rayzero.layout.model_layout import ALIGN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the user asked for. Both hold: the host gets what either wants of it."""
+    """What the user asked for. The host gets the larger share of what ``fraction`` and ``device_memory_budget`` call
+    for."""
 
     fraction: float  # of the parameters' bytes
     device_memory_budget: int | None  # bytes of masters and states that may stay on the device
@@ -36,19 +37,19 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What lives where, as it came out. Sizes are bytes."""
+    """What each side updates, and the memory it takes. Sizes are bytes."""
 
-    offload_fraction: float  # of the bytes of parameters that could be on either side
+    offload_fraction: float  # of the bytes of parameters that either side could update
     offloaded_bytes: int  # of parameters whose update the host computes
     device_bytes: int  # of those that the device updates
     num_buckets: int
-    host_memory_bytes: int  # masters, what travels, gradients, states, as they exist now
-    device_memory_bytes: int  # masters and states on the device, as they exist now
+    host_memory_bytes: int  # masters, rounded values, gradients and states that exist now
+    device_memory_bytes: int  # masters and states on the device that exist now
 
 
 def the_device(params: Sequence[Tensor]) -> torch.device:
-    """Where the parameters are that may live on either side: the one device that is not the CPU, or the CPU if all are
-    there. Raises UnsupportedError naming devices where there are several."""
+    """The one device besides the CPU that has parameters, or the CPU if all are there. Raises UnsupportedError, naming
+    the devices, if there are several."""
     devices = sorted({param.device for param in params if param.device.type != "cpu"}, key=str)
     if len(devices) > 1:
         raise UnsupportedError(
@@ -58,7 +59,8 @@ def the_device(params: Sequence[Tensor]) -> torch.device:
 
 
 def check_param(index: int, param: Tensor) -> None:
-    """Raise UnsupportedError, naming the parameter by its index, for what has no flat real elements."""
+    """Raise UnsupportedError, naming the parameter by its index, unless it is a plain, dense, real floating-point
+    tensor."""
     kind = type(param) if is_lazy(param) else type(param.detach())
     if kind is not Tensor or param.layout is not torch.strided or not param.is_floating_point():
         raise UnsupportedError(
@@ -75,11 +77,11 @@ def decide(
     elementwise: bool,
     device_cost: Sequence[int],
 ) -> tuple[list[Piece], list[Piece]]:
-    """(pieces of the host, pieces of the device), ascending. ``elementwise``: parameters may be cut.
-    ``device_cost``: bytes that an element's master and states take on the device, for each parameter.
+    """(pieces that the host updates, pieces that the device updates), ascending. ``elementwise``: parameters may be
+    cut. ``device_cost``: for each parameter, bytes of master and states that an element takes on the device.
 
-    Frozen parameters live nowhere. Parameters that are not contiguous, and all where the optimizer is not
-    element-wise, stay whole."""
+    Frozen parameters have no piece. A parameter that is not contiguous is never cut, nor is any if the optimizer is not
+    element-wise."""
     items = [_item(param, param.element_size(), device, elementwise) for param in params]
     shares = host_elements(items, round(targets.fraction * total_bytes(items)), order=targets.order)
     if targets.device_memory_budget is not None:

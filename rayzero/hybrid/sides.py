@@ -1,4 +1,4 @@
-"""Both sides as they were placed: which piece lives where, and masters and states in torch's format."""
+"""Both sides together: which side has which piece, and masters and states in torch's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayzero.hybrid.split import Piece
 from rayzero.hybrid.state import cut, join
 from rayzero.kernels.optimizer_class import State
 
-MASTER = "master_param"  # key of a parameter's fp32 master among its state
+MASTER = "master_param"  # key of a parameter's fp32 master in its state
 
 _CPU = torch.device("cpu")
 _Place = tuple[int | None, int]  # (bucket, position in it), or (None, position on the device)
@@ -26,10 +26,10 @@ States = Mapping[Tensor, State]
 
 
 class Sides:
-    """The host's buckets and the device's optimizer, put together per parameter.
+    """The host's buckets and the device's optimizer, joined parameter by parameter.
 
-    Knows pieces, masters and states; not steps, gradients, or why a piece lives where it does. Nothing may be under way
-    when masters or states are read or written."""
+    Knows pieces, masters and states; not steps, gradients, or why a side has a piece. No copy or update may be in
+    flight when masters or states are read or written."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class Sides:
         device_link: HyperLink,
         working: Sequence[torch.dtype],
     ) -> None:
-        """``working``: what each parameter is updated in."""
+        """``working``: the dtype that each parameter is updated in."""
         self.params, self.host, self.device, self.device_link = list(params), host, device, device_link
         self._apart = [kind is not param.dtype for kind, param in zip(working, params, strict=True)]
         self._places = _places(host.runs, [] if device is None else device.pieces)
-        self.begun: set[int] = set()  # parameters (ids) that were stepped or loaded
-        self._versions: dict[int, int] = {}  # parameter -> its count of writes when its master was right
+        self.begun: set[int] = set()  # parameters (ids) that were updated or loaded
+        self._versions: dict[int, int] = {}  # parameter -> torch's count of writes to it when its master was last equal
 
     # ---- masters
 
     @torch.no_grad()
     def load_masters(self, states: States) -> None:
-        """Every master becomes its parameter's, or where that has one apart, what ``states`` says it is."""
+        """Set every master to its parameter's value, or to the ``master_param`` that ``states`` has for it."""
         for run in self.host.runs:
             for piece, view in zip(run.bucket.pieces, run.bucket.master_views, strict=True):
                 view.copy_(range_of(self._master_for(piece, states), piece))
@@ -72,11 +72,11 @@ class Sides:
         return self.device.stepped[at]
 
     def written(self, indices: Iterable[int]) -> set[int]:
-        """Which of these parameters somebody else has written to since their masters were right."""
+        """Which of these parameters were written to, not by this optimizer, since they last equalled their masters."""
         return {index for index in indices if self.params[index]._version != self._versions.get(index)}
 
     def take_over(self, written: set[int]) -> None:
-        """Masters on both sides follow the parameters that were written to."""
+        """Update the masters, on both sides, of parameters that were written to."""
         for run in self.host.runs:
             for piece, param, view in zip(run.bucket.pieces, run.params, run.bucket.master_views, strict=True):
                 if piece.param in written:
@@ -87,23 +87,24 @@ class Sides:
         self.remember(written)
 
     def remember(self, indices: Iterable[int]) -> None:
-        """These parameters are what their masters say."""
+        """Record that these parameters equal their masters now."""
         for index in indices:
             self._versions[index] = self.params[index]._version
 
     def forget_writes(self) -> None:
-        """All parameters count as written to."""
+        """Treat all parameters as written to."""
         self._versions.clear()
 
     # ---- states
 
     def states(self) -> dict[Tensor, State]:
-        """Parameters that have begun -> their state, masters that lie apart among it."""
+        """Parameter -> its state, for those with a first update; includes masters that are separate from the
+        parameter."""
         found = {self.params[index]: self._state_of(index) for index in self._places}
         return {param: state for param, state in found.items() if state}
 
     def captured(self) -> dict[Tensor, State]:
-        """The same, with the masters of all parameters."""
+        """``states`` with the masters of all parameters."""
         masters = {index: self._master_of(index) for index in self._places if self._apart[index]}
         found = {index: self._state_of(index) for index in self._places}
         return {
@@ -139,8 +140,8 @@ class Sides:
         return self._stepped(position).detach()
 
     def load_states(self, states: States, groups: Sequence[Group]) -> None:
-        """Every parameter's state becomes a copy of what ``states`` has, or as before the first step. ``groups``: the
-        options that go with it."""
+        """Replace every parameter's state by a copy of ``states``, or by that before the first step if it has none
+        there. ``groups``: the options that belong to it."""
         for link in (*(run.link for run in self.host.runs), self.device_link):
             link.push(groups)
         pieces: dict[_Place, State] = {}
@@ -154,7 +155,7 @@ class Sides:
             self.device.load([pieces[None, at] for at in range(len(self.device.pieces))])
 
     def prepare(self) -> None:
-        """Make the states of all parameters, as before a first step."""
+        """Create the states of all parameters, as they are before a first step."""
         for run in self.host.runs:
             run.rule.prepare()
         if self.device is not None:
@@ -164,7 +165,7 @@ class Sides:
     # ---- what it came to
 
     def placement(self, device: torch.device) -> Placement:
-        """``device``: where parameters are that may live on either side."""
+        """What each side updates. ``device``: of the parameters that either side could update."""
         movable = [p for run in self.host.runs for p in run.bucket.pieces if self.params[p.param].device == device]
         offloaded = self._param_bytes(movable)
         kept = 0 if self.device is None else self._param_bytes(self.device.pieces)
@@ -185,7 +186,7 @@ class Sides:
 
 
 def _places(runs: Sequence[BucketRun], kept: Sequence[Piece]) -> dict[int, list[tuple[Piece, _Place]]]:
-    """Parameter -> its pieces, ascending, and where each is."""
+    """Parameter -> its pieces, ascending, each with its place."""
     found: dict[int, list[tuple[Piece, _Place]]] = defaultdict(list)
     for index, run in enumerate(runs):
         for position, piece in enumerate(run.bucket.pieces):
@@ -196,7 +197,7 @@ def _places(runs: Sequence[BucketRun], kept: Sequence[Piece]) -> dict[int, list[
 
 
 def _take_over(master: Tensor, value: Tensor) -> None:
-    """``master`` becomes what the parameter says; where it rounds to just that, it keeps its low bits."""
+    """Copy ``value`` into ``master``, except where ``master`` already rounds to it: there it keeps its low bits."""
     now = value.to(master.device)
     master.copy_(now if now.dtype is master.dtype else torch.where(master.to(now.dtype) == now, master, now.to(master)))
 

@@ -1,6 +1,6 @@
-"""Which elements of which parameters the host updates: exact to 64 elements, in a fixed order, pure.
+"""Splits parameters between host and device: exact to 64 elements, in a fixed order. Pure functions.
 
-A parameter's first elements are the host's, the rest the device's. At most one parameter is cut.
+The host gets a parameter's first elements, the device the rest. At most one parameter is cut.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Item:
     """One parameter as the split sees it."""
 
     numel: int
-    weight: int  # bytes that one element counts
-    whole: bool = False  # it must not be cut
-    on_host: bool = False  # it lives there anyway: not counted
+    weight: int  # bytes that an element counts as
+    whole: bool = False  # must not be cut
+    on_host: bool = False  # on the host in any case: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A range of one parameter's elements that is updated on one side."""
+    """A range of one parameter's elements, updated on one side."""
 
     param: int  # index over all parameter groups
     start: int
     stop: int
-    whole: bool  # it is the parameter: its tensors have the parameter's shape, those of other pieces are 1D
+    whole: bool  # the whole parameter: its tensors have the parameter's shape; other pieces' are 1D
 
     @property
     def numel(self) -> int:
@@ -40,16 +40,16 @@ class Piece:
 
 
 def total_bytes(items: Sequence[Item]) -> int:
-    """What a fraction is of: the bytes of everything that may live on either side."""
+    """The bytes that a fraction refers to: those of every parameter that either side could update."""
     return sum(item.numel * item.weight for item in items if not item.on_host)
 
 
 def host_elements(items: Sequence[Item], target: int, *, order: Order = "first", at_least: bool = False) -> list[int]:
-    """How many of each item's elements, from its first one on, the host gets, so that they count ``target`` bytes.
+    """How many of each item's first elements the host gets, so that together they count ``target`` bytes.
 
-    Items are taken in ``order``, each as a whole while the target leaves room; the item on the border is cut at the
-    multiple of 64 elements that is nearest to the target (``at_least``: that reaches it). Where that one must stay
-    whole, it goes where it leaves the smaller error (``at_least``: to the host)."""
+    Takes whole items in ``order`` while the target leaves room. Cuts the item on the border at the multiple of 64
+    elements nearest to the target (``at_least``: at the first that reaches it). If that item must stay whole, it goes
+    to the side that leaves the smaller error (``at_least``: to the host)."""
     found = [0] * len(items)
     left = target
     for index in range(len(items)) if order == "first" else reversed(range(len(items))):

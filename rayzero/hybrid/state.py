@@ -1,4 +1,4 @@
-"""One parameter's optimizer state out of its pieces' and back: torch's own format on the outside."""
+"""Joins the optimizer states of a parameter's pieces into torch's format, and cuts such a state into pieces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ State = dict[str, Any]
 
 
 def join(parts: Sequence[tuple[Piece, State]], shape: Sequence[int], device: torch.device) -> State:
-    """A parameter's state. ``parts``: its pieces in ascending order. A whole piece's is handed out as it is, the live
-    tensors; of several, tensors with a value an element are joined into new ones on ``device``."""
+    """A parameter's state. ``parts``: its pieces in ascending order. A single whole piece gives its live tensors; of
+    several pieces, tensors with one value per element are joined into new ones of ``shape`` on ``device``."""
     if len(parts) == 1 and parts[0][0].whole:
         return dict(parts[0][1])
     first = next((state for _, state in parts if state), {})
@@ -34,7 +34,8 @@ def _per_element(value: Any, piece: Piece) -> bool:
 
 
 def cut(state: State, piece: Piece, shape: Sequence[int]) -> State:
-    """The state of one piece out of the whole parameter's: slices of what has the parameter's shape, the rest as is."""
+    """One piece's state, taken from the whole parameter's: slices of tensors that have ``shape``, other entries
+    unchanged."""
     if piece.whole:
         return dict(state)
     return {

@@ -164,7 +164,7 @@ def test_options_in_tensors_belong_to_the_caller_once_step_has_returned():
     begin = threading.Event()
 
     class Held:
-        """A copy whose end the worker hears of late; the caller's work is not held up."""
+        """A copy that ends late for the worker, while the caller goes on."""
 
         def __init__(self, copy: Event) -> None:
             self._copy = copy

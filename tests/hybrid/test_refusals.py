@@ -28,7 +28,7 @@ from tests.hybrid.models import backward, net
         (
             {"cpu_optimizer_cls": torch.optim.SGD, "gpu_optimizer_cls": torch.optim.AdamW},
             ConfigError,
-            "SGD and AdamW differ in weight_decay: pass a value for each",
+            "SGD and AdamW have different defaults for weight_decay; pass a value for each",
         ),
     ],
 )

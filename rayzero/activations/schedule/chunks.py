@@ -10,7 +10,7 @@ from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Chunk
 from rayzero.activations.schedule.quota import ChunkBytes, ChunkQuota
 from rayzero.activations.schedule.reload import Reload
-from rayzero.activations.tensors.protect import Protected
+from rayzero.activations.tensors.protected_storages import ProtectedStorages
 
 
 class Chunks:
@@ -20,7 +20,12 @@ class Chunks:
     who moves it. Called under the offload's lock."""
 
     def __init__(
-        self, policy: OffloadPolicy, protected: Protected, order: ChunkOrder, reload: Reload, book: CostBook | None
+        self,
+        policy: OffloadPolicy,
+        protected: ProtectedStorages,
+        order: ChunkOrder,
+        reload: Reload,
+        book: CostBook | None,
     ) -> None:
         self._policy, self._protected = policy, protected
         self._order, self._reload, self._book = order, reload, book

@@ -1,4 +1,4 @@
-"""Buckets: the host memory of pieces that travel and are updated together, flat, each piece at a multiple of 64."""
+"""Buckets: flat host memory for pieces that are copied and updated together; each begins at a multiple of 64."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Shape = tuple[int, ...]
 
 
 def plan_buckets(pieces: Iterable[tuple[Piece, torch.dtype, torch.device]], bucket_bytes: int) -> list[list[Piece]]:
-    """Neighbours of one dtype and device share a bucket of at most ``bucket_bytes`` of parameters (one piece may
-    exceed it)."""
+    """Group neighbouring pieces of one dtype and device into buckets of at most ``bucket_bytes`` of parameters; a piece
+    larger than that has a bucket to itself."""
     buckets: list[list[Piece]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Piece], int]] = {}
     for piece, dtype, device in pieces:
@@ -31,9 +31,8 @@ def plan_buckets(pieces: Iterable[tuple[Piece, torch.dtype, torch.device]], buck
 
 
 class Bucket:
-    """Flat host memory of some pieces: masters, what is sent back of them, and gradients.
-
-    Knows memory; not who computes, copies, or waits. Padding between pieces is zero and stays so."""
+    """Flat host memory for some pieces: masters, their rounded values for the device, and gradients. Knows memory; not
+    who computes, copies or waits. Padding between pieces is always zero."""
 
     def __init__(
         self,
@@ -45,7 +44,8 @@ class Bucket:
         pin_params: bool,
         pin_grads: bool,
     ) -> None:
-        """``shapes``: of the parameters by index. ``dtype``: theirs, which also travels. ``working``: the masters'."""
+        """``shapes``: parameter index -> shape. ``dtype``: of the parameters and of their copies. ``working``: of the
+        masters."""
         self.pieces = tuple(pieces)
         self.dtype = dtype
         self._shapes = [shapes[piece.param] if piece.whole else (piece.numel,) for piece in pieces]
@@ -62,31 +62,32 @@ class Bucket:
         self._pin_grads = pin_grads
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A tensor like the bucket's, piece by piece, each in its shape."""
+        """Views of ``flat``, which is laid out like the bucket: one per piece, in the piece's shape."""
         cut = zip(self.offsets, self.pieces, self._shapes, strict=True)
         return [flat[at : at + piece.numel].view(shape) for at, piece, shape in cut]
 
     def gradient_memory(self, dtype: torch.dtype) -> Tensor:
-        """Where gradients of ``dtype`` land, 1D; memory of another dtype is replaced, its contents lost."""
+        """1D memory for gradients of ``dtype``. Asking for another dtype replaces it and loses its contents."""
         if self.grads is None or self.grads.dtype is not dtype:
             self.grads = torch.zeros(self.numel, dtype=dtype, pin_memory=self._pin_grads)
             self.grad_views = self.views(self.grads)
         return self.grads
 
     def publish(self) -> None:
-        """Round the masters to what travels, where they are two."""
+        """Round the masters to the parameters' dtype, if that differs."""
         if self.params is not self.master:
             self.params.copy_(self.master)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of masters, of what travels, and of gradients if there were any; without the optimizer's states."""
+        """Bytes of masters, rounded values and gradients (0 before the first one); optimizer states are not
+        included."""
         apart = [] if self.params is self.master else [self.params]
         return sum(t.nbytes for t in (self.master, *apart, *([] if self.grads is None else [self.grads])))
 
 
 def range_of(param: Tensor, piece: Piece) -> Tensor:
-    """The elements of ``param``, or of something shaped like it, that are the piece: the same memory for the whole
-    and for what is contiguous; of others a copy may come."""
+    """The piece's elements of ``param``, or of a tensor of its shape. A view if the piece is the whole parameter or
+    ``param`` is contiguous; otherwise possibly a copy."""
     whole = param.detach()
     return whole if piece.whole else whole.reshape(-1)[piece.start : piece.stop]

@@ -1,4 +1,4 @@
-"""What updates a bucket: Adam by the tile kernels, or any torch optimizer class as it is."""
+"""How a bucket is updated: Adam by the tile kernels, or any other torch optimizer class by its own code."""
 
 from __future__ import annotations
 
@@ -27,33 +27,34 @@ class Rule(Protocol):
 
     @property
     def param_groups(self) -> list[Group]:
-        """With the options that the next update takes."""
+        """The parameter groups, with the options of the next update."""
         ...
 
     @property
     def state(self) -> Mapping[Tensor, State]:
-        """Per master that has one, its state."""
+        """Master -> its state, for masters that have one."""
         ...
 
     def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
-        """Update the masters of the pieces ``present`` (ascending) by their gradients, multiplied by each scale."""
+        """Update the masters of the pieces ``present`` (ascending) by their gradients, each multiplied by all of
+        ``scales``."""
         ...
 
     def state_of(self, index: int) -> State:
-        """Piece ``index``'s state as torch has it, the live tensors; empty before its first update."""
+        """The state of piece ``index`` in torch's format, the live tensors; empty before its first update."""
         ...
 
     def load(self, states: Sequence[State]) -> None:
-        """Take every piece's state, copied; empty: as before the first update."""
+        """Replace every piece's state by a copy of ``states``; an empty one is the state before the first update."""
         ...
 
     def prepare(self) -> None:
-        """Make the state of pieces that have none, as before an update; weights stay."""
+        """Create the state of pieces that have none, with step count zero; weights do not change."""
         ...
 
 
 def grouped(bucket: Bucket, group_of: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Parameter groups that a bucket has pieces of, and those pieces, group by group."""
+    """The parameter groups that a bucket has pieces of, and the pieces of each."""
     used = sorted({group_of[piece.param] for piece in bucket.pieces})
     return used, [[i for i, piece in enumerate(bucket.pieces) if group_of[piece.param] == g] for g in used]
 
@@ -61,7 +62,7 @@ def grouped(bucket: Bucket, group_of: Sequence[int]) -> tuple[list[int], list[li
 class TileAdam:
     """Adam or AdamW over a whole bucket, bit-equal to torch's fused kernel on the parameters. See [Note: tails].
 
-    Knows moments and step counts; not gradients' ways. Moments are made at the first update."""
+    Knows moments and step counts; not where gradients come from. Moments are allocated at the first update."""
 
     def __init__(
         self, bucket: Bucket, groups: Groups, group_of: Sequence[int], kernel: Kernel, *, decoupled: bool
@@ -108,7 +109,7 @@ class TileAdam:
             params=None if bucket.params is bucket.master else bucket.params,
         )
         self._kernel.update(memory, [gradients], segments, scale, lambda done, total: None)
-        assert self._tails is not None, "they are made with the moments"
+        assert self._tails is not None, "step counts are created with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
 
     def _options(self) -> list[AdamOptions]:
@@ -132,7 +133,7 @@ class TileAdam:
         return {"step": torch.tensor(float(self._steps[index])), **moments}
 
     def load(self, states: Sequence[State]) -> None:
-        """See ``Rule.load``. Raises ConfigError naming what an Adam state lacks."""
+        """See ``Rule.load``. Raises ConfigError that names what the state lacks for Adam."""
         for index, state in enumerate(states):
             self._load(index, state)
 
@@ -159,7 +160,7 @@ class TileAdam:
 
 
 class ClassRule:
-    """One instance of a torch optimizer class over a bucket's masters. Its states are made by the class, at the first
+    """One instance of a torch optimizer class over a bucket's masters. The class creates its states at the first
     update."""
 
     def __init__(
@@ -210,10 +211,10 @@ class ClassRule:
 
 
 def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
-    """The bucket's gradients and what is still to multiply them by: one fp32 product is the kernel's, others are
-    rounded where the gradients lie, as torch would have rounded them on the device."""
+    """The bucket's gradients, and the scale that the kernel still has to apply. The kernel applies a single fp32 scale
+    itself; other products are rounded in the gradients' own memory, as torch would round them on the device."""
     grads = bucket.grads
-    assert grads is not None, "a bucket is updated after gradients came"
+    assert grads is not None, "gradients must arrive before a bucket's update"
     if not scales:
         return grads, 1.0
     now = len(scales) if grads.dtype is not torch.float32 else len(scales) - 1

@@ -1,13 +1,13 @@
-"""The host side: buckets on their way. Gradients land, the worker updates, parameters go back.
+"""The host side: gradients arrive in buckets, a worker thread updates them, and parameters go back.
 
 ::
 
     backward     send ──────▶ gradients land ─▶ (in_backward="step": update)
-    step()       what is missing is sent ─▶ update, bucket by bucket, in the order of the last first use ─▶ bring
+    step()       send the rest ─▶ update, bucket by bucket, in the order of first use in the last forward ─▶ bring
     first use    wait for the bucket
 
-[Note: what was sent] A copy of a gradient counts until ``.grad`` is another tensor or torch has counted a write to it
-(``_version``): accumulation, clipping or ``mul_`` after the copy make ``step()`` send it again.
+[Note: what was sent] A copy of a gradient is valid until ``.grad`` is another tensor or torch has counted a write to it
+(``_version``). After accumulation, clipping or ``mul_``, ``step()`` therefore sends it again.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ class Inline(Executor):
     """Runs what is submitted at once, in the caller."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The result is there on return."""
+        """Run ``fn`` now; the future that is returned is done."""
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # whoever waits for the future gets it
+        except BaseException as error:  # raised again by the future's result()
             future.set_exception(error)
         return future
 
 
 class BucketRun:
-    """One bucket, its optimizer, and what is under way for it.
+    """One bucket, its optimizer, and the copies and update that are in flight.
 
     Knows the bucket's parameters and gradients of this step; not other buckets."""
 
     def __init__(self, bucket: Bucket, rule: Rule, link: HyperLink, params: Sequence[Tensor], lane: Lane) -> None:
-        """``params``: of each piece of the bucket. ``lane``: to where they are."""
+        """``params``: the parameter of each piece. ``lane``: copies to and from their device."""
         self.bucket, self.rule, self.link, self.params, self.lane = bucket, rule, link, tuple(params), lane
         self.arrived: set[int] = set()  # parameters (ids) whose gradient is complete in this backward
         self.wanted = {id(param) for param in params}
         self.sent: dict[int, tuple[Tensor, int]] = {}  # piece -> the gradient that was copied, its version then
         self.sends: list[Event] = []  # copies that may still read gradients; freed by: finish()
-        self.scales: list[float] = []  # what the gradients were multiplied by since they were sent
-        self.present: list[int] = []  # the pieces that the running update is for, ascending
+        self.scales: list[float] = []  # factors that the gradients were multiplied by since they were sent
+        self.present: list[int] = []  # pieces of the running update, ascending
         self.update: Future[None] | None = None  # in flight; freed by: finish()
         self.back: Future[Event] | None = None  # in flight; freed by: finish()
 
     def current(self, index: int, grad: Tensor) -> bool:
-        """Whether the copy that was sent of ``grad`` still counts. See [Note: what was sent]."""
+        """Whether the copy of ``grad`` that was sent is still valid. See [Note: what was sent]."""
         copied = self.sent.get(index)
         return copied is not None and copied[0] is grad and copied[1] == grad._version
 
     def forget(self) -> None:
-        """No copy counts any more."""
+        """Invalidate every copy."""
         self.sent.clear()
         self.scales.clear()
         self.arrived.clear()
@@ -76,7 +76,7 @@ class BucketRun:
 class HostSide:
     """All buckets of one optimizer, and the worker thread that updates them.
 
-    Knows the order of work; not parameter groups, modules, or when a step begins."""
+    Knows the order of updates; not parameter groups, modules, or when a step begins."""
 
     def __init__(self, runs: Sequence[BucketRun], gradient_of: GradientOf, *, threads: bool) -> None:
         """``threads=False``: updates run in the caller."""
@@ -87,13 +87,13 @@ class HostSide:
         for run in runs:
             for param in run.wanted:
                 self._runs_of.setdefault(param, []).append(run)
-        self.busy_s = 0.0  # seconds of updates since take_times()
-        self.stall_s = 0.0  # seconds that callers waited for parameters since then
+        self.busy_s = 0.0  # seconds that updates took since the last take_times()
+        self.stall_s = 0.0  # seconds that callers waited for parameters in the same time
 
     # ---- gradients
 
     def arrive(self, param: Tensor) -> list[BucketRun]:
-        """A gradient is complete; what it completes is sent and returned."""
+        """A gradient is complete. Sends the buckets that it completes, and returns them."""
         complete = []
         for run in self._runs_of.get(id(param), ()):
             run.arrived.add(id(param))
@@ -103,22 +103,22 @@ class HostSide:
         return complete
 
     def runs_of(self, param: Tensor) -> Sequence[BucketRun]:
-        """The buckets that have pieces of it."""
+        """The buckets that have pieces of ``param``."""
         return self._runs_of.get(id(param), ())
 
     def stale(self, run: BucketRun) -> tuple[dict[int, Tensor], list[int]]:
-        """(pieces that have a gradient -> it, those of them of which no copy counts)."""
+        """(piece -> its gradient, for pieces that have one; those of them whose copy is missing or no longer valid)."""
         grads = [self._gradient_of(param) for param in run.params]
         found = {index: grad for index, grad in enumerate(grads) if grad is not None}
         return found, [index for index, grad in found.items() if not run.current(index, grad)]
 
     def send(self, run: BucketRun) -> list[int]:
-        """Send every gradient of which no copy counts; the pieces that have a gradient."""
+        """Send every gradient that has no valid copy; returns the pieces that have a gradient."""
         found, stale = self.stale(run)
         present = list(found)
         dtype = _common_dtype(found.values())
         if stale and (run.scales or run.bucket.grads is None or run.bucket.grads.dtype is not dtype):
-            run.forget()  # copies that are kept were scaled, or lie in memory that is replaced
+            run.forget()  # earlier copies were scaled, or lie in memory that is about to be replaced
             stale = present
             for copy in run.sends:
                 copy.join()
@@ -130,7 +130,7 @@ class HostSide:
         return present
 
     def rescale(self, scale: float, multiply: Callable[[], None]) -> None:
-        """``multiply`` multiplies all gradients by ``scale`` in place: copies that count are multiplied with them."""
+        """Call ``multiply``, which multiplies all gradients by ``scale`` in place, and scale their valid copies too."""
         self.wait_sent()
         counting = [run for run in self.runs if run.sent and not self.stale(run)[1]]
         multiply()
@@ -142,13 +142,13 @@ class HostSide:
             run.scales.append(scale)
 
     def wait_sent(self) -> None:
-        """Order what the caller does next to gradients after the copies of them, those of running updates too."""
+        """Make what the caller does next to gradients wait until they are copied, those of running updates included."""
         for run in self.runs:
             for copy in run.sends:
                 copy.wait()
 
     def forget(self) -> None:
-        """Gradients were dropped or changed unseen: nothing sent counts."""
+        """Gradients were dropped, or changed in a way torch does not count: every copy is invalid."""
         for run in self.runs:
             run.forget()
 
@@ -168,8 +168,9 @@ class HostSide:
         self.busy_s += time.perf_counter() - begin
 
     def start_return(self, run: BucketRun) -> None:
-        """Queue the way back of what the update changed: behind it, and behind what the caller has computed."""
-        assert run.update is not None, "an update comes first"
+        """Queue the copy of updated parameters to the device, after the update and after what the caller has
+        computed."""
+        assert run.update is not None, "start_update() must come before start_return()"
         run.back = self._worker.submit(self._return, run, run.update, run.lane.now())
 
     def _return(self, run: BucketRun, update: Future[None], after: Event) -> Event:
@@ -179,33 +180,34 @@ class HostSide:
         return bring(run.lane, run.bucket, run.present, params, after)
 
     def finish(self, run: BucketRun) -> None:
-        """Wait until the bucket's parameters are back; raises what its update or copies raised."""
-        assert run.back is not None, "nothing is under way"
+        """Wait until the bucket's parameters are on the device. Raises the error of its update or copies."""
+        assert run.back is not None, "no update is in flight"
         begin = time.perf_counter()
         run.back.result().wait()
         self.stall_s += time.perf_counter() - begin
         run.back = run.update = None
         run.present = []
-        run.sends = []  # the update has waited for them
+        run.sends = []  # the update waited for these copies
 
     def take_times(self) -> tuple[float, float]:
-        """(seconds of updates, seconds of waiting) since the last call."""
+        """(seconds that updates took, seconds that callers waited) since the last call."""
         found = self.busy_s, self.stall_s
         self.busy_s = self.stall_s = 0.0
         return found
 
     def close(self) -> None:
-        """Finish what is queued; no thread is left. Idempotent."""
+        """Finish queued work and end the thread. Idempotent."""
         self._worker.shutdown(wait=True)
 
 
 def _sent_range(grad: Tensor, piece: Piece) -> Tensor:
-    """``range_of`` a gradient: itself where it is whole and has no graph, which saves a call for each parameter."""
+    """``range_of`` a gradient; the gradient itself if the piece is whole and it has no graph, which saves a call
+    each."""
     return grad if piece.whole and not grad.requires_grad else range_of(grad, piece)
 
 
 def _target(param: Tensor, run: BucketRun, index: int) -> Tensor:
-    """What is written: the parameter's own memory. It may be away, and so of a class that would wait for this."""
+    """The parameter's memory, to write to. A closed parameter's class would make the write wait for itself."""
     with plain():
         return range_of(param, run.bucket.pieces[index])
 

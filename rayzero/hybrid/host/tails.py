@@ -1,8 +1,9 @@
-"""The last elements of pieces, as torch's fused kernels update them.
+"""The last elements of pieces, updated by torch's own fused kernel.
 
-[Note: tails] Torch computes the elements after a tensor's last full vector by scalar code that rounds differently. So
-the tile kernel takes what fills lines of 64 elements, and torch's own kernel the rest of each piece, as a tensor that
-begins at a line: a vector's width divides 64, so its vectors and its tail are those of the whole tensor.
+[Note: tails] Torch computes the elements after a tensor's last full vector with scalar code, which rounds differently.
+So the tile kernel updates whole lines of 64 elements, and torch's kernel the rest of each piece, as a tensor that
+begins at a line. Vector widths divide 64, so torch splits this tensor into vectors and scalars exactly as it splits the
+whole one.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from rayzero.layout.model_layout import ALIGN
 
 
 def lines(numel: int) -> int:
-    """Elements that fill lines of 64."""
+    """The largest multiple of 64 that is at most ``numel``."""
     return numel // ALIGN * ALIGN
 
 
 class Tails:
-    """The rests of a bucket's pieces and their moments."""
+    """The elements of a bucket's pieces after their last full line, and their moments."""
 
     def __init__(self, bucket: Bucket, moments: Mapping[str, Tensor]) -> None:
         """``moments``: kind -> fp32, flat like the bucket."""
@@ -38,7 +39,7 @@ class Tails:
     def update(
         self, present: Sequence[int], options: Mapping[int, AdamOptions], steps: Sequence[int], scale: float
     ) -> None:
-        """Update the rests of the pieces ``present``. ``options`` and ``steps`` (this one included): per piece."""
+        """Update the tails of the pieces ``present``. ``options`` and ``steps`` (counting this one) are by piece."""
         alike: dict[tuple[AdamOptions, int], list[int]] = {}
         for index in present:
             start, stop = self._ranges[index]

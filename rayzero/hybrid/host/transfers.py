@@ -1,8 +1,8 @@
-"""Gradients of a bucket on their way to the host, and its parameters on their way back.
+"""Copies a bucket's gradients to the host and its parameters back to the device.
 
-[Note: staging] On a device with streams many small gradients become one copy by way of device memory, and parameters on
-their way back too. That memory is allocated and used on one stream alone, so that the allocator hands a bucket's to the
-next without waiting: at most about one bucket of each direction exists.
+[Note: staging] On a device with streams, many small gradients are gathered in device memory and copied as one;
+parameters come back the same way. That memory is allocated and used on a single stream, so the allocator can give one
+bucket's memory to the next without waiting: there is about one bucket of it per direction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rayzero.tensor_metadata import plain
 
 
 def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Tensor]) -> Event:
-    """Copy gradients into the bucket's gradient memory, after what the caller has computed. ``grads[i]`` has the shape
-    of piece ``indices[i]`` (ascending), on the device."""
+    """Copy gradients into the bucket's gradient memory, after what the caller has computed. ``grads[i]`` is on the
+    device and has the shape of piece ``indices[i]``; indices ascend."""
     found, landing = list(grads), bucket.grads
     assert landing is not None
     targets = [bucket.grad_views[index] for index in indices]
@@ -27,7 +27,7 @@ def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Ten
     def copy() -> None:
         with plain():
             if len(found) == 1 or lane.device.type != "cuda":
-                torch._foreach_copy_(targets, found, non_blocking=True)  # one call: models have thousands of them
+                torch._foreach_copy_(targets, found, non_blocking=True)  # one call: models have thousands
                 return
             start, stop = _range(bucket, indices)
             staged = torch.zeros(stop - start, dtype=landing.dtype, device=lane.device)
@@ -38,7 +38,7 @@ def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Ten
 
 
 def bring(lane: Lane, bucket: Bucket, indices: Sequence[int], params: Sequence[Tensor], after: Event) -> Event:
-    """Copy the pieces' values from ``bucket.params`` into ``params``, not before ``after``."""
+    """Copy the pieces' values from ``bucket.params`` into ``params``, once ``after`` has happened."""
     targets, sources = list(params), [bucket.param_views[index] for index in indices]
 
     def copy() -> None:
@@ -61,6 +61,6 @@ def _range(bucket: Bucket, indices: Sequence[int]) -> tuple[int, int]:
 def _within(
     bucket: Bucket, indices: Sequence[int], staged: Tensor, start: int, shaped: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The pieces within ``staged``, which is the bucket from element ``start`` on."""
+    """Views of the pieces in ``staged``, which begins at element ``start`` of the bucket."""
     begins = [bucket.offsets[index] - start for index in indices]
     return [staged[at : at + like.numel()].view(like.shape) for at, like in zip(begins, shaped, strict=True)]

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rayzero.tensor_metadata import plain
 
 
-class Protected:
+class ProtectedStorages:
     """Recognises tensors by storage, as autograd saves detached views and not the objects themselves.
 
     Knows storages; not why they are protected."""
