@@ -1,4 +1,5 @@
-"""The rank side: units that come up before use and go down after, gradients that leave as they are complete."""
+"""The rank's side of training: units are unsharded before use and resharded after it, and gradients leave as they
+complete."""
 
 from __future__ import annotations
 

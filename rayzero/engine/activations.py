@@ -1,4 +1,4 @@
-"""Activation offload of a prepared model: weights are handles, other saved tensors go to host memory."""
+"""Activation offload for a prepared model: autograd saves handles of weights; other saved tensors go to host memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rayzero.telemetry.recorder import Recorder
 def offload_activations(
     model: nn.Module, engine: Engine, config: ZeroConfig, context: RankContext, recorder: Recorder
 ) -> ActivationOffload | None:
-    """Install ``config.offload_activations``; None without. Ends with the context.
+    """Install ``config.offload_activations``; returns None if it is not set. The context's end uninstalls it.
 
-    [Note: on top of each other] Both put saved-tensor hooks on the stack, in any order. What comes to the group's hooks
-    is first shown to the engine, what comes to the engine's and is no weight goes to those below. Call this before the
-    engine puts its hooks on modules: of one module the group's then opens after the unit and closes before it."""
+    [Note: on top of each other] The offload and the engine both push saved-tensor hooks, in any order. The offload's
+    hooks first pass a tensor to the engine; the engine's hooks pass a tensor that is no weight to the hooks below. Call
+    this before the engine hooks modules: then a module's offload group opens after its unit and closes before it."""
     if not config.offload_activations:
         return None
     offload = ActivationOffload(
@@ -34,7 +34,7 @@ def offload_activations(
 
 
 def policy_of(config: ZeroConfig, rank: int, *, poison: bool) -> OffloadPolicy:
-    """A config's settings as the offload has them. ``poison``: fill host buffers with NaN before use and after."""
+    """The offload policy of a config. ``poison``: fill host buffers with NaN before use and after."""
     return OffloadPolicy(
         min_bytes=config.activation_min_bytes,
         fraction=config.activation_fraction,

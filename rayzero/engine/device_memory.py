@@ -1,4 +1,4 @@
-"""What a CUDA device's allocator says of itself."""
+"""Measurements of torch's allocator on a CUDA device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def device_memory(device: torch.device) -> Iterator[Reading]:
-    """Torch's allocator on ``device``, now."""
+    """What torch's allocator on ``device`` holds now, in bytes."""
     stats = torch.cuda.memory_stats(device)
     for kind, name in _KINDS.items():
         yield Reading(GPU_MEMORY_BYTES, stats.get(name, 0), {"kind": kind})

@@ -1,7 +1,8 @@
-"""The rank side, tied together: units come up before they are used, go down after, and their gradients leave.
+"""The rank's engine: unshards units before use, reshards them after it, and sends their gradients.
 
-Four calls carry everything: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd wants a saved
-weight) and ``touched`` (any other operation). They run on the thread that computes; transfers only complete futures.
+Every event becomes one of four calls: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd
+unpacks a saved weight) and ``touched`` (any other operation). They run on the computing thread; transfers only complete
+futures.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.engine.values.registry import Registered
-from rayzero.engine.values.state_dict import Loading
+from rayzero.engine.values.state_dict import StateDictLoad
 from rayzero.engine.values.unit_values import UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
@@ -74,7 +75,7 @@ class Engine:
         self.model = model
         self.layout = layout
         self.rank = rank
-        self.number = number  # of the prepared model within its run
+        self.number = number  # the prepared model's number in its run
         self.store = store
         self.step_state = step
         self.config = config
@@ -102,11 +103,11 @@ class Engine:
         self._backwards = 0  # graph tasks that pushed since the last step
         self._closed = False
         self._in_forward = False
-        self.loading = Loading()
-        self.resident = stays_up(layout, config)  # once: a recomputation must save what its forward saved
+        self.loading = StateDictLoad()
+        self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
         self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
-        self.activations: ActivationOffload | None = None  # set by prepare where the config asks for it
+        self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
         self.trained: TrainedSlots
         self.cache: UnitCache
         self.values: UnitValues
@@ -116,8 +117,8 @@ class Engine:
     def adopt(
         self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]], version: int
     ) -> None:
-        """Take the units over. ``root``: units of the root module; ``groups``: [unit][slot] -> parameter group, < 0 for
-        none; ``version``: published, to begin with."""
+        """Take charge of the units. ``root``: units of the root module; ``groups``: [unit][slot] -> parameter group, <
+        0 for none; ``version``: the published version to begin at."""
         self.units = list(units)
         self.trained = TrainedSlots(self.units, groups)
         self.cache = UnitCache(
@@ -146,7 +147,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The published version its units are read at: the steps committed."""
+        """The published version that units are read at; it equals the number of committed steps."""
         return self.cache.version
 
     @property
@@ -161,8 +162,8 @@ class Engine:
     # ---- the four calls
 
     def open_units(self, units: Sequence[ParamUnit]) -> bool:
-        """A module's forward starts: have its units up, and plain Parameters. Returns whether saved-tensor hooks were
-        pushed, in any grad mode: the forward may change it. All or nothing."""
+        """A module's forward starts: bring its units up and make their Parameters plain. Returns whether saved-tensor
+        hooks were pushed, which does not depend on the grad mode: the forward may change it. All or nothing."""
         opened: list[ParamUnit] = []
         phase = Phase.BACKWARD if graph_task_id() >= 0 else Phase.FORWARD
         try:
@@ -181,13 +182,14 @@ class Engine:
         return pushed_hooks
 
     def _push_hooks(self) -> bool:
-        """No hooks where everything stays up until the step: weights that autograd saves are simply there."""
+        """Push no hooks if everything stays up until the step: weights that autograd saves stay valid."""
         if self.resident:
             return False
         if not saved_tensor_hooks_allowed():
             raise UnsupportedError(
-                "torch.func.grad and vjp allow no saved-tensor hooks, which a model needs that is not up as a whole; "
-                "raise prefetch_buffer_size and gpu_param_memory_budget until it is, or use torch.autograd"
+                "torch.func.grad and vjp allow no saved-tensor hooks, but a model needs them unless all of its "
+                "parameters are gathered; raise prefetch_buffer_size and gpu_param_memory_budget until they are, or "
+                "use torch.autograd"
             )
         self.saved.push()
         return True
@@ -201,14 +203,14 @@ class Engine:
             unit.open_calls -= 1
             if not unit.open_calls:
                 unit.set_guard(True)
-        if graph_task_id() < 0:  # in a recomputation its backward follows at once
+        if graph_task_id() < 0:  # after a recomputation its backward follows at once
             self.cache.prefetch()
 
     def use(self, unit: ParamUnit) -> None:
-        """Autograd wants a saved weight of ``unit``: have it up.
+        """Autograd unpacks a saved weight of ``unit``: bring it up.
 
-        Under create_graph the node that wants it saves it again: hooks pushed here see that, and autograd, which
-        restores its thread's state after every node, takes them off."""
+        Under create_graph the node that unpacks the weight saves it again. Hooks pushed here see that; autograd pops
+        them, because it restores its thread's state after every node."""
         task = graph_task_id()
         if task >= 0:
             self._clock.enter("backward")
@@ -220,7 +222,7 @@ class Engine:
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:
-        """Some operation wants Parameters of ``units``: have them up and plain inside the context."""
+        """An operation uses Parameters of ``units``: they are up and plain inside the context."""
         pushed_hooks = self.open_units(units)
         try:
             yield
@@ -235,17 +237,17 @@ class Engine:
         return unit.layout.slots[_slot_of(param, unit)].name
 
     def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        """The name of ``param`` where its gradient has left this rank in the present step."""
+        """The name of ``param`` if its gradient has left this rank in the open step, else None."""
         if not self.step_state.counts[unit.index] and unit.index not in self._sums:
             return None
         return self.name_of(param, unit)
 
     def spent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        """The name of ``param`` where an earlier step has applied its gradient and nobody has dropped that since."""
+        """The name of ``param`` if an earlier step has applied its gradient and no zero_grad() followed, else None."""
         return self.name_of(param, unit) if self.step_state.is_spent(unit.index, _slot_of(param, unit)) else None
 
     def drop_gradient(self, param: nn.Parameter, unit: ParamUnit) -> None:
-        """The user has set ``param.grad`` between two steps: what the last one applied is no longer there."""
+        """The user has set ``param.grad`` between two steps, which replaces the gradient that the last one applied."""
         self.step_state.drop(unit.index, _slot_of(param, unit))
 
     # ---- passes
@@ -278,7 +280,7 @@ class Engine:
             self._clock.enter("data")
 
     def _backward_over(self, nested: bool) -> None:
-        """A graph task has ended well; ``nested``: inside another one."""
+        """A graph task has ended without an exception. ``nested``: inside another one."""
         if not nested:
             self._clock.enter("data")
             self._passes.end_backward()
@@ -286,7 +288,7 @@ class Engine:
             self.cache.backward_over(self._more_backwards)
 
     def drain(self) -> None:
-        """End what an exception left open: graph tasks and forwards whose end nobody announced."""
+        """End what an exception left open: graph tasks and forwards whose end torch did not report."""
         self.collector.drain()
         for calls in self.calls:
             calls.drain()
@@ -295,7 +297,8 @@ class Engine:
     # ---- gradients
 
     def _completed(self, unit: ParamUnit) -> None:
-        """All gradients this graph task brings for ``unit`` are on its Parameters: they leave."""
+        """All gradients that this graph task brings for ``unit`` are on its Parameters: push them, or sum them on the
+        device."""
         self._clock.enter("backward")
         self._passes.completed(unit)
         self._heap.look(self.step_state.step)
@@ -311,7 +314,8 @@ class Engine:
         self.cache.prefetch()
 
     def _push_rest(self) -> None:
-        """Push what is still on the device: sums, gradients no hook saw (set by hand, left by an exception), zeros."""
+        """Push what is still on the device: sums, zeros, and gradients that no hook saw (set by hand, left by an
+        exception)."""
         for index, slots in self.trained.of_unit.items():
             unit = self.units[index]
             grads = unit.take_grads(slots)
@@ -338,13 +342,14 @@ class Engine:
             self.step_state.clip_value(limit)
 
     def unscale(self, factor: float) -> bool:
-        """Finish the step's gradients and unscale them; whether all ranks' are finite."""
+        """Finish the step's gradients and unscale them; returns whether those of all ranks are finite."""
         with self._finishing():
             return self.step_state.unscale(factor)
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:
-        """What is done before the step to finished gradients; its time is the optimizer's."""
+        """Finish the step's gradients, then clip or unscale them inside the context; the time counts as the
+        optimizer's."""
         self._clock.enter("optimizer")
         self._finish_gradients()
         yield
@@ -359,17 +364,19 @@ class Engine:
             self.step_state.landed()
 
     def _refuse_spent(self) -> None:
-        """Not before this: a loop may run a backward over gradients that it drops later (a GAN's generator step)."""
+        """Raise GradientAccessError if a gradient that a step applied was not zeroed. Checked only here, because a loop
+        may run a backward over gradients that it zeroes later (a GAN's generator step)."""
         if self.step_state.spent is not None:
             unit, slot = self.step_state.spent
             raise GradientAccessError(
-                f"{self.layout.units[unit].slots[slot].name!r} still has the gradient that the last step() applied: "
-                "plain PyTorch would add the new one to it (or apply it again), here it is with the optimizer owners "
-                "and gone. Call optimizer.zero_grad() between step() and the next backward"
+                f"{self.layout.units[unit].slots[slot].name!r} was not zeroed after the last step(), which applied "
+                f"its gradient. Plain PyTorch would add the new gradient to it, or apply it again; RayZero cannot, "
+                f"because the gradient has left this rank. Call optimizer.zero_grad() between step() and the next "
+                f"backward"
             )
 
     def step(self, hyper: tuple[Hyper, ...]) -> None:
-        """Commit the step; units are of the next version afterwards."""
+        """Commit the step. Afterwards units are read at the next version."""
         self._clock.enter("optimizer")
         for group, options in enumerate(hyper):
             if isinstance(lr := options.get("lr"), int | float):
@@ -394,7 +401,7 @@ class Engine:
         self._clock.step_over(self.step_state.step)
 
     def discard(self, *, set_to_none: bool = True) -> None:
-        """Take back the step's gradients, wherever they are; see RankStep.discard."""
+        """Drop the step's gradients, pushed or not; see RankStep.discard."""
         self.drain()
         unpushed = {}
         for index, slots in self.trained.of_unit.items():
@@ -405,10 +412,11 @@ class Engine:
         self._backwards = 0
 
     def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
-        """What ``zero_grad()`` of a module with these guarded Parameters does to those that are trained.
+        """Drop the gradients of the trained Parameters among ``params``, for ``zero_grad()`` of a module that holds
+        them.
 
-        Raises GradientAccessError for a part of the model of which gradients have left in this step: they can only be
-        taken back together."""
+        Raises GradientAccessError for a part of the model if gradients of it have left in this step: a step's gradients
+        can only be dropped together."""
         given = {id(param) for param in params}
         trained = [(self.units[i], slot) for i, slots in self.trained.of_unit.items() for slot in slots]
         if all(id(unit.params[slot]) in given for unit, slot in trained):
@@ -418,9 +426,9 @@ class Engine:
         for unit, slot in ours:
             if self.sent_gradient(unit.params[slot], unit) is not None:
                 raise GradientAccessError(
-                    f"zero_grad() of a part of the model: the gradient of {unit.layout.slots[slot].name!r} has left "
-                    "this rank for the optimizer owners, with those of other parameters; call zero_grad() of the "
-                    "optimizer or of the whole model"
+                    f"zero_grad() was called on a part of the model, but the gradient of "
+                    f"{unit.layout.slots[slot].name!r} has already gone to the optimizer owners, together with those "
+                    f"of other parameters; call zero_grad() of the optimizer or of the whole model"
                 )
         for unit, slot in ours:
             self.step_state.drop(unit.index, slot, set_to_none=set_to_none)
@@ -436,14 +444,14 @@ class Engine:
             self._clock.enter("data")
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:
-        """The mean over all ranks; see ``ParameterStore.mean``. Waits for them; changes nothing of the step."""
+        """The mean over all ranks; see ``ParameterStore.mean``. Waits for all ranks, and leaves the step as it is."""
         start = time.perf_counter()
         mean = self.store.mean(given).result()
         self._clock.waited("mean", time.perf_counter() - start)
         return mean
 
     def _memory(self) -> Iterator[Reading]:
-        """What gathered parameters and gradients on their way take here, and the device's own accounts."""
+        """Bytes of gathered parameters and of gradients in flight, and what the device's allocator reports."""
         on_gpu = self.device.type == "cuda"
         held = {("param", "gpu" if on_gpu else "ram"): self.residency.allocated, **self._transfers.allocated()}
         for (kind, tier), size in held.items():
@@ -455,12 +463,12 @@ class Engine:
             yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})
             yield from device_memory(self.device)
 
-    # ---- what the user gives and changes
+    # ---- what the user adds and changes
 
     def train(self, params: Sequence[nn.Parameter], group: int) -> None:
-        """Have the owners train parameters that no group had, as those of ``group``; every rank calls it.
+        """Make the owners train parameters that were in no group as part of ``group``; every rank calls it.
 
-        Raises UnsupportedError for one that is not in the model, was frozen at prepare, or is frozen now."""
+        Raises UnsupportedError for a parameter that is not in the model, was frozen at prepare, or is frozen now."""
         for index, slots in self.trained.find(params).items():
             unit = self.units[index]
             self.values.write(unit, GROUP, self.trained.with_added(unit, slots, group))
@@ -470,7 +478,8 @@ class Engine:
 
     @contextmanager
     def complete(self, *, modify: bool) -> Iterator[None]:
-        """Have every unit up inside the context; ``modify``: whatever is written to them there counts."""
+        """Keep every unit up inside the context. ``modify``: any write there counts, even one that torch does not
+        count."""
         with self.touched(self.units):
             yield
             for unit in self.units if modify else ():
@@ -481,8 +490,8 @@ class Engine:
         return self.loading.take(param, unit, value)
 
     def end_load(self, module: nn.Module) -> None:
-        """A module's load_state_dict() has ended: the values go to the owners, unit by unit; every rank calls it with
-        the same."""
+        """A module's load_state_dict() has ended: send the values to the owners, unit by unit. Every rank calls it with
+        equal values."""
         values = self.loading.end(module)
         if values is None:
             return
@@ -492,7 +501,7 @@ class Engine:
             self.values.load(self.units[index], values[index])
 
     def close(self, reason: str = "closed") -> None:
-        """Leave the run: transfers and store end. Parameters that are not up can no longer be read. Idempotent."""
+        """Leave the run: close transfers and store. Parameters that are not up can no longer be read. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -500,7 +509,7 @@ class Engine:
             end()
         self.cache.cancel()
         try:
-            self._transfers.drain()  # the store's memory goes with it
+            self._transfers.drain()  # it frees the store's memory
         finally:
             self.store.close(reason)
             self._transfers.close()

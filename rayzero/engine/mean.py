@@ -28,7 +28,7 @@ def mean_over_ranks(value: float, *, weight: float = 1.0) -> float: ...
 @overload
 def mean_over_ranks(value: Mapping[str, N], *, weight: float = 1.0) -> dict[str, N]: ...
 def mean_over_ranks(value: Any, *, weight: float = 1.0) -> Any:
-    """The mean of ``value`` over all ranks: the same bits on each, of what was given.
+    """The mean of ``value`` over all ranks, with the same bits on each and in the form of ``value``.
 
     ::
 
@@ -38,17 +38,17 @@ def mean_over_ranks(value: Any, *, weight: float = 1.0) -> Any:
     value: a number, a small floating-point tensor of any shape on any device, or a mapping from names to numbers or
         0-dim tensors; at most 4,000 bytes, of which a number takes 8 and a name 4 and its length. Numbers come back as
         floats, tensors in their dtype and on their device, without a gradient.
-    weight: what this rank's value counts for, >= 0; for example the number of its samples, where ranks have different
-        numbers of them. A rank of weight 0 has no part in the mean, whatever its value.
+    weight: how much this rank's value counts, >= 0; for example its number of samples, if ranks have different numbers.
+        The value of a rank with weight 0 is ignored.
 
-    Sums are fp64, in rank order; where one overflows, the mean of finite values is computed exactly instead. Every rank
-    calls it the same number of times in the same order, from the thread that trains, and waits there for the others; it
-    may be called anywhere between two steps or within one, and waits for no step. In a run of several ranks
-    rayzero.prepare() comes before it; alone, the mean is ``value``.
+    Sums are fp64, in rank order; if a sum of finite values overflows, the mean is computed exactly instead. Every rank
+    calls it the same number of times in the same order, from the thread that trains, and waits for the other ranks. It
+    may be called at any point of a step, and waits for no step. In a run of several ranks call rayzero.prepare() first;
+    with one rank, the mean is ``value``.
 
-    Raises ConfigError for other values, for more of them, and where all weights are 0; UnsupportedError before
-    prepare(); on all ranks StepMismatchError where names or shapes differ, or where ranks call it and other things
-    that wait in another order; RankLeftError and StallError where a rank has left or stands still."""
+    Raises ConfigError for any other value, for too many bytes, and if all weights are 0; UnsupportedError before
+    prepare(); StepMismatchError, on all ranks, if names or shapes differ between ranks or if ranks make this and other
+    waiting calls in different orders; RankLeftError if a rank has left, StallError if one makes no progress."""
     given = _input(value, _weight(weight))
     context = get_context()
     if context.world_size == 1:
@@ -137,7 +137,7 @@ def _weight(weight: object) -> float:
 
 
 def _said(value: object) -> str:
-    """A few words on ``value``, on one line."""
+    """A short description of ``value``, on one line."""
     try:
         said = " ".join(repr(value).split())
     except ValueError:  # an integer of more digits than Python writes

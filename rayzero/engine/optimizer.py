@@ -1,4 +1,4 @@
-"""The optimizer a training loop holds: a real ``torch.optim.Optimizer`` whose update happens with the owners."""
+"""The optimizer that a training loop holds: a real ``torch.optim.Optimizer`` whose updates the owners compute."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers writ
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Stands for the optimizer it was made from: the same parameter groups, live, for loops and LR schedulers.
+    """Takes the place of the user's optimizer and shares its parameter groups, for loops and LR schedulers.
 
-    Knows parameter groups; not parameters' values, gradients or moments: those are with the owners."""
+    Knows parameter groups; not parameters' values, gradients or moments, which the owners have."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, resumed: ResumedGroups | None = None) -> None:
-        """``optimizer``: a torch optimizer that has not stepped yet; its groups become ours, and it can no longer step.
-        ``resumed``: the groups of the checkpoint that the run resumes from."""
+        """``optimizer``: a torch optimizer that has not stepped yet; this one shares its groups, and it can no longer
+        step. ``resumed``: the groups of the checkpoint that the run resumes from."""
         self.engine = engine
         self.optimizer_class = type(optimizer)
         self._resumed: ResumedGroups | None = None
@@ -54,13 +54,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             route_scheduler_loads(self)
 
     def _share_groups(self) -> None:
-        """Schedulers that were made over the plain optimizer look for the groups there, also for those added later."""
+        """Share the list of groups, because schedulers made on the plain optimizer read them there, later ones
+        included."""
         self._plain.param_groups = self.param_groups
 
     def restore_groups(self) -> None:
-        """Put back what making a scheduler overwrites in a resumed run's parameter groups, while it has not stepped yet
-        ([Note: schedulers on resume]): rates, momenta and what is not an option of the optimizer. The others are as
-        ``prepare()`` or the loop has left them since."""
+        """Restore what creating a scheduler overwrote in a resumed run's parameter groups, until the first step ([Note:
+        schedulers on resume]): rates, momenta, and entries that are no options of the optimizer. Other options stay as
+        ``prepare()`` or the loop left them."""
         if self._resumed is not None:
             options = {key for group in self.param_groups for key in group} - set(self.defaults)
             self._resumed.restore(self.param_groups, only=options | _SCHEDULED)
@@ -69,11 +70,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Have the owners apply the step; returns once the finish is sent (``overlap="forward"``).
+        """Make the owners apply the step; returns once the finish is sent (``overlap="forward"``).
 
-        closure: called once, before; its result is returned. (Optimizers that call it several times are not
-        element-wise and are refused at prepare.) Raises what failed on the way: pushes, the last step. Under
-        ``nonfinite="raise"`` it waits for the norm, and raises NonFiniteGradientError with nothing committed."""
+        closure: called once, before the step; its result is returned. (Optimizers that call it several times are not
+            element-wise and are refused at prepare.) Raises the error of a push, or of the last step, that failed.
+            Under ``nonfinite="raise"`` it waits for the norm; if that is not finite, it raises NonFiniteGradientError
+            and commits nothing."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,7 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._resumed is not None:
             self._resumed.require_all(self.param_groups)
             self._resumed = None
-        scale = getattr(self, "grad_scale", None)  # a GradScaler's that has not unscaled yet, while it steps
+        scale = getattr(self, "grad_scale", None)  # set by a GradScaler that steps without having unscaled
         if scale is not None:
             self.engine.unscale(inverse_scale(scale))
         self.engine.step(hyper_of(self))
@@ -90,50 +92,51 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Take back the gradients of this step. After clip_grad_norm_ every rank must do so, or none.
+        """Drop the gradients of this step. After clip_grad_norm_ either every rank does so or none.
 
-        set_to_none: False: as in torch, what had a gradient has a zero one in the steps that bring it no other: moments
-        move, weights decay."""
+        set_to_none: False: as in torch, a parameter that had a gradient has a zero one until it gets another, so its
+            moments and weights still decay."""
         self.engine.discard(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the step's global gradient norm to ``max_norm``; call it after the last backward of the step.
 
-        Returns the norm of the gradients before this clip, averaged over ranks, as a 0-dim fp32 tensor. Waits for
-        all ranks. Clips what earlier calls of this, ``clip_grad_value_`` and ``scaler.unscale_`` left.
-        Under ``nonfinite="raise"`` an inf or nan norm raises NonFiniteGradientError; under ``"skip"`` it is returned
-        and the step will change nothing."""
+        Returns the norm, before this clip, of the gradients averaged over ranks: a 0-dim fp32 CPU tensor. Waits for all
+        ranks. Acts on the result of earlier calls of this, ``clip_grad_value_`` and ``scaler.unscale_``. Under
+        ``nonfinite="raise"`` an inf or NaN norm raises NonFiniteGradientError; under ``"skip"`` it is returned, and the
+        step changes nothing."""
         norm = self.engine.clip_norm(_checked("max_norm", max_norm))
         return torch.tensor(norm, dtype=torch.float32, device=self.engine.device)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every element of the step's averaged gradients to within +-``clip_value``, as
-        ``torch.nn.utils.clip_grad_value_``; call it after the last backward of the step.
+        """Clamp every element of the step's averaged gradients to [-``clip_value``, ``clip_value``], as
+        ``torch.nn.utils.clip_grad_value_`` does; call it after the last backward of the step.
 
-        Waits for nobody, and acts in the order of the calls with ``clip_grad_norm_``, which costs another pass over the
-        gradients after this one. An inf is not clamped: the step is skipped."""
+        Does not wait. It takes effect in order with calls of ``clip_grad_norm_``; one of those after it costs another
+        pass over the gradients. An inf is not clamped: the step is skipped."""
         self.engine.clip_value(_checked("clip_value", clip_value))
 
     # ---- torch.amp.GradScaler
 
-    # A step that a scaler skips is then a step like any other: a decision, a version, the same on all ranks.
+    # A step that a scaler skips is a step like any other: one decision and one version, the same on all ranks.
     _step_supports_amp_scaling = True
 
     def unscale_gradients(self, factor: float) -> bool:
-        """What ``scaler.unscale_(optimizer)`` calls: multiply the step's gradients by ``factor``, 1 / loss scale.
+        """Multiply the step's gradients by ``factor``, 1 / loss scale; ``scaler.unscale_(optimizer)`` calls it.
 
-        Returns whether they are finite on all ranks, for which it waits."""
+        Waits for all ranks; returns whether their gradients are finite."""
         return self.engine.unscale(factor)
 
     def last_decision(self) -> Future[Decision]:
-        """What the last step() was decided to be: norm, scale, apply or skip. Done when every rank has finished it."""
+        """The decision of the last step(): norm, scale, apply or skip. Done when every rank has finished that step."""
         return self.engine.step_state.decision()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; after prepare for parameters of the model that require grad and were in no group. Every rank adds
-        the same. Raises UnsupportedError for others, and for options that keep states no group at prepare kept."""
+        """As in torch, for parameters of the model that require grad and are in no group yet. Every rank adds the same
+        group. Raises UnsupportedError for other parameters, and for options that need states which no group at prepare
+        had."""
         super().add_param_group(param_group)
-        if not hasattr(self, "_num_groups"):  # while preparing
+        if not hasattr(self, "_num_groups"):  # during prepare()
             return
         try:
             hyper = hyper_of(self)
@@ -149,14 +152,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _refuse_new_groups(self) -> None:
         if len(self.param_groups) != self._num_groups:
             raise UnsupportedError(
-                f"the optimizer has {len(self.param_groups)} parameter groups, rayzero.prepare() and add_param_group() "
-                f"know of {self._num_groups}; add groups with add_param_group()"
+                f"the optimizer has {len(self.param_groups)} parameter groups, but rayzero.prepare() and "
+                f"add_param_group() were given {self._num_groups}; add groups with add_param_group()"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format, for a plain optimizer of the same class too: complete fp32 CPU tensors of true shapes.
+        """The state in torch's format, which a plain optimizer of the same class can load too: complete fp32 CPU
+        tensors in the parameters' shapes.
 
-        Any rank may call it alone: it reads the owners, unit by unit, and waits for the last step's update."""
+        Any rank may call it alone: it reads from the owners, unit by unit, and waits for the last step's update."""
         for param, state in read_states(self.engine, self._format()).items():
             self.state[param] = state
         try:
@@ -165,11 +169,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take ``state_dict()``'s values, or a plain torch optimizer's of the same class; every rank calls it with the
-        same.
+        """Load what ``state_dict()`` of this class, or of a plain torch optimizer of the same class, returned. Every
+        rank calls it with equal values.
 
-        Raises ConfigError where a parameter's state has other names or shapes, UnsupportedError where it was frozen at
-        prepare, and torch's own errors, before anything is changed."""
+        Before anything is changed, raises ConfigError if a parameter's state has other names or shapes,
+        UnsupportedError if the parameter was frozen at prepare, and torch's own errors."""
         states: dict[int, State] = {}
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             write_states(self.engine, self._format(), states)
 
         hooks = [
-            self.register_load_state_dict_pre_hook(take),  # after the user's, which may change what is loaded
+            self.register_load_state_dict_pre_hook(take),  # after the user's hooks, which may change what is loaded
             self.register_load_state_dict_post_hook(give, prepend=True),
         ]
         try:
@@ -196,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return StateFormat(self.optimizer_class, hyper_of(self))
 
     def _by_param(self, given: Mapping[str, Any]) -> dict[int, State]:
-        """The states in a state dict, by id of our Parameter; torch refuses groups of other sizes afterwards."""
+        """The states in a state dict, by id of our Parameter. Torch refuses groups of other sizes later."""
         theirs = [key for group in given["param_groups"] for key in group["params"]]
         ours = [id(param) for group in self.param_groups for param in group["params"]]
         of_key = dict(zip(theirs, ours, strict=False))
@@ -208,16 +212,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _refusing(optimizer: torch.optim.Optimizer) -> Any:
-    """A ``step`` for an optimizer whose parameters have gone to the owners."""
+    """A ``step`` that raises, for an optimizer whose parameters have gone to the owners."""
     refuse: Any = partial(_refuse_plain_step, type(optimizer).__name__)
-    refuse._wrapped_by_lr_sched = True  # torch's mark on a step() whose calls a scheduler counts; ours does that
+    refuse._wrapped_by_lr_sched = True  # torch marks a step() whose calls a scheduler counts; ours counts them
     return refuse
 
 
 def _refuse_plain_step(kind: str, *_: Any, **__: Any) -> None:
     raise UnsupportedError(
-        f"step() of the {kind} that was given to rayzero.prepare() would change nothing: its parameters are with the "
-        "optimizer owners; call step() of the optimizer that prepare() returned"
+        f"step() was called on the {kind} that was given to rayzero.prepare(), where it would change nothing, "
+        f"because the optimizer owners update the parameters; call step() of the optimizer that prepare() returned"
     )
 
 
@@ -228,7 +232,8 @@ def _checked(name: str, value: object) -> float:
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
-    """Each parameter group's own options as plain JSON values, read now; other people's keys are left out."""
+    """Each parameter group's options now, as plain JSON values; keys that are no options of the optimizer are left
+    out."""
     return tuple(
         {name: _plain(group[name]) for name in optimizer.defaults if name in group} for group in optimizer.param_groups
     )
@@ -241,4 +246,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UnsupportedError(f"a parameter group's option is {value!r}, which is not a plain number, flag or text")
+    raise UnsupportedError(f"an option of a parameter group is {value!r}; pass a plain number, flag or text")

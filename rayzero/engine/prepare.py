@@ -1,4 +1,4 @@
-"""``rayzero.prepare``: give a model's parameters to the owners and the training loop its engine."""
+"""``rayzero.prepare``: hands a model's parameters to the owners and connects the training loop to an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import stays_up
 from rayzero.engine.units.transfers import make_transfers
-from rayzero.engine.values.state_dict import hook_loading
+from rayzero.engine.values.state_dict import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, dtype_name, loses_bits
 from rayzero.layout.shard_map import device_shards
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_GROUP = -1  # of a slot that no parameter group has: it is never updated
+_NO_GROUP = -1  # the group of a slot that no parameter group has; it is never updated
 
 _engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionary()
-"""Held by the model's own hooks: a strong value that knows its key would keep both for ever."""
+"""The model's own hooks hold the engine. A strong value here would refer to its key and keep both alive for ever."""
 
 
 def prepare(
@@ -65,32 +65,33 @@ def prepare(
     init: Init | None = None,
     resume: Path | str | bool | None = None,
 ) -> tuple[M, ZeroOptimizer]:
-    """Give the model's parameters and the optimizer's state to the owners; returns the same model, hooked, and the
+    """Hand the model's parameters and the optimizer's state to the owners. Returns the same model, with hooks, and the
     optimizer to use from here on.
 
-    model: the same on every rank; rank 0's values count. Its Parameters stay the same objects, but their bytes come
-        and go. They may be on the meta device (``rayzero.empty_parameters``): on rank 0 where ``weights``, ``init``
-        or a checkpoint to resume from gives them values, on the other ranks in any case.
+    model: the same on every rank; rank 0's values are used. Its Parameters stay the same objects, but their bytes come
+        and go. They may be on the meta device (``rayzero.empty_parameters``): on rank 0 only if ``weights``, ``init``
+        or a checkpoint to resume from gives them values, on the other ranks always.
     optimizer: a torch optimizer over parameters of ``model`` that has not stepped yet.
-    config: by default that of the run, else ``ZeroConfig()``.
+    config: by default the run's, or ``ZeroConfig()`` without a run.
     units: what is gathered together; overrides ``config.units``. A list of class names, or a function (name, module).
     weights: a safetensors file, a Hugging Face directory or its index, a mapping of named tensors, an iterable of
         (name, tensor), or ``rayzero.Weights`` of one of these. Rank 0 reads them unit by unit, so that no process holds
-        the model; the other ranks read buffers. They must give every parameter and persistent buffer.
+        the model; the other ranks read buffers. They must contain every parameter and persistent buffer.
     init: called with every module, on the CPU, in the order of ``model.apply(init)`` and so with the same random
-        numbers, while the parameters of a unit exist. Every rank that is given one runs it, so that their random
-        generators agree afterwards.
-    resume: the checkpoint to continue from; True: the newest in the run's directory, or a fresh start where that has
-        none; by default what the trainer was told. Every rank passes the same. Weights, moments, step counts, the
-        options of every parameter group, buffers and random number generators are as they were saved, and
-        ``get_context().loop_state`` is what this rank gave to ``save_checkpoint``. A learning rate scheduler needs its
-        own ``load_state_dict`` afterwards, as in plain PyTorch.
+        numbers; only the parameters of one unit need to exist at a time. Every rank that gets one runs it, so that
+        their random generators agree afterwards.
+    resume: the checkpoint to continue from; True: the newest one in the run's directory, or a fresh start if there is
+        none; by default the trainer's setting. Every rank passes the same. Restores weights, moments, step counts, the
+        options of every parameter group, buffers and random number generators, and sets ``get_context().loop_state`` to
+        what this rank gave to ``save_checkpoint``. A learning rate scheduler needs its own ``load_state_dict``
+        afterwards, as in plain PyTorch.
 
-    Inside a trainer the run's owners are used; alone, an in-process store with one owner. Several models of a run are
-    prepared one after the other, in the same order on every rank: another order is refused, unless the models have the
-    same names, shapes and dtypes and equal optimizers. Such are taken for each other, and nobody notices. A run that
-    resumes needs neither weights nor init, and uses neither. Raises UnsupportedError, ConfigError or CheckpointError,
-    naming the parameter or setting, before anything is changed (for an iterable of tensors: when a wrong one comes).
+    Inside a trainer the run's owners are used; in a plain script, an in-process store with one owner. Prepare several
+    models of a run one after the other, in the same order on every rank. Another order is refused, except for models
+    with the same names, shapes and dtypes and equal optimizers: these cannot be told apart, and would train each
+    other's values. A run that resumes needs neither weights nor init, and ignores both. Raises UnsupportedError,
+    ConfigError or CheckpointError, naming the parameter or setting, before anything is changed (for an iterable of
+    tensors: when it yields a wrong one).
     """
     _check_arguments(model, optimizer, config)
     self_test()
@@ -101,7 +102,7 @@ def prepare(
     config.require_supported()
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
-    number = context.prepared if context.connect is not None else 0  # alone, each model has owners of its own
+    number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
     chosen = chosen_resume(context, resume)
     checkpoint = None if chosen is None else of_model(chosen, number)
     recorder = LaterModelRecorder(context.recorder) if number else context.recorder
@@ -136,16 +137,16 @@ def prepare(
     context.on_close(engine.close)
     context.engine = context.engine or engine
     context.prepared += 1
-    give_back_freed()  # the model's own memory, which nobody needs any more
+    give_back_freed()  # the model's own memory, which is no longer needed
     return model, ZeroOptimizer(optimizer, engine, groups)
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine behind a prepared model; raises UnsupportedError for any other."""
+    """The engine of a prepared model. Raises UnsupportedError for any other model."""
     engine = _engines[model]() if model in _engines else None
     if engine is None:
         raise UnsupportedError(
-            f"this {type(model).__name__} was not prepared: call rayzero.prepare() on it, and pass that same object"
+            f"this {type(model).__name__} was not prepared; call rayzero.prepare() on it, and pass that same object"
         )
     return engine
 
@@ -177,35 +178,36 @@ def _check_arguments(model: object, optimizer: object, config: object) -> None:
 def _refuse_torn(context: RankContext) -> None:
     if context.torn is not None:
         raise UnsupportedError(
-            f"an earlier rayzero.prepare() of this run failed when its owners had begun to take the model "
-            f"({context.torn}), and they keep what they have; end this run and start another"
+            f"an earlier rayzero.prepare() of this run failed after the owners had begun to take its model "
+            f"({context.torn}), and they cannot give it back; end this run and start another"
         )
 
 
 @contextmanager
 def _whole_or_torn(store: ParameterStore, context: RankContext) -> Iterator[None]:
-    """Owners take a model's values once: another one after a failure would silently train the first one's."""
+    """Record a prepare() that failed midway. Owners take a model's values only once, so a second prepare() would
+    silently train the first one's."""
     try:
         yield
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
-        if context.connect is not None:  # alone, each model has owners of its own
+        if context.connect is not None:  # without a run, each model has owners of its own
             context.torn = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         raise
 
 
 def _check_fraction(config: ZeroConfig, context: RankContext) -> None:
-    """Owners beside ranks are started with the run."""
+    """Raise ConfigError if the fraction differs from the run's: owners beside ranks are started with the run."""
     ours, started = config.host_fraction, (context.config or ZeroConfig()).host_fraction
     if context.connect is not None and device_owners(1, ours) != device_owners(1, started):
         raise ConfigError(
-            f"offload_fraction={ours:g} was given to rayzero.prepare(), but the run was started with {started:g}; give "
-            "it in the run's own config (ZeroTrainer: zero_config, run_ranks: config)"
+            f"offload_fraction={ours:g} was given to rayzero.prepare(), but the run was started with {started:g}; "
+            f"set it in the run's config (ZeroTrainer: zero_config, run_ranks: config)"
         )
 
 
 def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
-    """Shards are whole: say what part of the optimizer stays on devices, and warn where that is none."""
+    """Log the share of the optimizer that stays on devices, which is whole shards, and warn if there is none."""
     if config.host_fraction == 1 or rank != 0:
         return
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
@@ -223,7 +225,7 @@ def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
 
 
 def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter], rank: int) -> None:
-    """Warn of frozen parameters whose values are not kept (``frozen_masters=False``)."""
+    """Warn of frozen parameters whose fp32 values are lost (``frozen_masters=False``)."""
     frozen = [(slot, unit) for unit in layout.units if not unit.has_master for slot in unit.slots]
     rounded = [(slot, unit) for slot, unit in frozen if loses_bits(params[slot.name].dtype, unit.dtype)]
     if rounded and rank == 0:
@@ -242,16 +244,19 @@ def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter], rank:
 
 def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ZeroOptimizer) or any(module in _engines for module in model.modules()):
-        raise UnsupportedError("the model is prepared already: call rayzero.prepare() once, on the whole model")
+        raise UnsupportedError("the model is prepared already; call rayzero.prepare() once, on the whole model")
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter):
             raise UnsupportedError(f"parameter {name!r} belongs to another prepared model; give this one its own")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UnsupportedError("a torch.jit.ScriptModule cannot be prepared: it reads parameters without asking")
+        raise UnsupportedError(
+            "a torch.jit.ScriptModule cannot be prepared, because it reads parameters without going through Python; "
+            "pass the model that it was compiled from"
+        )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise UnsupportedError(
-            "the optimizer has stepped already: its state would be lost; prepare() with a new one, and give this one's "
-            "state_dict() to load_state_dict() of the optimizer that prepare() returns"
+            "the optimizer has stepped already, and prepare() would lose its state; pass a new optimizer, and load "
+            "this one's state_dict() into the optimizer that prepare() returns"
         )
 
 
@@ -260,12 +265,12 @@ def _as_weights(given: WeightSource | None) -> Weights | None:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state is worth keeping; Adagrad, say, makes its state before the first step."""
+    """Whether a parameter's state comes from a step; Adagrad, for example, creates its state before the first one."""
     return bool(state) and float(state.get("step", 1)) > 0
 
 
 def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = None) -> UnitPlan:
-    """How a config lays a model out. units: instead of the config's."""
+    """The unit plan of a model under a config. units: overrides the config's."""
     return build_layout(
         model,
         units=config.units if units is None else units,
@@ -289,7 +294,7 @@ def _spec(
     kind = type(optimizer)
     on_device = not config.offload_grads  # summed before they are pushed
     return ModelSpec(
-        run=f"{context.run} model {number}" if number else context.run,  # it names shared memory too
+        run=f"{context.run} model {number}" if number else context.run,  # shared memory is named after it too
         layout=plan.layout,
         world_size=context.world_size,
         optimizer=f"{kind.__module__}:{kind.__qualname__}",
@@ -322,7 +327,7 @@ def _groups(
 
 
 def _device(model: nn.Module, context: RankContext) -> torch.device:
-    """A trainer's device; alone, the one the model is on, unless it is on none."""
+    """The trainer's device; in a plain script, the model's device, or the CPU if the model is on meta."""
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if context.connect is not None or not devices:
         return context.device
@@ -332,7 +337,7 @@ def _device(model: nn.Module, context: RankContext) -> torch.device:
 
 
 def _host_bytes(model: nn.Module) -> int:
-    """What the model's parameters take in host memory."""
+    """Bytes of the model's parameters in host memory."""
     memory = [param.untyped_storage() for param in model.parameters() if param.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
@@ -345,14 +350,15 @@ def _root_units(plan: UnitPlan) -> list[int]:
 
 
 def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> ParameterStore:
-    """One owner in this process, and where asked for one with its states on ``device``; ended with the context."""
+    """A store with one owner in this process, and with another on ``device`` if the config asks for it; closed with the
+    context."""
     from rayzero.store.inprocess import LocalConnection, LocalOwners
     from rayzero.store.rank.store import RankStore
 
     if config.transport not in ("auto", "inproc"):
         raise UnsupportedError(
-            f"transport={config.transport!r} needs a trainer's owners; alone, the one owner is in this process: use "
-            "transport='auto'"
+            f"transport={config.transport!r} needs the owners of a trainer, but this script has one owner in its own "
+            f"process; use transport='auto'"
         )
     owners = LocalOwners(
         1,
@@ -421,7 +427,7 @@ def _make_units(
 
 
 def _convert(param: nn.Parameter, unit: UnitLayout, device: torch.device) -> None:
-    """The dtype and device it has from here on; its values are with the owners."""
+    """Give a Parameter the dtype and device it has from here on. Its values are already at the owners."""
     param.grad = None
     empty = torch.empty(param.shape, dtype=unit.dtype, device=device)
     if param.is_meta:
@@ -437,7 +443,7 @@ def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) 
         engine.calls.append(calls)
         hook_units(modules[name], calls)
     for module in model.modules():
-        hook_loading(module, engine.loading.begin, engine.end_load)
+        hook_state_dict_loads(module, engine.loading.begin, engine.end_load)
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
     _cast_inputs(model, config)
@@ -451,7 +457,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
-    """Floating inputs of the root, and with keep_fp32 those of every module with parameters of one dtype, are cast."""
+    """Cast floating inputs of the root, and under keep_fp32 those of every module whose parameters share one dtype."""
     compute = COMPUTE_DTYPES[config.precision]
     if compute is torch.float32:
         return
@@ -468,10 +474,11 @@ def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Complete CPU tensors under plain names, in the model's own order; loads into the plain model.
 
-    Parameters are the fp32 masters of exactly the last step with what this rank has written since, tied ones under
-    each of their names; persistent buffers as they are. A frozen parameter has the compute dtype where that holds its
-    values exactly, and is fp32 otherwise (with ``frozen_masters=False`` the compute dtype, rounded). Reads unit by
-    unit; waits for the last step's update, and for no other rank."""
+    Parameters are the fp32 masters after exactly the last step, with what this rank has written since; tied ones appear
+    under each of their names. A frozen parameter has the compute dtype if that holds its values exactly, else fp32
+    (with ``frozen_masters=False``: the compute dtype, rounded). Persistent buffers keep their dtype. Reads unit by
+    unit; waits for the last step's update, but for no other rank. Raises UnsupportedError if the model is not
+    prepared."""
     engine = engine_of(model)
     values: dict[int, Tensor] = {}
     for unit in engine.units:
@@ -495,10 +502,11 @@ def _in_model_order(model: nn.Module, values: Mapping[int, Tensor]) -> dict[str,
 
 @contextmanager
 def full_parameters(model: nn.Module, *, modify: bool = False) -> Iterator[None]:
-    """Inside the context every parameter is complete, in place, in its compute dtype, of exactly the last step.
+    """Inside the context every Parameter holds its full values after exactly the last step, in its compute dtype.
 
-    The whole model must fit gpu_param_memory_budget. What is written there in ways that torch counts is kept in any
-    case; modify=True: in every way (``.data``, numpy). It reaches the owners with the next clip, step or
-    save_checkpoint: every rank must write the same."""
+    The whole model must fit gpu_param_memory_budget. Writes that torch counts are always kept; with modify=True also
+    others (``.data``, numpy). They reach the owners with the next clip, step or save_checkpoint, and every rank must
+    write the same values. Raises UnsupportedError if the model is not prepared, MemoryBudgetError if it does not
+    fit."""
     with engine_of(model).complete(modify=modify):
         yield

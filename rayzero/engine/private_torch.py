@@ -41,7 +41,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def storage_keys(tensors: Sequence[Tensor]) -> list[int]:
-    """:func:`storage_key` of each tensor's storage; in one loop, because models have thousands of parameters."""
+    """:func:`storage_key` of each tensor's storage; one call for all, because models have thousands of parameters."""
     return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
@@ -55,13 +55,13 @@ def swap_bytes(mine: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 
 
 def swap_all(mine: Sequence[torch.UntypedStorage], others: Sequence[torch.UntypedStorage]) -> None:
-    """:func:`swap_bytes` for each pair; in one loop, because models have thousands of parameters."""
+    """:func:`swap_bytes` for each pair; one call for all, because models have thousands of parameters."""
     for ours, theirs in zip(mine, others, strict=True):
         ours._swap_data_ptr_(theirs)  # type: ignore[attr-defined]
 
 
 def owning_slice(flat: Tensor, start: int, numel: int) -> torch.UntypedStorage:
-    """A storage of its own over ``flat[start : start + numel]``; it keeps ``flat``'s memory alive.
+    """A separate storage over ``flat[start : start + numel]``; it keeps ``flat``'s memory alive.
 
     (``torch._C._construct_storage_from_data_pointer`` is 5 us faster but does not own: a view that outlives the
     engine would then read freed memory. Slices are made once per buffer, so the 5 us do not matter.)"""
@@ -75,8 +75,8 @@ def empty_storage(device: torch.device) -> torch.UntypedStorage:
 
 
 swap_tensors: Callable[[Tensor, Tensor], None] = _C._swap_tensor_impl
-"""Exchange what two tensor objects are (device, dtype, storage, gradient); each stays the same Python object, with its
-class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors`` exchanges those too, and
+"""Exchange the contents of two tensor objects (device, dtype, storage, gradient); each stays the same Python object,
+with its class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors`` exchanges those too, and
 ``param.data = `` takes no other kind of device.)"""
 
 
@@ -84,10 +84,10 @@ class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors
 
 
 def outside_graphs(function: _F) -> _F:
-    """Decorator: torch.compile does not trace into the function, it breaks the graph there.
+    """Decorator: torch.compile breaks the graph at the function instead of tracing into it.
 
-    torch's own decorator imports the compiler at the first call, which takes seconds. This one leaves that to whoever
-    compiles: as long as nobody has imported it, nobody traces."""
+    torch's own decorator imports the compiler at the first call, which takes seconds. This one does not: as long as
+    nothing has imported the compiler, nothing traces."""
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -103,14 +103,14 @@ def outside_graphs(function: _F) -> _F:
 
 
 def load_compiler_only_to_compile() -> None:
-    """From now on this process imports torch.compile's compiler when it compiles, and not because it makes an optimizer
-    or checkpoints activations: that took 2 s of a processor in every rank. Idempotent.
+    """Make this process import torch.compile's compiler only when it compiles, not when it creates an optimizer or
+    checkpoints activations, which cost every rank 2 s of processor time. Idempotent.
 
-    What torch's decorator has wrapped is kept out of graphs as :func:`outside_graphs` does it."""
+    Functions that torch's decorator has wrapped are kept out of graphs as :func:`outside_graphs` does."""
     methods = [vars(torch.optim.Optimizer)[name] for name in _OPTIMIZER_METHODS]
     for wrapped in (*methods, checkpoint):
         function: Any = wrapped.__wrapped__
-        function.__dynamo_disable = outside_graphs(function)  # where torch's decorator keeps what it makes
+        function.__dynamo_disable = outside_graphs(function)  # where torch's decorator caches its result
 
 
 _OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -119,24 +119,24 @@ _OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_
 # ---- autograd ---------------------------------------------------------------------------------------------------
 
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
-"""The running backward of this thread, or -1."""
+"""The id of this thread's running backward, or -1."""
 
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
 """Whether the running backward will reach an AccumulateGrad node. Only inside one of its hooks."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward has ended well (not after an exception)."""
+    """Run ``callback`` when the running backward has ended (not after an exception)."""
     _engine.queue_callback(callback)
 
 
 def saved_tensor_hooks_below() -> tuple[PackHook, UnpackHook] | None:
-    """The saved-tensor hooks that are on top of the stack now."""
+    """The saved-tensor hooks on top of the stack; None if there are none."""
     return cast("tuple[PackHook, UnpackHook] | None", _autograd._top_saved_tensors_default_hooks(False))
 
 
 def is_checkpoints(pack: PackHook) -> bool:
-    """Whether a pack hook is that of a non-reentrant checkpoint, in its forward or in its recomputation."""
+    """Whether a pack hook belongs to a non-reentrant activation checkpoint, in its forward or its recomputation."""
     return getattr(pack, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
 
@@ -162,17 +162,17 @@ class _UnscalesItself(Protocol):
     """An optimizer whose gradients a GradScaler cannot read."""
 
     def unscale_gradients(self, factor: float) -> bool:
-        """Multiply the gradients by ``factor``; whether they are finite."""
+        """Multiply the gradients by ``factor``; returns whether they are finite."""
         ...
 
 
 @functools.cache
 def route_unscaling() -> None:
-    """Have every ``torch.amp.GradScaler`` ask optimizers that have ``unscale_gradients`` for it, where torch reads
+    """Patch ``torch.amp.GradScaler`` to call ``unscale_gradients`` of optimizers that have it, where torch reads
     ``.grad`` of each parameter. Other optimizers are treated as before.
 
-    Torch has no other way in for gradients that are elsewhere, on a rank where no parameter has one: DTensor's stay on
-    the parameters and answer to the operation instead."""
+    Torch has no hook for gradients that have left the parameters, perhaps all of them. (DTensor's stay on the
+    parameters and handle the operation themselves.)"""
     scaler_class: Any = torch.amp.GradScaler
     by_torch = scaler_class._unscale_grads_
 
@@ -188,12 +188,12 @@ def route_unscaling() -> None:
 
 
 class RestoresGroups(Protocol):
-    """An optimizer whose parameter groups get a checkpoint's values once more when a scheduler has loaded its own."""
+    """An optimizer that restores a checkpoint's parameter groups once more after a scheduler has loaded its state."""
 
     param_groups: list[dict[str, Any]]
 
     def restore_groups(self) -> None:
-        """Put them back, where the run resumed and has not stepped yet."""
+        """Restore them, if the run resumed and has not stepped yet."""
         ...
 
 
@@ -201,8 +201,9 @@ _restorers: WeakValueDictionary[int, RestoresGroups] = WeakValueDictionary()  # 
 
 
 def route_scheduler_loads(optimizer: RestoresGroups) -> None:
-    """Have ``load_state_dict()`` of every LRScheduler over ``optimizer``, or over a wrapper that shows its list of
-    groups, end with ``optimizer.restore_groups()``. Covers the classes that exist now. Torch has no hook there."""
+    """Patch LRScheduler classes: ``load_state_dict()`` of a scheduler over ``optimizer``, or over a wrapper that shares
+    its list of groups, ends with ``optimizer.restore_groups()``. Covers the classes that exist now. Torch has no hook
+    for it."""
     _restorers[id(optimizer.param_groups)] = optimizer
     classes: list[Any] = [torch.optim.lr_scheduler.LRScheduler]
     for kind in classes:
@@ -288,15 +289,15 @@ def _saved_tensor_hooks_work() -> bool:
 
 
 def _checkpoint_is_known() -> bool:
-    """Torch still makes the hooks by which :func:`is_checkpoints` knows them. Read and not run: to run a checkpoint
-    imports the compiler."""
+    """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` expects. Reads the code, because running
+    a checkpoint imports the compiler."""
     makers: list[Any] = [torch.utils.checkpoint._checkpoint_hook, torch.utils.checkpoint._recomputation_hook]
     made = {getattr(part, "co_qualname", "") for maker in makers for part in maker.__init__.__code__.co_consts}
     return made >= {f"{maker.__qualname__}.__init__.<locals>.pack_hook" for maker in makers}
 
 
 class _Scaled(torch.optim.SGD):
-    """An optimizer that unscales itself, to see what a GradScaler does with it."""
+    """An optimizer that unscales its own gradients, to observe what a GradScaler does."""
 
     _step_supports_amp_scaling = True
 
@@ -315,7 +316,7 @@ class _Scaled(torch.optim.SGD):
 
 
 def _grad_scaler_asks() -> bool:
-    """After unscale_ step() gets no scale, without it the scale; one inf halves the scale."""
+    """Whether step() gets no scale after unscale_ and the scale without it, and an inf halves the scale."""
     route_unscaling()
     optimizer = _Scaled()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -1,7 +1,7 @@
-"""One rank's side of a step: what it pushed, what it does to the averaged gradients, when it has finished.
+"""One rank's side of a step: what it pushed, how it edits the averaged gradients, and when it has finished.
 
-[Note: the order of a step] Every push has landed and every fetch of the step's version is done or cancelled before
-the finish is sent; after it the owners may overwrite what they publish.
+[Note: the order of a step] The finish is sent only after every push has landed and every fetch of the step's version is
+done or cancelled; from then on the owners may overwrite the parameters they publish.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CALLS = {
 
 
 class RankStep:
-    """The step that is being built, from the first gradient to the decision.
+    """The open step of a rank, from the first gradient to the decision.
 
     Knows pushes, their counts, attempts and edits; not units' parameters, modules or buffers."""
 
@@ -66,19 +66,19 @@ class RankStep:
         self.step = step
         self.attempt = 0
         self.counts = [0] * num_units  # pushes per unit in this attempt
-        self._flying: deque[tuple[Future[None], Over]] = deque()  # pushes not known to have landed, oldest first
+        self._flying: deque[tuple[Future[None], Over]] = deque()  # pushes that may not have landed yet, oldest first
         self._present: dict[int, int] = {}  # unit -> bits: slots with a gradient since the last zero_grad()
         self._zeroed: dict[int, int] = {}  # of them, those that zero_grad(set_to_none=False) made zero
-        self._spent: dict[int, int] = {}  # unit -> bits: slots whose gradient a step applied and nobody dropped since
+        self._spent: dict[int, int] = {}  # unit -> bits: slots whose gradient a step applied, and no zero_grad() since
         self._edits: list[Edit] = []  # in the order of the calls
-        self._norms: list[float] = []  # that this attempt's finishes gave, as `edited` takes them
+        self._norms: list[float] = []  # norms that this attempt's finishes gave
         self._finished = False  # the finish is out without a commit
         self._deciding: Future[Any] | None = None  # of the last step
 
     # ---- gradients
 
     def push(self, unit: UnitLayout, grads: Grads, *, wait: bool) -> None:
-        """Send one unit's gradients; ``wait``: until they have landed."""
+        """Push one unit's gradients. ``wait``: return only once they have landed."""
         contribution = Contribution(
             step=self.step,
             attempt=self.attempt,
@@ -117,7 +117,7 @@ class RankStep:
 
     @property
     def edited(self) -> bool:
-        """Whether the step's gradients were clipped or unscaled: no more may come."""
+        """Whether the step's gradients were clipped or unscaled, so that no more may be pushed."""
         return self._finished or bool(self._edits)
 
     def refuse_backward(self) -> None:
@@ -125,12 +125,12 @@ class RankStep:
         if self.edited:
             call = _CALLS[self._edits[0].kind if self._edits else EditKind.UNSCALE]
             raise GradientAccessError(
-                f"backward() ran between {call} and optimizer.step(), which would not cover its gradients; call it "
-                "after the last backward, or zero_grad() to start over"
+                f"backward() ran between {call} and optimizer.step(), so {call} would not cover its gradients; call "
+                f"it after the last backward, or zero_grad() to start over"
             )
 
     def landed(self) -> None:
-        """Wait until every push has landed; a push that failed raises its own error here."""
+        """Wait until every push has landed. Raises the error of one that failed."""
         start = time.perf_counter()
         while self._flying:
             self._land()
@@ -139,21 +139,21 @@ class RankStep:
     # ---- finish, edits, commit, discard
 
     def averaged_norm(self) -> float:
-        """The norm of the averaged gradients before any edit; finishes if that is still to be done. Waits for all."""
+        """The norm of the averaged gradients before any edit. Finishes first if needed; waits for all ranks."""
         if not self._norms:
             self._finished = True
             self._norms.append(self._wait(self._store.finish(self._report(), None), "norm").total)
         return self._norms[0]
 
     def clip_norm(self, max_norm: float) -> float:
-        """Clip the global norm; returns what it was, after earlier edits. Waits for all ranks, and for another pass
-        over the gradients where they were clipped by value since."""
+        """Clip the global norm; returns the norm after earlier edits and before this clip. Waits for all ranks, and for
+        another pass over the gradients if they were clipped by value since the last one."""
         norm = self._norm()
         self._edits.append(Edit(EditKind.CLIP_NORM, float(max_norm)))
         return norm
 
     def _norm(self) -> float:
-        """The norm after the edits so far; where the gradients are not finite, that of the averaged ones."""
+        """The norm after the edits so far; if the gradients are not finite, that of the unedited average."""
         if not math.isfinite(self.averaged_norm()):
             return self.averaged_norm()
         now = edited(self._edits, self._norms, self._world_size)
@@ -164,19 +164,19 @@ class RankStep:
         return now.norm
 
     def clip_value(self, limit: float) -> None:
-        """Clamp every element; waits for nobody."""
+        """Clamp every element to [-limit, limit]. Does not wait."""
         self._edits.append(Edit(EditKind.CLIP_VALUE, float(limit)))
 
     def unscale(self, factor: float) -> bool:
-        """Multiply by one over the loss scale; whether all ranks' gradients are finite. Waits for all ranks."""
+        """Multiply by ``factor``, 1 / loss scale. Waits for all ranks; returns whether their gradients are finite."""
         finite = math.isfinite(self.averaged_norm())
         if factor != 1.0:
             self._edits.append(Edit(EditKind.UNSCALE, float(factor)))
         return finite
 
     def commit(self, hyper: tuple[Hyper, ...], max_norm: float | None) -> None:
-        """Ask for the step to be decided, and begin the next one. ``max_norm``: clip in the same message, which takes
-        the norm of gradients that nobody clipped by value."""
+        """Commit the step and begin the next one. ``max_norm``: clip in the same message, by the norm of gradients that
+        were not clipped by value."""
         if max_norm is not None and any(edit.kind is EditKind.CLIP_VALUE for edit in self._edits):
             self.clip_norm(max_norm)
         elif max_norm is not None:
@@ -193,18 +193,18 @@ class RankStep:
     # ---- gradients that were applied, or made zero
 
     def is_spent(self, unit: int, slot: int) -> bool:
-        """Whether a step has applied the slot's gradient and nobody has dropped it: plain PyTorch still has it then,
-        and adds the next one to it."""
+        """Whether a step has applied the slot's gradient and no zero_grad() followed. Plain PyTorch would still have
+        it, and add the next one to it."""
         return bool(self._spent.get(unit, 0) >> slot & 1)
 
     @property
     def spent(self) -> tuple[int, int] | None:
-        """A unit and slot of which that is true, or None."""
+        """A (unit, slot) for which ``is_spent`` is true, or None."""
         return next(((unit, bits.bit_length() - 1) for unit, bits in self._spent.items() if bits), None)
 
     def drop(self, unit: int, slot: int, *, set_to_none: bool = True) -> None:
-        """Forget the gradient of a slot that nothing was pushed for in this attempt. set_to_none: False: it has a zero
-        one from here on."""
+        """Forget the gradient of a slot that was not pushed in this attempt. set_to_none: False: its gradient is zero
+        from here on."""
         bit = 1 << slot
         had = self._present.get(unit, 0) & bit
         self._spent[unit] = self._spent.get(unit, 0) & ~bit
@@ -215,15 +215,15 @@ class RankStep:
             self._zeroed[unit] = self._zeroed.get(unit, 0) | bit
 
     def zeroed(self, unit: int) -> list[int]:
-        """Slots whose gradient is zero, as torch leaves it, and not absent."""
+        """Slots whose gradient is zero rather than absent, as after torch's zero_grad(set_to_none=False)."""
         bits = self._zeroed.get(unit, 0)
         return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
 
     def discard(self, unpushed: Mapping[int, int], *, set_to_none: bool = True) -> None:
-        """Take back what was pushed. With nothing pushed or finished, nothing is sent.
+        """Discard what was pushed. Sends nothing if nothing was pushed or finished.
 
-        unpushed: unit -> bits: slots whose gradients were dropped before they were pushed. set_to_none: False: what had
-        a gradient has a zero one from here on, until it gets another."""
+        unpushed: unit -> bits: slots whose gradients were dropped before they were pushed. set_to_none: False: a slot
+            that had a gradient has a zero one until it gets another."""
         if self._finished:
             self.landed()
             self._store.discard(self.step, self.attempt).result()
@@ -253,7 +253,7 @@ class RankStep:
         return self._store.decision(self.step - 1)
 
     def raise_if_failed(self) -> None:
-        """Raise the last commit's own error, if it has failed by now."""
+        """Raise the last commit's error if it has failed by now."""
         if self._deciding is not None and self._deciding.done():
             deciding, self._deciding = self._deciding, None
             deciding.result()

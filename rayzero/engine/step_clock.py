@@ -1,8 +1,8 @@
-"""Where a rank's step goes: one stopwatch that always runs, in one phase or another.
+"""Measures where a rank's step time goes: one stopwatch that always runs, always in exactly one phase.
 
 [Note: phases] Every moment from one step() to the next is in exactly one phase, so phases add up to the step. A wait is
-taken out of the phase that it interrupts and is one of its own. Backward begins with the first weight or gradient that
-autograd touches: the loss and what comes before belong to forward. What the loop does between passes is "data".
+a phase of its own, taken out of the phase that it interrupts. Backward begins with the first weight or gradient that
+autograd touches; the loss still belongs to forward. The loop's work between passes is "data".
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _WAITS = {  # cause -> phase
     "optimizer": "optimizer",
     "push": "grad_push",
     "norm": "norm",
-    "mean": "data",  # the loop's own business, wherever it asks
+    "mean": "data",  # the loop's own waits, in any phase
 }
 
 
 class StepClock:
-    """One rank's time. Told of phases and waits by whoever knows, on the thread that computes or one that it waits for.
+    """One rank's stopwatch. Phases and waits are reported to it on the computing thread, or on a thread that it waits
+    for.
 
     Knows seconds; not what happens in them."""
 
     def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.perf_counter, *, step: int = 0) -> None:
-        """``step``: the one that is built first."""
+        """``step``: the number of the first step."""
         self._recorder = recorder
         self._clock = clock
         self._step = step
@@ -44,11 +45,11 @@ class StepClock:
         self._began = self._since = self._entered = clock()
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._committed: float | None = None  # when the last step was
-        self._published = 0.0  # when the newest of its weights were
+        self._published = 0.0  # when the newest of its weights were published
         self._exposed = 0.0  # seconds waited for them
 
     def enter(self, phase: str) -> None:
-        """From now on it is this phase."""
+        """Enter a phase."""
         now = self._clock()
         self._spent[self._phase] += now - self._since
         if phase != self._phase:
@@ -57,7 +58,7 @@ class StepClock:
         self._phase, self._since = phase, now
 
     def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
-        """For ``seconds``, until ``ago`` seconds before now, there was a wait. ``cause``: a key of ``_WAITS``."""
+        """Record a wait of ``seconds`` that ended ``ago`` seconds before now. ``cause``: a key of ``_WAITS``."""
         self._recorder.add(EXPOSED_WAIT_SECONDS, seconds, cause=cause)
         if self._recorder.spans.wanted:
             end = self._clock() - ago
@@ -68,7 +69,7 @@ class StepClock:
             self._exposed += seconds
 
     def committing(self) -> None:
-        """The step's update is asked for now: the last one's overlap is known."""
+        """The step is committed now, so the overlap of the last update is known."""
         now = self._clock()
         total = 0.0 if self._committed is None else self._published - self._committed
         if total > 0:
@@ -76,11 +77,11 @@ class StepClock:
         self._committed, self._exposed = now, 0.0
 
     def published(self) -> None:
-        """Some weights of the new version are there; from any thread."""
+        """Some weights of the new version are published. Any thread may call it."""
         self._published = self._clock()
 
     def step_over(self, steps: int) -> None:
-        """step() returns; ``steps``: committed so far."""
+        """step() returns. ``steps``: steps committed so far."""
         self.enter("data")
         for phase, seconds in self._spent.items():
             self._recorder.observe(STEP_PHASE_SECONDS, max(0.0, seconds), phase=phase)

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer trains, and in which of its groups."""
+"""Knows which parameters an optimizer trains, and in which of its groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Added = dict[int, list[int]]  # unit -> slots
 class TrainedSlots:
     """Each slot's parameter group, unit by unit.
 
-    Knows places and groups; not gradients, values, or who is told of a new group."""
+    Knows places and groups; not gradients or values."""
 
     def __init__(self, units: Sequence[ParamUnit], groups: Iterable[Sequence[int]]) -> None:
         """``groups``: [unit][slot] -> parameter group; < 0: no optimizer trains it."""
         self._units = units
         self._groups = [list(its) for its in groups]
-        self.of_unit: dict[int, list[int]] = {}  # unit -> its trained slots, where it has some
+        self.of_unit: dict[int, list[int]] = {}  # unit -> its trained slots, for units that have some
         for unit in units:
             self._note(unit.index)
 
@@ -31,9 +31,9 @@ class TrainedSlots:
         return {slot: group for slot, group in enumerate(self._groups[unit]) if group >= 0}
 
     def find(self, params: Sequence[nn.Parameter]) -> Added:
-        """Where parameters that no group had lie, in unit order.
+        """The slots of parameters that were in no group, in unit order.
 
-        Raises UnsupportedError for one that is not in the model, was frozen at prepare, or is frozen now."""
+        Raises UnsupportedError for a parameter that is not in the model, was frozen at prepare, or is frozen now."""
         places = {id(param): (unit, slot) for unit in self._units for slot, param in enumerate(unit.params)}
         found: Added = {}
         for i, param in enumerate(params):
@@ -44,14 +44,15 @@ class TrainedSlots:
             unit, slot = places[id(param)]
             if not unit.layout.trainable or not param.requires_grad:
                 raise UnsupportedError(
-                    f"parameter {unit.layout.slots[slot].name!r} of the added group is frozen; what is trained later "
-                    "must have requires_grad=True at rayzero.prepare() and when its group is added"
+                    f"parameter {unit.layout.slots[slot].name!r} of the added group is frozen; a parameter that is "
+                    f"trained later must have requires_grad=True at rayzero.prepare() and when its group is added"
                 )
             found.setdefault(unit.index, []).append(slot)
         return dict(sorted(found.items()))
 
     def with_added(self, unit: ParamUnit, slots: Sequence[int], group: int) -> Tensor:
-        """Each element's group once ``group`` has these slots: 1D, unit.numel elements, fp32, as the owners take it."""
+        """Each element's group once ``group`` has these slots: 1D, unit.numel elements, fp32, the form that owners
+        take."""
         flat = torch.full((unit.layout.numel,), -1.0)
         for slot, its in {**self.groups_of(unit.index), **dict.fromkeys(slots, group)}.items():
             place = unit.layout.slots[slot]

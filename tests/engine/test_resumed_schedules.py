@@ -274,7 +274,7 @@ def test_groups_are_known_by_their_parameters_and_others_keep_their_options(
     assert run({second: 0.5, first: 0.6}, tmp_path / "step-000001") == pytest.approx([0.18, 0.09])
     assert not caplog.records
     assert run({f"{first} {second}": 0.7}, tmp_path / "step-000001") == [0.7]
-    assert "optimizer's group 0: it keeps the options that this run gave it (lr=0.7)" in caplog.text
+    assert "optimizer's group 0: the group keeps the options that this run gave it (lr=0.7)" in caplog.text
 
 
 def test_a_rate_that_the_loop_sets_after_prepare_is_used(tmp_path: Path) -> None:
@@ -318,7 +318,10 @@ def test_the_optimizer_given_to_prepare_cannot_step_but_serves_its_schedulers() 
         before = schedules.StepLR(plain, 1, gamma=0.5)
         model, optimizer = rayzero.prepare(model, plain)
         after = schedules.StepLR(plain, 1, gamma=0.5)
-        with pytest.raises(UnsupportedError, match=r"step\(\) of the AdamW .* call step\(\) of the optimizer that"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"step\(\) was called on the AdamW that was given to rayzero\.prepare\(\), .* call step\(\) of the optimizer that",
+        ):
             plain.step()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -361,7 +364,7 @@ def test_prepare_says_what_resume_may_be(tmp_path: Path) -> None:
     _saved(tmp_path / "one")
     wrong: list[tuple[Any, RankContext, str]] = [
         (3, RankContext(), r"resume must be a checkpoint's path, True or None, got int"),
-        ("", RankContext(), r"resume is an empty text"),
+        ("", RankContext(), r"resume is an empty string"),
         (True, RankContext(), r"resume=True .* has no directory; .*rayzero.newest_checkpoint"),
         (tmp_path / "one", RankContext(resume=tmp_path / "two"), r"resume=.*one.* but the run resumes from .*two"),
     ]

@@ -233,7 +233,7 @@ WRONG = [
     (changed(norm__bias=torch.ones(64, dtype=torch.float64)), "'norm.bias' is float64 there"),
     (changed(norm__bias=torch.ones(3), norm__weight=None), r"'norm.bias' has the shape .*; it lacks 'norm.weight'"),
     ({f"model.{name}": t for name, t in changed().items()}, r"name.removeprefix\('model.'\)\) every name fits"),
-    (changed(head__weight=torch.ones(32, 64)), "'embed.weight' and 'head.weight' differ there, and are one tensor"),
+    (changed(head__weight=torch.ones(32, 64)), "'embed.weight' and 'head.weight' differ there, but are one tensor"),
 ]
 
 
@@ -413,7 +413,7 @@ def _fails(module: nn.Module) -> None:
     [
         (_forgets, UnsupportedError, "init left parameter 'layers.0.norm.weight' unwritten"),
         (_reaches_back, UnsupportedError, "visiting the model itself, used 'layers.2.up.weight' of unit 'layers.2'"),
-        (_exchanges, UnsupportedError, "exchanged the Parameter 'weight' of module 'embed'"),
+        (_exchanges, UnsupportedError, "replaced the Parameter 'weight' of module 'embed'"),
         (_fails, ValueError, "no more"),
     ],
 )

@@ -402,7 +402,7 @@ def test_what_cannot_be_prepared_is_refused_before_anything_changes(
 
 
 def test_alone_there_is_no_grpc(alone: RankContext) -> None:
-    with pytest.raises(UnsupportedError, match="transport='grpc' needs a trainer's owners"):
+    with pytest.raises(UnsupportedError, match="transport='grpc' needs the owners of a trainer"):
         prepared(seeded(Net), ZeroConfig(transport="grpc"))
 
 

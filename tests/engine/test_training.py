@@ -101,7 +101,7 @@ def test_both_models_of_a_run_are_saved_to_one_checkpoint_and_resume(transport: 
     def train(context: RankContext) -> list[Any]:
         pairs = prepared()
         adversarial(pairs)
-        with pytest.raises(CheckpointError, match=r"model 1 to .*step-3, which is no checkpoint: save"):
+        with pytest.raises(CheckpointError, match=r"model 1 to .*step-3, which is not a checkpoint yet; save"):
             rayzero.save_checkpoint(pairs[1][1], place, {})
         told = [rayzero.save_checkpoint(optimizer, place, {"model": i}) for i, (_, optimizer) in enumerate(pairs)]
         assert [info.path for info in told] == [str(place), str(place / "model-1")]

@@ -610,7 +610,7 @@ CASES = [
         "per-sample gradients by vmap, beyond the budget",
         per_sample,
         settings={"gpu_param_memory_budget": 96 << 10},
-        refused="torch.func.grad and vjp allow no saved-tensor hooks, .* gpu_param_memory_budget until it is",
+        refused="torch.func.grad and vjp allow no saved-tensor hooks, .* gpu_param_memory_budget until they are",
     ),
     Case("module hooks", module_hooks),
     Case("module hooks that change what they see", hooks_that_change),

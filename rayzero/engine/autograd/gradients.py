@@ -1,10 +1,10 @@
-"""When a unit's gradients are complete: they are taken off the Parameters and leave.
+"""Finds out when a unit's gradients are complete, so that they can leave the Parameters.
 
-[Note: completion] A hook after the AccumulateGrad node of each parameter runs after the user's own hooks, also where
-no gradient came. At a unit's first gradient in a graph task autograd is asked which of its parameters this backward
-will reach; when the last of those has come, the unit is complete. What is still open at the end of the graph task
-is completed there. A reentrant checkpoint runs graph tasks inside graph tasks, so one backward may complete a unit
-several times.
+[Note: completion] A hook after each parameter's AccumulateGrad node runs after the user's own hooks, even if no
+gradient came. At a unit's first gradient in a graph task we ask autograd which of its parameters this backward will
+reach; when the last of those has its gradient, the unit is complete. Units that are still open at the end of the graph
+task are completed there. A reentrant checkpoint runs graph tasks inside graph tasks, so one backward may complete a
+unit several times.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rayzero.engine.private_torch import at_end_of_backward, graph_task_id, will
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.tensor_metadata import plain
 
-Trained = Sequence[tuple[ParamUnit, Sequence[int]]]  # units and their slots that an optimizer trains
+Trained = Sequence[tuple[ParamUnit, Sequence[int]]]  # each unit, with its slots that an optimizer trains
 
 
 class GradientCollector:
-    """Sees gradients arrive and says when a unit has all it gets.
+    """Watches gradients arrive and reports when a unit has all that this backward brings.
 
     Knows AccumulateGrad nodes and graph tasks; not what becomes of gradients, nor steps. Graph tasks may run in
     autograd's own threads, one at a time for a rank."""
 
     def __init__(self, complete: Callable[[ParamUnit], None], over: Callable[[bool], None]) -> None:
-        """``complete(unit)``: its gradients are on the Parameters. ``over(nested)``: a graph task has
-        ended well; nested in another, or not."""
+        """``complete(unit)``: all its gradients are on the Parameters. ``over(nested)``: a graph task has ended without
+        an exception; ``nested``: inside another one."""
         self._complete = complete
         self._over = over
-        self._nodes: dict[ParamUnit, dict[int, Any]] = {}  # by slot; held, else autograd makes new ones, not hooked
+        self._nodes: dict[ParamUnit, dict[int, Any]] = {}  # by slot; kept: autograd would make new ones, not hooked
         self._tasks: dict[int, dict[ParamUnit, set[int]]] = {}  # graph task -> unit -> slots still to come
 
     def watch(self, trained: Trained) -> None:
@@ -59,7 +59,7 @@ class GradientCollector:
         return after_accumulate
 
     def join(self, task: int) -> dict[ParamUnit, set[int]]:
-        """Be told of the end of the graph task, which is running; returns what it still waits for."""
+        """Ask autograd to report the end of the running graph task; returns the slots it still waits for, by unit."""
         units = self._tasks.get(task)
         if units is None:
             units = self._tasks[task] = {}
@@ -72,7 +72,7 @@ class GradientCollector:
         self._over(bool(self._tasks))
 
     def drain(self) -> None:
-        """Forget graph tasks that an exception ended: their end is never called."""
+        """Forget graph tasks that an exception ended: autograd does not report their end."""
         self._tasks.clear()
 
 

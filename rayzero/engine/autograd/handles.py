@@ -1,11 +1,11 @@
-"""Saved-tensor hooks: what autograd saves of a weight is a handle, not the weight.
+"""Saved-tensor hooks: in place of a weight, autograd saves a handle.
 
-[Note: handles] While a unit's forward or a touch runs, whatever autograd saves of any parameter's storage is packed
-as (unit, slot, size, stride, offset, versions); unpacking unshards. Backward, recomputation, double backward and
-retain_graph therefore fetch by themselves. Every other tensor goes to the hooks that were on the stack before,
-or, where there are none, is kept with its version, because torch's own check for in-place changes is off under
-hooks. A checkpoint counts what is saved, and must count the same in the forward and in its recomputation, whoever is
-on top of it then: it is shown the weights too.
+[Note: handles] While a unit's forward or a touch runs, any tensor that autograd saves over a parameter's storage is
+packed as (unit, slot, size, stride, offset, versions); unpacking it unshards the unit. So backward, recomputation,
+double backward and retain_graph fetch what they need. Every other tensor goes to the hooks below ours on the stack;
+without any, we keep it with its version, because hooks turn off torch's own check for in-place changes. An activation
+checkpoint counts saved tensors and must count the same in forward and recomputation, whichever hooks are above it, so
+it gets to see the weights too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
 
 
 class Handle:
-    """A weight that autograd saved: where to find it again."""
+    """A weight that autograd saved, as the place to find it again."""
 
     __slots__ = ("content", "dtype", "offset", "size", "slot", "stride", "unit", "version")
 
@@ -48,7 +48,7 @@ class Handle:
 class SavedWeights:
     """The pack and unpack hooks of one rank.
 
-    Knows which storages are weights; not when units come or go: ``fetch(unit)`` has the unit up on return."""
+    Knows which storages are weights; not when units come or go: ``fetch(unit)`` returns once the unit is up."""
 
     def __init__(self, slots: Slots, fetch: Callable[[ParamUnit], None], content: Callable[[], int]) -> None:
         self._slots = slots
@@ -57,7 +57,7 @@ class SavedWeights:
         self._plain = self._plain_hooks()
 
     def push(self) -> None:
-        """Put hooks on the stack that pass other tensors to the ones below."""
+        """Push our hooks; they pass tensors that are not weights to the hooks below."""
         below = saved_tensor_hooks_below()
         if below is None:
             pack, unpack = self._plain
@@ -68,7 +68,7 @@ class SavedWeights:
         push_saved_tensor_hooks(pack, unpack)
 
     def pop(self) -> None:
-        """Take them off again."""
+        """Pop our hooks."""
         pop_saved_tensor_hooks()
 
     def pack(self, saved: Tensor) -> Handle | None:
@@ -79,7 +79,8 @@ class SavedWeights:
         return Handle(found[0], found[1], saved, self._content())
 
     def unpack(self, handle: Handle) -> Tensor:
-        """The weight, its unit up; RuntimeError where it has been written or is of another step."""
+        """The weight, with its unit up. Raises RuntimeError if it was written to in place or belongs to another
+        step."""
         unit = handle.unit
         if handle.content != self._content() or handle.version != unit.writes_of(handle.slot):
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
@@ -87,7 +88,7 @@ class SavedWeights:
         return unit.tensor(handle.slot, handle)
 
     def below(self, hooks: tuple[PackHook, UnpackHook]) -> tuple[bool, tuple[PackHook, UnpackHook] | None]:
-        """Whether ``hooks`` are these, and if so those that other tensors go to."""
+        """(whether ``hooks`` are ours, and if so the hooks below them)."""
         ours = getattr(hooks[0], "weights_of", None) is self
         return ours, getattr(hooks[0], "below", None) if ours else hooks
 
@@ -119,7 +120,7 @@ class SavedWeights:
         return self._mark(pack, (pack_below, unpack_below)), unpack
 
     def _mark(self, pack: Any, below: tuple[PackHook, UnpackHook] | None) -> PackHook:
-        """Say whose hook it is, and on top of which, for ``push`` and ``below``."""
+        """Mark a hook as ours and note the hooks below it, for ``push`` and ``below``."""
         pack.weights_of, pack.below = self, below
         return cast(PackHook, pack)
 

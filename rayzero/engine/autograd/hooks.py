@@ -1,7 +1,6 @@
-"""Module events turned into engine calls: open and close units, begin and end a pass, cast inputs.
+"""Turns module events into engine calls: open and close units, begin and end a pass, cast inputs.
 
-Hooks are objects, not closures, so that a deep copy or a pickle of the model carries inert ones: a copy belongs to
-no engine.
+Hooks are objects, not closures, so that a deep copy or a pickle of the model gets inert ones: no engine owns a copy.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from rayzero.engine.units.param_unit import ParamUnit
 
 
 class PassEvents(Protocol):
-    """What hooks tell the engine."""
+    """The events that hooks report to the engine."""
 
     def open_units(self, units: Sequence[ParamUnit]) -> bool:
-        """A module's forward starts: have its units up. Returns whether saved-tensor hooks were pushed."""
+        """A module's forward starts: bring its units up. Returns whether saved-tensor hooks were pushed."""
         ...
 
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
-        """That forward has ended, well or not."""
+        """That forward has ended, normally or by an exception."""
         ...
 
     def begin_forward(self) -> None:
@@ -32,12 +31,12 @@ class PassEvents(Protocol):
         ...
 
     def end_forward(self) -> None:
-        """The model's own forward has ended, well or not."""
+        """The model's own forward has ended, normally or by an exception."""
         ...
 
 
 def inert(*_: Any, **__: Any) -> None:
-    """A hook that does nothing: what copies of our hooks are."""
+    """A hook that does nothing; copies of our hooks become this."""
 
 
 def _inert_hook() -> Callable[..., None]:
@@ -78,15 +77,15 @@ class _After(ModuleHook):
 
 
 class UnitCalls:
-    """The calls of one module that are running, each with what it must undo.
+    """The running calls of one module, each with what it must undo.
 
-    A frame is there before anything can fail, because torch runs the closing hook in any case."""
+    Each call has its frame before anything can fail, because torch always runs the closing hook."""
 
     def __init__(self, engine: PassEvents, units: Sequence[ParamUnit], is_root: bool) -> None:
         self._engine = engine
         self._units = units
         self._is_root = is_root
-        self._frames: list[bool | None] = []  # None: not opened; else whether saved-tensor hooks were pushed
+        self._frames: list[bool | None] = []  # None: not opened yet; else whether saved-tensor hooks were pushed
 
     @outside_graphs
     def before(self) -> None:
@@ -108,13 +107,14 @@ class UnitCalls:
             self._engine.end_forward()
 
     def drain(self) -> None:
-        """End calls whose end torch never told us (KeyboardInterrupt)."""
+        """End calls whose closing hook torch never ran (KeyboardInterrupt)."""
         while self._frames:
             self.after()
 
 
 def hook_units(module: nn.Module, calls: UnitCalls) -> None:
-    """Have a module's forward open and close its units: before the user's own hooks, and after those put on so far."""
+    """Make a module's forward open its units before the user's pre-hooks, and close them after the hooks it has so
+    far."""
     module.register_forward_pre_hook(_Before(module, calls.before), prepend=True)
     module.register_forward_hook(_After(module, calls.after), always_call=True)
 
@@ -142,7 +142,7 @@ class CastInputs(ModuleHook):
 
 
 class CopyEntries(ModuleHook):
-    """Makes the parameters in a state_dict copies: entries that share memory would keep their unit up."""
+    """Copies the parameters in a state_dict: entries that share memory would pin their unit."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if module is not self.module:

@@ -1,8 +1,9 @@
-"""A rank's forward and backward as a trace shows them: per module call, and per unit whose gradients are complete.
+"""Records a rank's forward and backward for traces: a span per module call, and one per unit in backward.
 
-[Note: backward in a trace] Nobody tells when autograd begins with a unit. Its span is from the completion of the unit
-before (the end of the forward, or the first weight that autograd wanted, for the first one) to its own: in a model of
-one layer after the other that is its backward; where branches meet, some of theirs is in it.
+[Note: backward in a trace] Torch does not report when autograd begins with a unit. A unit's span runs from the
+completion of the unit before it (for the first one: from the end of the forward, or from the first weight that autograd
+unpacked) to its own completion. In a chain of layers that is its backward; where branches meet, it includes some of
+theirs.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ Clock = Callable[[], float]
 
 
 class PassSpans:
-    """Told of a rank's passes on the thread that computes.
+    """Records a rank's passes, on the computing thread.
 
     Knows when modules' forwards began; not what they compute."""
 
     def __init__(self, spans: Spans, step: Callable[[], int], clock: Clock = time.perf_counter) -> None:
-        """``step()``: the one that is being built."""
+        """``step()``: the number of the open step."""
         self._spans = spans
         self._step = step
         self._clock = clock
-        self._opened: list[float] = []  # calls under way, outermost first
-        self._since = clock()  # backward has been with the unit that comes next
+        self._opened: list[float] = []  # running calls, outermost first
+        self._since = clock()  # backward has been working on the next unit
         self._in_backward = False
 
     def opened(self) -> None:
-        """A module's units are up: it computes now."""
+        """A module's units are up; it begins to compute."""
         self._opened.append(self._clock() if self._spans.wanted else 0.0)
 
     def closed(self, units: Sequence[ParamUnit], in_forward: bool) -> None:
-        """It has ended. ``in_forward``: of the whole model."""
+        """The module has ended. ``in_forward``: the model's own forward is running."""
         began = self._opened.pop()
         if units and began:
             lane = "backward" if graph_task_id() >= 0 else "forward" if in_forward else "touch"
@@ -47,12 +48,12 @@ class PassSpans:
         self._since = self._clock()
 
     def begin_backward(self) -> None:
-        """Autograd wants something: for the first time in this pass, or again."""
+        """Autograd unpacks a weight or delivers a gradient, for the first time in this pass or again."""
         if not self._in_backward:
             self._in_backward, self._since = True, self._clock()
 
     def completed(self, unit: ParamUnit) -> None:
-        """A unit has all gradients that this pass brings."""
+        """The unit has all gradients that this pass brings."""
         self._in_backward = True
         if self._spans.wanted:
             self._add("backward", unit.name, self._since)

@@ -1,10 +1,9 @@
-"""First touch: an operation on a parameter that is not there brings it up.
+"""First touch: an operation on a parameter whose unit is not up unshards the unit.
 
-[Note: first touch] Module hooks unshard ahead of forward. This is the net below, for every other way to use a
-parameter: except while a call of its unit is open, a Parameter has a subclass whose ``__torch_function__`` sees every
-operation. It opens the unit, which takes the class off, and then calls the function *plainly*: inside it (a whole
-backward under ``torch.autograd.grad``, say) other parameters' first touch must keep working, so torch functions
-stay enabled. Reading metadata opens nothing.
+[Note: first touch] Module hooks unshard ahead of forward. This file catches every other use of a parameter: except
+while a call of its unit is open, a Parameter has a subclass whose ``__torch_function__`` sees every operation. It opens
+the unit, which restores the plain class, and then calls the function with torch functions still enabled, because other
+parameters may be touched inside it (``torch.autograd.grad`` runs a whole backward). Reading metadata opens nothing.
 
 Reading ``.grad`` of a gradient that was pushed and not dropped since (``zero_grad()``) is an error: it would give None,
 and torch's own ``clip_grad_norm_`` would silently clip nothing.
@@ -43,22 +42,22 @@ _Held = TypeVar("_Held")
 
 
 class Toucher(Protocol):
-    """What a guarded Parameter reports to (the engine, on behalf of one unit)."""
+    """Whom a guarded Parameter reports to: the engine."""
 
     def touched(self, units: Sequence[Any]) -> AbstractContextManager[None]:
-        """Have ``units`` up and unguarded inside the context."""
+        """A context in which ``units`` are up and unguarded."""
         ...
 
     def sent_gradient(self, param: nn.Parameter, unit: Any) -> str | None:
-        """The parameter's name where its gradient has left the rank in this step, else None."""
+        """The parameter's name if its gradient has left the rank in this step, else None."""
         ...
 
     def spent_gradient(self, param: nn.Parameter, unit: Any) -> str | None:
-        """The parameter's name where a step has applied its gradient and nobody has dropped it, else None."""
+        """The parameter's name if a step has applied its gradient and no zero_grad() followed, else None."""
         ...
 
     def drop_gradient(self, param: nn.Parameter, unit: Any) -> None:
-        """The user has set ``.grad``: what a step has applied is no longer there."""
+        """The user has set ``.grad``, which replaces a gradient that a step has applied."""
         ...
 
     def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
@@ -66,7 +65,7 @@ class Toucher(Protocol):
         ...
 
     def take_loaded(self, param: nn.Parameter, unit: Any, value: Tensor) -> bool:
-        """Take values from the load_state_dict() that is running; False: none is."""
+        """Take a value for the running load_state_dict(); False if none is running."""
         ...
 
     def name_of(self, param: nn.Parameter, unit: Any) -> str:
@@ -74,9 +73,10 @@ class Toucher(Protocol):
         ...
 
 
-class _HeldElsewhere(Generic[_Held]):
-    """A class attribute that keeps nothing alive: the model's hooks hold the engine, and it its units. autograd's nodes
-    hold Parameters where no garbage collector looks, and Parameters their class: that must not hold all the rest."""
+class _WeakClassAttribute(Generic[_Held]):
+    """A class attribute that holds its value weakly. Autograd's nodes hold Parameters where the garbage collector
+    cannot look, and a Parameter holds its class; through a strong reference the class would keep the whole engine
+    alive. The model's hooks hold the engine, and the engine its units."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -89,8 +89,8 @@ class _HeldElsewhere(Generic[_Held]):
 class ShardedParameter(AbsentParameter):
     """The class a Parameter has except while a call of its unit is open; each unit has a subclass of its own."""
 
-    toucher = _HeldElsewhere[Toucher]()
-    unit = _HeldElsewhere[Any]()
+    toucher = _WeakClassAttribute[Toucher]()
+    unit = _WeakClassAttribute[Any]()
 
     @classmethod
     def __torch_function__(
@@ -120,12 +120,13 @@ class ShardedParameter(AbsentParameter):
 
     @classmethod
     def brought(cls, params: list[ShardedParameter]) -> AbstractContextManager[None]:
-        """Their units are up and unguarded inside."""
+        """A context in which their units are up and unguarded."""
         return cls.toucher.touched(list({type(param).unit: None for param in params}))
 
     @classmethod
     def _after_grad(cls, param: nn.Parameter, *, read: bool) -> None:
-        """``.grad`` was read as None, or set. Raises GradientAccessError where plain PyTorch would have a gradient."""
+        """``.grad`` was read as None, or set. Raises GradientAccessError if plain PyTorch would have a gradient
+        here."""
         name = cls.toucher.sent_gradient(param, cls.unit)
         if name is None and read:
             name = cls.toucher.spent_gradient(param, cls.unit)
@@ -141,7 +142,7 @@ class ShardedParameter(AbsentParameter):
 
     @classmethod
     def _refuse_unfreezing(cls, param: nn.Parameter, value: object) -> None:
-        """Raise UnsupportedError for training what was frozen at prepare: it has no states."""
+        """Raise UnsupportedError for unfreezing a parameter that was frozen at prepare: it has no optimizer state."""
         if value and not cls.unit.layout.trainable:
             raise UnsupportedError(
                 f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given requires_grad=True after "
@@ -151,8 +152,8 @@ class ShardedParameter(AbsentParameter):
 
     @classmethod
     def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
-        """``param.data = value`` copies the values: the memory is the engine's. Raises UnsupportedError where they are
-        of another dtype, shape or device."""
+        """``param.data = value`` copies the values, because the memory belongs to the engine. Raises UnsupportedError
+        if their dtype, shape or device differs from the parameter's."""
         with plain():
             ours, new = (param.dtype, param.shape, param.device), (value.dtype, value.shape, value.device)
         if ours != new:
@@ -165,7 +166,7 @@ class ShardedParameter(AbsentParameter):
                 param.copy_(value.clone() if _shares(param, value) else value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain Parameter with the full values: a copy belongs to nobody."""
+        """A plain Parameter with the full values: no engine owns a copy."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -181,8 +182,8 @@ ShardedParameter.family = ShardedParameter
 
 @functools.cache
 def route_zero_grad() -> None:
-    """Have ``zero_grad()`` of every module drop its guarded Parameters' gradients where they are, as well as what
-    ``.grad`` holds. Torch has no hook there, and would see None."""
+    """Patch ``zero_grad()`` of modules to drop gradients that have left the rank as well as those in ``.grad``, which
+    is all that torch sees. Torch has no hook for it."""
     by_torch: Any = nn.Module.zero_grad
 
     @functools.wraps(by_torch)
@@ -199,12 +200,12 @@ def route_zero_grad() -> None:
 
 
 def guard_class(toucher: Toucher) -> type[ShardedParameter]:
-    """A class for one unit's Parameters; ``guard_for`` tells it the unit, once that exists."""
+    """A class for one unit's Parameters. ``guard_for`` sets its unit once that exists."""
     return type("ShardedParameter", (ShardedParameter,), {"_toucher": ref(toucher), "__module__": __name__})
 
 
 def guard_for(guard: type[ShardedParameter], unit: Any) -> None:
-    """Let the class know whose Parameters have it."""
+    """Set the unit whose Parameters have the class."""
     guard._unit = ref(unit)  # type: ignore[attr-defined]
 
 
@@ -218,7 +219,7 @@ def _shares(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _as_edges(tree: Any) -> Any:
-    """Arguments with each guarded Parameter replaced by its place in the graph: autograd does not read its bytes."""
+    """Arguments with each guarded Parameter replaced by its gradient edge, so that autograd does not read its bytes."""
     if isinstance(tree, ShardedParameter):
         with plain():
             return get_gradient_edge(tree)
@@ -228,12 +229,13 @@ def _as_edges(tree: Any) -> Any:
 
 
 def _moves_modules(frame: FrameType) -> bool:
-    """Whether torch asks, to move ``.grad`` along with a Parameter (``model.to(...)``): what has left needs no move."""
+    """Whether torch is moving ``.grad`` along with a Parameter (``model.to(...)``): a gradient that has left stays
+    put."""
     return frame.f_code is _APPLY
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The innermost function outside this file, as people know it."""
+    """The innermost function outside this file, as text for an error."""
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name.startswith("<")):
         frame = frame.f_back
     if frame is None:

@@ -1,7 +1,7 @@
-"""A checkpoint loaded into a prepared model: what ``prepare()`` does for a run that resumes, in the middle of one.
+"""Loads a checkpoint into a prepared model: what ``prepare()`` does when a run resumes, but in the middle of a run.
 
-Owners take a checkpoint's files only when they begin. Here every rank reads them, one unit at a time, and gives the
-values to the owners as writes: masters, moments and step counts, with no rounding.
+Owners read a checkpoint's files only at their start. Here every rank reads them, one unit at a time, and sends the
+values to the owners as writes: masters, moments and step counts, without rounding.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from rayzero.protocol.messages import COMPUTE, MASTER, STEP
 
 
 def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
-    """Put what ``save_checkpoint`` wrote to ``directory`` in place of the model's parameters and buffers, and of the
-    optimizer's states and parameter groups' options. Every rank calls it between two steps, with the same directory.
+    """Replace the model's parameters and buffers, the optimizer's states and the options of its parameter groups by
+    those that ``save_checkpoint`` wrote to ``directory``. Every rank calls it between two steps, with the same
+    directory.
 
-    The run's count of steps, the loop's own state and random generators stay as they are. Any number of ranks and
-    owners may have written it. A rank that has no file in it takes rank 0's buffers and groups. Raises CheckpointError,
-    before anything is changed, where the checkpoint is missing, damaged or of another model."""
+    The run's step count, the loop state and random generators stay as they are. Any number of ranks and owners may have
+    written the checkpoint. A rank without a file in it takes rank 0's buffers and groups. Raises CheckpointError,
+    before anything is changed, if the checkpoint is missing, damaged or of another model."""
     engine, rank = optimizer.engine, get_context().rank
     directory = of_model(Path(directory), engine.number)
     check_resume(directory, engine.model)
@@ -57,7 +58,7 @@ def _check_optimizer(reader: CheckpointReader, ours: type) -> None:
     saved, name = reader.spec.optimizer, f"{ours.__module__}:{ours.__qualname__}"
     if saved != name:
         raise CheckpointError(
-            f"{reader.directory} was written with optimizer {saved!r}, this run has {name!r}; use the same class"
+            f"{reader.directory} was written with optimizer {saved!r}, but this run has {name!r}; use the same class"
         )
 
 
@@ -68,8 +69,8 @@ def _check_parameters(reader: CheckpointReader, units: list[ParamUnit]) -> None:
             ours = (slot.shape, unit.layout.trainable)
             if saved.get(slot.name) != ours:
                 raise CheckpointError(
-                    f"{reader.directory} has {_described(saved.get(slot.name))} as {slot.name!r}, the model has "
-                    f"{_described(ours)}: it is a checkpoint of another model"
+                    f"{reader.directory} has {_described(saved.get(slot.name))} as {slot.name!r}, but the model has "
+                    f"{_described(ours)}; it is a checkpoint of another model"
                 )
 
 
@@ -83,7 +84,7 @@ def _value(reader: CheckpointReader, unit: ParamUnit, slot: ParamSlot) -> Tensor
 
 
 class _SavedStates(Mapping[int, State]):
-    """Each trained Parameter's optimizer state by its id, read from the checkpoint when it is asked for."""
+    """The optimizer state of each trained Parameter, by its id; read from the checkpoint on access."""
 
     def __init__(self, reader: CheckpointReader, engine: Engine, form: StateFormat) -> None:
         self._reader, self._form = reader, form

@@ -1,12 +1,13 @@
-"""A checkpoint's parameter groups: saved by each rank, put back into the optimizer of a resumed run.
+"""A checkpoint's parameter groups: each rank saves them, and a resumed run restores them.
 
-The owners know the options that their update needs. A loop has more: ``initial_lr`` and whatever else a scheduler or
-the user keeps in a group. Resumed as in plain PyTorch, every entry has its saved value before the first step.
+The owners know only the options that an update needs. A loop has more: ``initial_lr``, and anything else that a
+scheduler or the user keeps in a group. As in plain PyTorch, every entry has its saved value again before the first step
+of a resumed run.
 
-[Note: schedulers on resume] Making a torch scheduler writes its first learning rate into the groups. Plain PyTorch
-therefore wants the scheduler made before ``optimizer.load_state_dict()``. ``prepare()`` is that load here, and a
-scheduler made before it is right; so is one made after it, as most loops do, because the groups get their saved values
-once more when the scheduler's own ``load_state_dict()`` has run.
+[Note: schedulers on resume] Creating a torch scheduler writes its first learning rate into the groups, so in plain
+PyTorch a loop must create it before ``optimizer.load_state_dict()``. Here ``prepare()`` does that load. A scheduler may
+be created before it or, as in most loops, after it, because the groups get their saved values once more after the
+scheduler's own ``load_state_dict()``.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ log = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]  # one of torch.optim.Optimizer.param_groups
 
-_PARAMS = ("params", "param_names")  # entries that say what is trained, not how
+_PARAMS = ("params", "param_names")  # entries for what is trained, not how
 
 
 def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> list[dict[str, Any]]:
     """Per group the names of its Parameters, in order, and its options as a checkpoint keeps them.
 
-    ``name_of``: id of a Parameter -> its name. Options that no checkpoint keeps (functions, say) are left out: a loop
-    that resumes makes them again."""
+    ``name_of``: id of a Parameter -> its name. Options that a checkpoint cannot hold (functions, for example) are left
+    out; a loop that resumes sets them again."""
     return [
         {
             "params": [name_of[id(param)] for param in group["params"]],
@@ -43,7 +44,8 @@ def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> li
 
 
 def _put(held: Any, value: Any) -> Any:
-    """``value``, in the tensor that is held where that can have it: a compiled step or a scheduler may know it."""
+    """``value``; copied into the tensor ``held`` if possible, because a compiled step or a scheduler may refer to
+    it."""
     if not isinstance(held, Tensor) or not held.is_floating_point():
         return value.clone() if isinstance(value, Tensor) else value
     if not isinstance(value, Tensor):
@@ -58,8 +60,8 @@ class ResumedGroups:
     [Note: schedulers on resume]"""
 
     def __init__(self, saved: Sequence[Mapping[str, Any]], name_of: Mapping[int, str], checkpoint: str) -> None:
-        """``saved``: of ``saved_groups``. ``checkpoint``: where they are from, for messages."""
-        self._options: dict[frozenset[str], list[Mapping[str, Any]]] = {}  # several for groups without parameters
+        """``saved``: the result of ``saved_groups``. ``checkpoint``: where they come from, for messages."""
+        self._options: dict[frozenset[str], list[Mapping[str, Any]]] = {}  # groups without parameters share a key
         for group in saved:
             self._options.setdefault(frozenset(group["params"]), []).append(group["options"])
         self._name_of = name_of
@@ -69,10 +71,10 @@ class ResumedGroups:
         return frozenset(self._name_of[id(param)] for param in group["params"])
 
     def restore(self, groups: Sequence[ParamGroup], *, only: Collection[str] | None = None) -> None:
-        """Put the saved options into ``groups``; options that were not saved stay, and so do groups that train other
-        parameters.
+        """Restore the saved options in ``groups``. Options that were not saved, and groups that train other parameters,
+        stay as they are.
 
-        only: names of the options to put back; None: all."""
+        only: names of the options to restore; None: all."""
         seen: Counter[frozenset[str]] = Counter()
         for group in groups:
             params = self._params(group)
@@ -83,23 +85,23 @@ class ResumedGroups:
                     group[key] = _put(group.get(key), value)
 
     def tell_kept(self, groups: Sequence[ParamGroup]) -> None:
-        """Warn of groups that the checkpoint does not have: their options are those that the loop gave them."""
+        """Warn of groups that the checkpoint does not have and that therefore keep the loop's options."""
         for index, group in enumerate(groups):
             if self._params(group) not in self._options:
                 log.warning(
-                    "%s has no parameter group of the same parameters as the optimizer's group %d: it keeps the "
-                    "options that this run gave it (lr=%s), not those of the checkpoint",
+                    "%s has no parameter group of the same parameters as the optimizer's group %d: the group keeps "
+                    "the options that this run gave it (lr=%s), not those of the checkpoint",
                     self._checkpoint,
                     index,
                     group.get("lr"),
                 )
 
     def require_all(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise CheckpointError where parameters that the checkpoint trains are in no group at the first step."""
+        """Raise CheckpointError if, at the first step, a parameter that the checkpoint trains is in no group."""
         saved = {name for params in self._options for name in params}
         if missing := sorted(saved.difference(*map(self._params, groups))):
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise CheckpointError(
-                f"{self._checkpoint} trains {names}, which no parameter group of this run has: before the first step "
-                "add the group with add_param_group(), as the run that saved it did"
+                f"{self._checkpoint} trains {names}, which no parameter group of this run has; add the group with "
+                f"add_param_group() before the first step, as the run that saved it did"
             )

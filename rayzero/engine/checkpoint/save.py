@@ -1,7 +1,7 @@
-"""Checkpoints from a rank's side: its own file, and what of it comes back at resume.
+"""A rank's part of a checkpoint: writes the rank's own file, and restores it at resume.
 
-A rank's file holds what only the rank knows: its loop's own state, random number generators, and the model's
-buffers. Parameters and moments are written by the owners.
+A rank's file holds what only the rank knows: the loop state, random number generators, and the model's buffers. The
+owners write parameters and moments.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from rayzero.protocol.messages import CheckpointInfo, FileEntry
 
 log = logging.getLogger(__name__)
 
-_saved_by: dict[Path, ReferenceType[Engine]] = {}  # whose model a checkpoint of this process is
-_FURTHER = "model-"  # and its number: the folder of a further prepared model's checkpoint
+_saved_by: dict[Path, ReferenceType[Engine]] = {}  # checkpoint of this process -> the engine whose model it is of
+_FURTHER = "model-"  # + its number: the folder for the checkpoint of a later prepared model
 
 
 def save_checkpoint(
     optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any], *, keep_last: int | None = None
 ) -> CheckpointInfo | None:
-    """Write the present version, optimizer state and every rank's loop state as the checkpoint ``directory``.
+    """Write the present version, the optimizer state and every rank's loop state as the checkpoint ``directory``.
 
-    Every rank calls it between two steps, with the same ``directory``; ``loop_state`` is each rank's own: numbers,
-    text, tensors, and lists, tuples or dicts of these (a scheduler's ``state_dict()``, averaged weights, ...), which
-    ``get_context().loop_state`` is after the ``prepare()`` of a run that resumes. Parameter groups and the generators
-    of Python, numpy and torch are saved with it. Returns when the checkpoint is complete: nothing exists under
-    ``directory`` before that. The further models of a run are saved after its first, with the same ``directory``, in
-    which each has a folder of its own.
+    Every rank calls it between two steps, with the same ``directory``; ``loop_state`` may differ between ranks:
+    numbers, text, tensors, and lists, tuples or dicts of these (a scheduler's ``state_dict()``, averaged weights, ...).
+    After the ``prepare()`` of a run that resumes, ``get_context().loop_state`` has it. Parameter groups and the
+    generators of Python, numpy and torch are saved with it. Returns when the checkpoint is complete; until then
+    ``directory`` does not exist. Save a run's first prepared model before the others, all with the same ``directory``,
+    in which each of the others gets a folder.
 
     keep_last: once the checkpoint is complete, delete the oldest of those beside it whose names differ from its own
     in nothing but the number (``step-000100``, ``step-000200``), until this many are left; None: delete none.
 
-    Raises UnsupportedError for another optimizer than prepare()'s, ConfigError for a ``loop_state`` that is no
-    mapping, and CheckpointError where something that is not a checkpoint is at ``directory``, where it cannot be
-    written, or where ``loop_state`` holds other values. A save that failed leaves no files, and may be tried again once
-    every rank has its error. Where the storage does not take it (CheckpointWriteError) and the run has
-    ``on_checkpoint_error="warn"``, every rank gets None instead, with a warning, and goes on."""
+    Raises UnsupportedError for an optimizer that prepare() did not return, ConfigError if ``loop_state`` is no mapping,
+    and CheckpointError if ``directory`` exists and is not a checkpoint, if it cannot be written, or if ``loop_state``
+    holds other values. A failed save leaves no files, and may be tried again once every rank has its error. If the
+    storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``, every rank gets None and a
+    warning, and training goes on."""
     _check_arguments(optimizer, loop_state, keep_last)
     engine = optimizer.engine
     context = get_context()
     directory = of_model(Path(directory), engine.number)
     if engine.number and directory.parent == context.unsaved:
-        log.warning("the prepared model %d is not saved, for the first one was not", engine.number)
+        log.warning("prepared model %d is not saved, because the first one was not", engine.number)
         return None
     _require_first(directory, engine.number)
     _refuse_others(directory, engine, context)
@@ -72,7 +72,7 @@ def save_checkpoint(
     try:
         saved = engine.save(directory, (entry,))
     except BaseException as error:
-        withdraw(staging_path(directory) / entry.name)  # the others' files may be of their next try
+        withdraw(staging_path(directory) / entry.name)  # other ranks' files may be from their next try
         if not isinstance(error, CheckpointWriteError) or context.on_checkpoint_error == "raise":
             raise
         context.unsaved = directory
@@ -89,8 +89,8 @@ def save_checkpoint(
 
 
 def _write_rank_file(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any]) -> FileEntry:
-    """Stage this rank's file. Where the storage does not take it, the entry says why: the others wait for this rank, so
-    it takes part in the save, and all of them hear of it."""
+    """Stage this rank's file. If the storage fails, the entry holds the reason: the other ranks wait for this one, so
+    it still takes part in the save, and every rank gets the reason."""
     engine = optimizer.engine
     state, tensors = pack(
         {
@@ -129,30 +129,30 @@ def _type_name(value: object) -> str:
 
 
 def of_model(directory: Path, number: int) -> Path:
-    """Where the checkpoint ``directory`` of a run has its prepared model ``number``."""
+    """The folder of prepared model ``number`` in the checkpoint ``directory``."""
     return directory / f"{_FURTHER}{number}" if number else directory
 
 
 def _require_first(directory: Path, number: int) -> None:
-    """A further model's checkpoint lies in the first one's, which replaces what was there."""
+    """Raise CheckpointError unless the first model's checkpoint exists: later models' lie inside it."""
     if number and not (directory.parent / MANIFEST).is_file():
         raise CheckpointError(
-            f"cannot save the run's prepared model {number} to {directory.parent}, which is no checkpoint: "
-            "save the model that was prepared first there before"
+            f"cannot save the run's prepared model {number} to {directory.parent}, which is not a checkpoint yet; "
+            f"save the model that was prepared first there before the others"
         )
 
 
 def chosen_resume(context: RankContext, resume: object) -> Path | None:
     """The checkpoint that ``prepare(resume=...)`` continues from; None: a fresh start.
 
-    Raises ConfigError for what is neither path, True, False nor None, and where the run resumes from another one."""
+    Raises ConfigError for anything but a path, True, False or None, and if the run resumes from another checkpoint."""
     told = context.resume
     if isinstance(told, str):  # the user's loop may have set it
         told = Path(told)
     if resume is True and told is None:
         if context.run_dir is None:
             raise ConfigError(
-                "rayzero.prepare: resume=True means the newest checkpoint of the run, and this run has no directory; "
+                "rayzero.prepare: resume=True means the newest checkpoint of the run, but this run has no directory; "
                 "pass resume=rayzero.newest_checkpoint(folder)"
             )
         return newest_checkpoint(Path(context.run_dir) / "checkpoints")
@@ -163,7 +163,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
             f"rayzero.prepare: resume must be a checkpoint's path, True or None, got {_type_name(resume)}"
         )
     if not os.fspath(resume):
-        raise ConfigError("rayzero.prepare: resume is an empty text; pass a checkpoint's path, True or None")
+        raise ConfigError("rayzero.prepare: resume is an empty string; pass a checkpoint's path, True or None")
     given = Path(resume)
     if told is not None and told.absolute() != given.absolute():
         raise ConfigError(
@@ -173,23 +173,24 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
 
 
 def _refuse_others(directory: Path, engine: Engine, context: RankContext) -> None:
-    """Alone, models know nothing of each other, and the second's checkpoint would replace the first's.
+    """Raise CheckpointError if another model of this process wrote ``directory``. Without a run, models do not know of
+    each other, and the second's checkpoint would replace the first's.
 
-    A model that has not stepped since this one was prepared is one that the loop has left: a cell that runs again."""
+    A model that has not stepped since this one was prepared does not count: a notebook cell ran again."""
     saved = _saved_by.get(directory.absolute())
     other = None if saved is None else saved()
     if context.connect is None and other is not None and other is not engine and other.stepped_at > engine.made_at:
         raise CheckpointError(
-            f"{directory} is the checkpoint of another model that this process trains; save each model's under a name "
-            "of its own"
+            f"{directory} is the checkpoint of another model that this process trains; save each model under a name "
+            f"of its own"
         )
 
 
 def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, device: torch.device) -> None:
-    """Bring back what this rank's file holds: buffers, random number generators, ``context.loop_state``.
+    """Restore this rank's file: buffers, random number generators and ``context.loop_state``.
 
-    A rank that the checkpoint has no file of (it was written by fewer ranks) takes rank 0's loop state and buffers,
-    and keeps its generators."""
+    A rank without a file in the checkpoint (fewer ranks wrote it) takes rank 0's loop state and buffers, and keeps its
+    generators."""
     if resume is None:
         return
     with CheckpointReader(resume) as reader:
@@ -205,7 +206,8 @@ def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, de
 
 @contextmanager
 def _damage_named(reader: CheckpointReader, rank: int) -> Iterator[None]:
-    """Values of any type may be in the file: what goes wrong with them is a CheckpointError that names it."""
+    """Turn an error inside the block into a CheckpointError that names the rank's file: its values may be of any
+    type."""
     path = reader.directory / rank_file_name(rank)
     try:
         yield
@@ -216,9 +218,9 @@ def _damage_named(reader: CheckpointReader, rank: int) -> Iterator[None]:
 
 
 def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedGroups | None:
-    """The parameter groups of the checkpoint to resume from, as this rank had them; None: a fresh start.
+    """This rank's parameter groups from the checkpoint to resume from; None: a fresh start.
 
-    A rank that the checkpoint has no file of takes rank 0's."""
+    A rank without a file in the checkpoint takes rank 0's."""
     if resume is None:
         return None
     with CheckpointReader(resume) as reader:
@@ -230,14 +232,14 @@ def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedG
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """id of each Parameter -> its name, the first one where it has several."""
+    """id of each Parameter -> its first name."""
     return {id(param): name for name, param in model.named_parameters()}
 
 
 def check_resume(resume: Path | None, model: nn.Module) -> None:
-    """Raise CheckpointError where the checkpoint to resume from is missing, damaged or of another model.
+    """Raise CheckpointError if the checkpoint to resume from is missing, damaged or of another model.
 
-    Owners compare what they own; what only the checkpoint has, no owner sees."""
+    Owners check the parameters that they own; this finds those that only the checkpoint has."""
     if resume is None:
         return
     _require_model(resume)
@@ -248,12 +250,13 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
                 if slot.name not in known:
                     raise CheckpointError(
                         f"{reader.directory} has a parameter {slot.name!r} of shape {slot.shape}, but the model has "
-                        "none of that name: it is a checkpoint of another model"
+                        f"none of that name; it is a checkpoint of another model"
                     )
 
 
 def _require_model(resume: Path) -> None:
-    """The first model's checkpoint is whole without the others', whose saves come after it."""
+    """Raise CheckpointError if a later model is missing: the first model's checkpoint is complete before the others are
+    saved."""
     whole = resume.parent
     if not resume.is_dir() and resume.name.startswith(_FURTHER) and (whole / MANIFEST).is_file():
         raise CheckpointError(
@@ -276,7 +279,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Other names of parameters -> the name the layout has."""
+    """Other names of tied parameters -> their name in the layout."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name != first[id(p)]}
 
@@ -285,7 +288,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of the rank's generators."""
+    """The states of the rank's random number generators."""
     kind, keys, *rest = numpy.random.get_state()
     return {
         "torch": torch.get_rng_state(),

@@ -1,1 +1,1 @@
-"""What a model starts with: where first values come from, for models that fit nowhere whole."""
+"""First values of a model's parameters and buffers, also for a model too large for any one memory."""

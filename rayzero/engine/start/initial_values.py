@@ -1,10 +1,9 @@
-"""What a model starts with: where the first value of each parameter and buffer comes from, and its way to the owners.
+"""First values: finds a source for each parameter and buffer, and sends the values to the owners.
 
-[Note: starting] A parameter's first value is, in this order: the checkpoint's, where the run resumes; that in
-``weights``; what ``init`` wrote; what the Parameter holds. A Parameter on the meta device holds nothing, so one of
-the others must give it a value, on rank 0: the other ranks' parameters never count, and may all be on meta. Buffers
-are each rank's own. Everything is looked at before anything changes; then one unit's vector at a time is filled and
-sent.
+[Note: starting] A parameter's first value comes from the first of these that has it: the checkpoint, if the run
+resumes; ``weights``; ``init``; the Parameter itself. A Parameter on the meta device holds nothing, so on rank 0 one of
+the others must give it a value. The other ranks' parameters are never used and may all be on meta; buffers are each
+rank's own. Everything is checked before anything changes; then one unit's vector at a time is filled and sent.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Start:
         self._params = dict(model.named_parameters())
         self._resumed = _buffers_of(resume)  # None: a fresh start
         if self._resumed is not None:
-            weights = None  # the owners restore; what was started from is of no interest
+            weights = None  # the owners restore the values; where they first came from does not matter
         self._stream = weights if weights is not None and weights.is_stream else None
         self._weights = weights.open() if weights is not None and self._stream is None else None
         self._strict = weights is None or weights.strict
@@ -57,20 +56,21 @@ class Start:
         self._check_sources(weights)
         self._check_values(rank)
 
-    # ---- looking
+    # ---- checks
 
     def _check_sources(self, weights: Weights | None) -> None:
         if self._init is not None and weights is not None and (self._strict or self._stream is not None):
             raise ConfigError(
-                "prepare() was given weights= and init=, and weights must give every value; for init to give what they "
-                "lack, pass rayzero.Weights(source, strict=False) of files or a mapping, else leave init away"
+                "prepare() was given weights= and init=, but weights must contain every value; to let init fill in "
+                "what they lack, pass rayzero.Weights(source, strict=False) of files or a mapping; otherwise leave "
+                "init out"
             )
         if self._weights is not None:
             problems = misfits(self._wanted, self._weights.decls, strict=self._strict)
             require_fit(self._weights, self._model, problems or _unequal_ties(self._wanted, self._weights))
 
     def _check_values(self, rank: int) -> None:
-        """Raise UnsupportedError for what is on meta while nothing gives it a value."""
+        """Raise UnsupportedError for a parameter or buffer on meta that nothing gives a value."""
         if self._stream is not None:
             return
         for name, param in self._params.items():
@@ -92,17 +92,18 @@ class Start:
         return [name for name, buffer in self._model.named_buffers() if buffer.is_meta and not self._given(name)]
 
     def _given(self, name: str) -> bool:
-        """Whether a checkpoint or weights have the value of a parameter or buffer."""
+        """Whether a checkpoint or weights contain the parameter or buffer."""
         if self._resumed is not None:
             return name in self._params or name in self._resumed
         return name in self._source_name
 
-    # ---- bringing
+    # ---- filling
 
     def bring(self, load: Load | None) -> None:
-        """Fill units one by one and ``load`` them; None: nobody wants this rank's parameters. Then fill buffers.
+        """Fill units one by one and pass each to ``load`` (None: this rank's parameters are not used). Then fill
+        buffers.
 
-        Where this fails, parameters are as they were."""
+        If this fails, parameters are as they were."""
         if self._stream is not None:
             fill_buffers(self._model, take_stream(self._stream, self._model, self._plan, self._wanted, load))
         elif self._init is not None and (self._resumed is None or self._empty_buffers()):
@@ -145,13 +146,13 @@ def wanted_by(model: nn.Module) -> list[Wanted]:
 
 
 def require_weights(model: nn.Module, path: str) -> None:
-    """Raise CheckpointError, naming all, where the weights at ``path`` do not fit; the model may be on meta."""
+    """Raise CheckpointError, naming every mismatch, if the weights at ``path`` do not fit. The model may be on meta."""
     weights = Weights(path).open()
     require_fit(weights, model, misfits(wanted_by(model), weights.decls, strict=True))
 
 
 def _buffers_of(resume: Path | None) -> frozenset[str] | None:
-    """Names of the buffers in the checkpoint to resume from; None: there is none."""
+    """Names of the buffers in the checkpoint to resume from; None: a fresh start."""
     if resume is None:
         return None
     with CheckpointReader(resume) as reader:
@@ -159,7 +160,7 @@ def _buffers_of(resume: Path | None) -> frozenset[str] | None:
 
 
 def _source_names(wanted: Iterable[Wanted], weights: NamedWeights | None) -> dict[str, str]:
-    """The model's name, each of them -> one that ``weights`` have."""
+    """Each of the model's names -> a name under which ``weights`` have its value."""
     held = () if weights is None else weights.decls
     return {
         name: found
@@ -175,5 +176,5 @@ def _unequal_ties(wanted: Iterable[Wanted], weights: NamedWeights) -> list[str]:
         held = [name for name in one.names if name in weights]
         for first, second in pairwise(held):
             if not torch.equal(weights.read(first), weights.read(second)):
-                problems.append(f"{first!r} and {second!r} differ there, and are one tensor in the model")
+                problems.append(f"{first!r} and {second!r} differ there, but are one tensor in the model")
     return problems

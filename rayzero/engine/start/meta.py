@@ -1,4 +1,4 @@
-"""Parameters and buffers without memory: made by ``empty_parameters()``, given memory when their values come."""
+"""Parameters and buffers without memory: ``empty_parameters()`` creates them, and they get memory with their values."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def empty_parameters() -> Iterator[None]:
 
 
 class _Building(threading.local):
-    """What this thread has emptied so far; None: it empties nothing."""
+    """The Parameters that this thread has emptied so far; None outside ``empty_parameters()``."""
 
-    made: WeakTensorKeyDictionary | None = None  # a Parameter given to two modules stays one
+    made: WeakTensorKeyDictionary | None = None  # a Parameter that two modules share stays one
 
 
 _building = _Building()
@@ -62,8 +62,8 @@ def _emptied(param: nn.Parameter) -> nn.Parameter:
 
 
 def materialise(param: nn.Parameter, tensor: Tensor) -> nn.Parameter:
-    """Make a meta Parameter ``tensor`` (its shape; its dtype or another), hooks kept; returns what it was, to swap
-    back."""
+    """Turn a meta Parameter into ``tensor`` (of its shape; of any dtype) and keep its hooks. Returns the old contents,
+    to swap back."""
     other = nn.Parameter(tensor, requires_grad=param.requires_grad)
     swap_tensors(param, other)
     param._backward_hooks = param._backward_hooks  # puts the user's own hooks on the new tensor
@@ -72,7 +72,7 @@ def materialise(param: nn.Parameter, tensor: Tensor) -> nn.Parameter:
 
 
 def fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy values into the buffers of these names; one on meta becomes a CPU tensor, wherever it is registered."""
+    """Copy values into the named buffers. A buffer on meta becomes a CPU tensor everywhere it is registered."""
     made: dict[int, Tensor] = {}
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -84,7 +84,7 @@ def fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def replace_buffers(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Register other tensors for buffers, by the identity of what is there."""
+    """Replace buffers: id of the registered tensor -> the new one."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in made:

@@ -1,10 +1,10 @@
-"""``model.apply(init)`` for a model that is nowhere whole: a unit's parameters exist while its modules are visited.
+"""``model.apply(init)`` for a model too large for memory: a unit's parameters exist only while its modules are visited.
 
-[Note: init by unit] Modules are visited by torch's own ``apply``: the same modules in the same order, so that random
-numbers are drawn as on a whole model. A unit's meta parameters get memory when the first module that holds one of them
-is visited, or when something touches one earlier, and lose it after the last visit that may write to them: that of the
-unit's own module, and of every module that holds one. All bits of new memory are set, which is a NaN in each float
-dtype: what is still NaN at the end was not initialised, and is refused. So is a touch of a unit that is over.
+[Note: init by unit] torch's own ``apply`` visits the modules, so random numbers are drawn in the same order as on a
+whole model. A unit's meta parameters get memory when the first module that holds one of them is visited, or when
+something touches one earlier. They lose it after the last visit that may write to them: that of the unit's module and
+of every module that holds one. All bits of new memory are set, which is a NaN in every float dtype; a value that is
+still NaN at the end was not initialised and is refused. So is a touch of a unit that has been sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Init = Callable[[nn.Module], object]
 
 
 class UnitInit:
-    """One run of ``init`` over a model. Knows which units' parameters have memory; not who wants their values."""
+    """One run of ``init`` over a model. Knows which units' parameters have memory; not where their values go."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class UnitInit:
         complete: Callable[[UnitLayout], None],
         given: Callable[[str], bool],
     ) -> None:
-        """complete: takes a unit whose parameters have their values, before their memory goes. given: whether a
-        parameter's value comes from elsewhere, so that ``init`` need not write it."""
+        """complete: called with a unit whose parameters have their values, before their memory is freed. given: whether
+        a parameter's value has another source, so that ``init`` need not write it."""
         self._model = model
         self._init = init
         self._complete = complete
@@ -49,18 +49,18 @@ class UnitInit:
         self._early = {unit.index for unit in self._units if any(self._params[s.name].is_meta for s in unit.slots)}
         order: list[nn.Module] = []
         model.apply(order.append)
-        self._ending = _ending(model, plan, order, self._unit_of)  # visit -> the units it ends
+        self._ending = _ending(model, plan, order, self._unit_of)  # visit -> the units that end with it
         self._visits = 0
         self._module = ""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._over: set[int] = set()
-        self._empty: dict[int, nn.Parameter] = {}  # of parameters that have memory now: their meta tensors
+        self._empty: dict[int, nn.Parameter] = {}  # the meta tensors of parameters that have memory now
         self._classes = {name: type(param) for name, param in self._params.items()}
         self._absent = _absent_class(self._bring)
 
     def run(self) -> None:
-        """Visit every module. However it ends, parameters that were on meta are there again; buffers that were are
-        real once it ends well."""
+        """Visit every module. Parameters that were on meta return there, also after an error; buffers that were on meta
+        are real afterwards, unless it raises."""
         before = _real_buffers(self._model)
         try:
             for param in self._params.values():
@@ -88,8 +88,8 @@ class UnitInit:
         for name, param in held.items():
             if module._parameters.get(name) is not param:
                 raise UnsupportedError(
-                    f"init exchanged the Parameter {name!r} of module {self._module!r} for another object, which the "
-                    "optimizer does not know; write into it instead"
+                    f"init replaced the Parameter {name!r} of module {self._module!r} by another object, which the "
+                    f"optimizer does not know; write into the Parameter instead"
                 )
         for unit in self._ending.get(self._visits, ()):
             if unit in self._early:
@@ -103,8 +103,9 @@ class UnitInit:
                 names = [slot.name for slot in unit.slots if any(self._params[slot.name] is param for param in absent)]
                 raise UnsupportedError(
                     f"init, visiting {repr(self._module) if self._module else 'the model itself'}, used "
-                    f"{', '.join(map(repr, names))} of unit {unit.name!r}, whose values have gone to the owners; write "
-                    "a parameter when its own module is visited, or pass units= that keep the two together"
+                    f"{', '.join(map(repr, names))} of unit {unit.name!r}, whose values have already gone to the "
+                    f"owners; write a parameter when its own module is visited, or pass units= that keep the two "
+                    f"modules together"
                 )
             for slot in unit.slots:
                 param = self._params[slot.name]
@@ -155,7 +156,7 @@ def _ending(
 
 
 def _absent_class(bring: Callable[[Sequence[nn.Parameter]], None]) -> type[nn.Parameter]:
-    """The class of a parameter without memory: the first operation that wants its values brings its unit."""
+    """The class of a parameter without memory: the first operation on its values calls ``bring`` for its unit."""
 
     class UnwrittenParameter(AbsentParameter):
         @classmethod

@@ -1,4 +1,4 @@
-"""Weights that come as (name, tensor), once, in an order of their own: gathered into units, each sent when complete."""
+"""Weights from an iterator of (name, tensor) in any order: gathered into units, each of which is sent once complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unit_vector(unit: UnitLayout) -> Tensor:
 
 
 def require_fit(source: object, model: nn.Module, problems: Sequence[str]) -> None:
-    """Raise CheckpointError where there are problems."""
+    """Raise CheckpointError if there are problems."""
     if problems:
         raise CheckpointError(f"{source} does not fit this {type(model).__name__}: {'; '.join(problems)}")
 
@@ -32,9 +32,10 @@ def require_fit(source: object, model: nn.Module, problems: Sequence[str]) -> No
 def take_stream(
     weights: Weights, model: nn.Module, plan: UnitPlan, wanted: Sequence[Wanted], load: Load | None
 ) -> dict[str, Tensor]:
-    """Read the stream to its end, loading units; returns the values of buffers. ``load``: None where only those count.
+    """Read the stream to its end, loading units; returns the values of buffers. ``load``: None if only buffers are
+    used.
 
-    Raises CheckpointError for a tensor that does not fit when it comes, and for missing ones at the end."""
+    Raises CheckpointError as soon as a tensor does not fit, and at the end if some are missing."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     by_name = {name: one for one in wanted for name in one.names}
     gathered = _Gathered(plan.layout.units, load)
@@ -72,7 +73,7 @@ def _is_lacking(one: Wanted, seen: dict[str, WeightDecl], tensors: dict[str, Ten
 
 
 class _Gathered:
-    """Units of which some parameters have come. Knows no names but the layout's first ones."""
+    """Units of which some parameters have come. Knows a parameter only by its first name in the layout."""
 
     def __init__(self, units: Sequence[UnitLayout], load: Load | None) -> None:
         self._load = load
@@ -81,7 +82,7 @@ class _Gathered:
         self._flats: dict[int, Tensor] = {}  # freed by: the unit's last parameter
 
     def take(self, name: str, value: Tensor) -> None:
-        """One parameter's values; a repeat (another name of a tied one) changes nothing."""
+        """Take one parameter's values. A repeat (another name of a tied parameter) changes nothing."""
         unit, slot = self._place[name]
         awaited = self._awaited[unit.index]
         if self._load is None or name not in awaited:
@@ -94,7 +95,7 @@ class _Gathered:
             self._load(unit.index, self._flats.pop(unit.index)).result()
 
     def take_rest(self, tensors: dict[str, Tensor]) -> None:
-        """What did not come has the model's own values."""
+        """Fill parameters that did not come with the model's own values."""
         for names in self._awaited.values():
             for name in list(names):
                 self.take(name, tensors[name])

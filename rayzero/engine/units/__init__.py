@@ -1,1 +1,1 @@
-"""Units: which parameters belong together, when they come up and go down, and how their bytes travel."""
+"""Units: which parameters belong together, when they are unsharded and resharded, and how their bytes are copied."""

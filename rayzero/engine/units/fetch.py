@@ -1,4 +1,4 @@
-"""A fetch on its way: what was asked of the store, when each part of it came, and what waiting for it cost."""
+"""A fetch in flight: what the store was asked for, when it arrived, and how long the rank waited for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rayzero.telemetry.spans import Over, nothing
 
 
 class Waited(NamedTuple):
-    """Seconds that the host stood still for a fetch, by cause."""
+    """Seconds that the host waited for a fetch, by cause."""
 
     optimizer: float  # the version was not published yet
-    fetch: float  # its bytes were on their way
+    fetch: float  # its bytes were still being copied
 
     @property
     def total(self) -> float:
@@ -35,22 +35,22 @@ class Request(Protocol):
     """What the store was asked for."""
 
     def cancel(self) -> bool:
-        """Call it off; True when it will write nothing any more."""
+        """Cancel the request; True if it will not write to the buffer any more."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Fetching:
-    """A fetch in flight. It owns its buffer until it is waited for or dropped.
+    """A fetch in flight. Owns its buffer until somebody waits for it or drops it.
 
     Knows its futures; not units, or which bytes they are."""
 
     version: int
-    published: Future[int]  # the version is there to be read
-    done: Future[Any]  # every byte is in the buffer, or its copy has been issued
-    request: Request | None  # None: the buffer is the owners' memory, nothing is asked for
+    published: Future[int]  # the version is published
+    done: Future[Any]  # every byte is in the buffer, or its copy to the device is issued
+    request: Request | None  # None: the buffer is the owners' memory, so nothing is requested
     buffer: UnitBuffer
-    ahead: bool  # True: prefetched, False: asked for when it was needed
+    ahead: bool  # True: prefetched; False: requested when it was needed
     ready: Future[Event | None] | None = None  # CUDA: ``done``, with the end of the copy where there is one
     _asked: float = 0.0
     _published_at: float | None = None
@@ -70,15 +70,16 @@ class Fetching:
         self._done_at = time.perf_counter()
 
     def follow(self, arrived: Over) -> None:
-        """Have ``arrived`` called once the bytes are there, and before whoever waits for them goes on; often twice."""
+        """Call ``arrived`` once the bytes are there, before anyone who waits for them continues. It is often called
+        twice."""
         self._arrived = arrived
         self.done.add_done_callback(lambda _: arrived())
 
     @property
     def seconds(self) -> float | None:
-        """How long the bytes were on their way, once they are there: from when they were asked for and published.
+        """Seconds from when the bytes were both requested and published until they were there.
 
-        None where none had to come."""
+        None if no bytes had to be copied."""
         held = isinstance(self.request, Renewal) and not self.request.renewed
         if self.request is None or held or self._done_at is None:
             return None
@@ -86,11 +87,11 @@ class Fetching:
 
     @property
     def lead(self) -> float:
-        """Seconds since it was done; 0 where it is not."""
+        """Seconds since it was done; 0 if it is not."""
         return 0.0 if self._done_at is None else time.perf_counter() - self._done_at
 
     def cancel(self) -> bool:
-        """Call it off; True when nothing will be written to the buffer any more, also by the device."""
+        """Cancel the fetch; True if neither host nor device will write to the buffer any more."""
         if self.request is None or self.request.cancel():
             return True
         if not self.done.done():
@@ -99,16 +100,16 @@ class Fetching:
         return True
 
     def join(self) -> None:
-        """Block until the device writes nothing to the buffer any more, of a fetch that is done."""
+        """Block until the device has stopped writing to the buffer. The fetch must be done."""
         if (copied := self._copied()) is not None:
             copied.join()
 
     def _copied(self) -> Event | None:
-        """The end of the copy to the device; None where there was none, or the fetch failed."""
+        """The event at the end of the copy to the device; None if there was no copy or the fetch failed."""
         return None if self.ready is None or self.ready.exception() is not None else self.ready.result()
 
     def wait(self) -> Waited:
-        """Block until the bytes are there, also on the device."""
+        """Block until the bytes are there, on the device too if it has one."""
         waited = self._wait()
         self._arrived()
         if (copied := self._copied()) is not None:
@@ -120,7 +121,7 @@ class Fetching:
             self.done.result()
             return _NOTHING
         start = time.perf_counter()
-        wait_for([self.published, self.done], return_when=FIRST_COMPLETED)  # a fetch may fail before
+        wait_for([self.published, self.done], return_when=FIRST_COMPLETED)  # a fetch may fail before it is published
         published = time.perf_counter()
         if self.done is self.published:
             self.done.result()
@@ -130,14 +131,14 @@ class Fetching:
 
 
 class Renewal:
-    """A fetch that is asked for once it is known to bring something new.
+    """A fetch that is requested only once the owners have published different content.
 
-    Knows what is held and what is published; not whose bytes they are. ``done`` ends as the fetch does, or at once
-    where the copy that is held is still good."""
+    Knows the version held and the version published; not whose bytes they are. ``done`` ends as the fetch does, or at
+    once if the bytes held are still right."""
 
     def __init__(self, published: Future[int], held: int, ask: Callable[[], Future[None]]) -> None:
-        """``held``: the version that the copy is right for. ``ask`` is called at most once, by whoever brings the
-        news of the publication."""
+        """``held``: the version that the bytes held are right for. ``ask`` requests the fetch; it is called at most
+        once, on the thread that completes ``published``."""
         self.done: Future[None] = Future()
         self._held = held
         self._ask = ask
@@ -148,7 +149,7 @@ class Renewal:
 
     @property
     def renewed(self) -> bool:
-        """Whether the bytes are, or will be, other ones than those held."""
+        """Whether the fetch replaces, or will replace, the bytes held."""
         return self._fetch is not None
 
     def _begin(self, published: Future[int]) -> None:
@@ -160,7 +161,7 @@ class Renewal:
                 if self._cancelled:
                     return
                 self._fetch = self._ask()
-        except Exception as exc:  # who brings the news must not end here; the rank's wait raises it
+        except Exception as exc:  # must not end the thread that completes ``published``; the rank's wait raises it
             fail(self.done, exc)
             return
         self._fetch.add_done_callback(self._follow)

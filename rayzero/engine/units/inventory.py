@@ -21,14 +21,14 @@ class ModelParameterStats:
     total_parameters: int = 0  # names
     total_elements: int = 0
     mean_parameter_size: float = 0.0
-    median_parameter_size: float = 0.0  # the mean of the middle two when their number is even
+    median_parameter_size: float = 0.0  # the mean of the middle two if the count is even
     min_parameter_size: int = 0
     max_parameter_size: int = 0
     total_memory_bytes: int = 0
 
 
 class ModelParameters:
-    """An inventory: every parameter's name, shape and element size, in the order they were added.
+    """An inventory: every parameter's name, shape and element size in bytes, in the order they were added.
 
     Knows numbers only; not tensors, units or owners. A name is added once; a second time is a ConfigError."""
 

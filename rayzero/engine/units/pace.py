@@ -1,4 +1,4 @@
-"""How far ahead units must be asked for to be there in time, from how long fetches and compute took lately."""
+"""How far ahead units must be prefetched to arrive in time, measured from recent fetches and compute."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from statistics import median
 
 from rayzero.engine.units.schedule import Phase
 
-_RECENT = 64  # measurements that count: a few passes of a usual model
-_IN_TIME = 0.9  # share of the recent fetches that the depth is enough for
+_RECENT = 64  # recent measurements kept: a few passes of a usual model
+_IN_TIME = 0.9  # share of the recent fetches that the depth must be enough for
 
 
 def wanted_depth(fetch_seconds: float, compute_seconds: float, limit: int) -> int:
-    """The smallest number of units such that a fetch asked for that many uses ahead is there in time.
+    """The smallest depth at which a fetch, requested that many uses ahead, arrives in time.
 
     fetch_seconds: from request to filled. compute_seconds: from one unit's use to the next one's. limit: the most
-    units, and the answer where even that many are not enough. Between 1 and ``limit``; 0 where ``limit`` is."""
+        units; also the result if even that many are not enough. Returns 1 to ``limit``, or 0 if ``limit`` is 0."""
     if fetch_seconds >= limit * compute_seconds:
         return limit
     return min(limit, max(1, math.ceil(fetch_seconds / compute_seconds)))
@@ -32,8 +32,8 @@ def quantile(values: list[float], share: float) -> float:
 class PrefetchPace:
     """The recent seconds of fetches and between uses.
 
-    Knows durations; not units, budgets or who fetches. Counted per fetch, not per byte: a small unit's seconds are
-    mostly latency, and per byte they would stand for hours of a large one's."""
+    Knows durations; not units, budgets or who fetches. Counts per fetch, not per byte: a small unit's seconds are
+    mostly latency, which scaled by bytes would predict hours for a large unit."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -42,27 +42,27 @@ class PrefetchPace:
         self._last: tuple[Phase, float] | None = None  # phase and time of the last use
 
     def used(self, phase: Phase) -> None:
-        """Another unit is used now."""
+        """A unit's use begins now."""
         now = self._clock()
         if self._last is not None and self._last[0] is phase:
             self._gaps[phase].append(now - self._last[1])
         self._last = (phase, now)
 
     def waited(self, seconds: float) -> None:
-        """The use stood still for so long: that is not compute."""
+        """The use waited for ``seconds``, which do not count as compute."""
         if self._last is not None:
             self._last = (self._last[0], self._last[1] + seconds)
 
     def fetched(self, seconds: float) -> None:
-        """A unit was filled so long after it was asked for and published."""
+        """A unit was filled ``seconds`` after it was both requested and published."""
         self._fetches.append(seconds)
 
     def pause(self) -> None:
-        """What follows until the next use is nobody's compute: data loading, a step, an evaluation."""
+        """The time until the next use is not compute: data loading, a step, an evaluation."""
         self._last = None
 
     def depth(self, limit: int) -> int:
-        """How many units ahead to ask for, at most ``limit``, which is also the answer before anything was measured.
+        """How many units ahead to prefetch: at most ``limit``, and ``limit`` before anything was measured.
 
         The faster phase counts: forward and backward differ by a factor of two."""
         gaps = [median(seconds) for seconds in self._gaps.values() if seconds]

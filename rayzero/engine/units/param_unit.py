@@ -2,14 +2,14 @@
 
 [Note: swap] A Parameter stays the same object for the whole training. It owns a storage of its own, which is empty
 while the unit is SHARDED. Lanes fill a buffer ahead of use, or it is the memory that the owners write
-(``UnitBuffer.mapped``); going up swaps the buffer's slices under the storages, going down swaps them back. No byte is
+(``UnitBuffer.mapped``). Unsharding swaps the buffer's slices under the storages; resharding swaps them back. No byte is
 copied.
 
-[Note: use count] A storage at rest is held by its Parameter, by our alias of it and by our wrapper. Anything above
-that is a view, a tensor autograd saved, a numpy alias: bytes somebody may still read. Such a unit is *pinned*: it is
-not taken down, because reading freed memory is a crash, not an error. The count does not see a Parameter that
-autograd saved as it is. Hooks make handles of those (handles.py); where somebody got round them, the version counters
-that move when a unit goes down make its backward torch's in-place error.
+[Note: use count] A storage at rest is held by its Parameter, by our alias of it and by our wrapper. Anything above that
+is a view, a tensor that autograd saved, a numpy alias: somebody may still read the bytes. Such a unit is *pinned*: it
+is not resharded, because reading freed memory crashes the process instead of raising an error. The count does not
+include a Parameter that autograd saved itself. Hooks replace those by handles (handles.py). If a program bypasses the
+hooks, backward raises torch's in-place error, because resharding raises the version counters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from rayzero.tensor_metadata import plain
 class UnitState(Enum):
     """Where a unit's full parameters are."""
 
-    SHARDED = auto()  # only with the owners; the Parameters' storages are empty
-    UNSHARDING = auto()  # a fetch into a leased buffer was asked for; the storages are still empty
+    SHARDED = auto()  # only at the owners; the Parameters' storages are empty
+    UNSHARDING = auto()  # a fetch into a leased buffer is in flight; the storages are still empty
     UNSHARDED = auto()  # the buffer is under the Parameters, every byte of it valid
 
 
@@ -70,18 +70,18 @@ class ParamUnit:
         self.name = layout.name
         self.size_bytes = layout.size_bytes
         self.params = params
-        self.guard = guard  # the class the Parameters have while a touch must be seen (touch.py)
+        self.guard = guard  # the Parameters' class while their first use must be noticed (touch.py)
         self.state = S.SHARDED
         self.fetching: Fetching | None = None
         self.buffer: UnitBuffer | None = None  # while UNSHARDED. freed by: reshard()
         self.kept: UnitBuffer | None = None  # while SHARDED: memory with bytes of ``version``. freed by: take_kept()
         self.version = -1  # published version that the bytes in ``buffer`` or ``kept`` were right for
-        self.open_calls = 0  # forward calls that are running, and touches
+        self.open_calls = 0  # running forward calls and touches
         self.storages = [_own_storage(param) for param in params]
         self.keys = [storage_key(storage) for storage in self.storages]
         self._aliases = [param.detach() for param in params]  # plain tensors over the same storages and versions
         self._filled = [i for i, slot in enumerate(layout.slots) if slot.numel]
-        self._outdated = 0  # how often we moved the Parameters' version counters ourselves
+        self._outdated = 0  # how often the engine raised the Parameters' version counters itself
         self._written = self.writes()
         self.guarded = False
         self.set_guard(True)
@@ -96,51 +96,51 @@ class ParamUnit:
     # ---- up
 
     def unshard(self, fetching: Fetching) -> None:
-        """Take charge of a fetch that was just asked for."""
+        """Begin to unshard from a fetch that was just requested."""
         self._become(S.UNSHARDING)
         self.fetching = fetching
 
     def wait_unsharded(self) -> Waited:
-        """Block until every byte is there and put the buffer under the Parameters.
+        """Block until every byte is there, then put the buffer under the Parameters.
 
-        Returns what was waited for. A fetch that failed raises its own error and leaves the unit SHARDED."""
+        Returns how long it waited. If the fetch failed, raises its error and leaves the unit SHARDED."""
         fetching = self.fetching
         assert fetching is not None
         waited = fetching.wait()
         self._swap(fetching.buffer)
         self.buffer, self.version, self.fetching = fetching.buffer, fetching.version, None
-        self._become(S.UNSHARDED)  # last: from here on the bytes are read
+        self._become(S.UNSHARDED)  # last: the bytes may be read from here on
         return waited
 
     def abandon(self) -> Fetching:
-        """Give up a fetch that is no longer wanted; the caller sees to its end."""
+        """Give up a fetch that is no longer needed. The caller cancels it and waits for its end."""
         fetching, self.fetching = self.fetching, None
         assert fetching is not None
         self._become(S.SHARDED)
         return fetching
 
     def take_kept(self) -> UnitBuffer | None:
-        """Hand over the memory that was kept, if any."""
+        """Hand over the memory that was kept; None if there is none."""
         kept, self.kept = self.kept, None
         return kept
 
     # ---- down
 
     def reshard(self) -> UnitBuffer:
-        """Take the buffer away from under the Parameters and hand it over. Only where ``can_reshard()``."""
+        """Take the buffer from under the Parameters and hand it over. Requires ``can_reshard()``."""
         buffer, self.buffer = self.buffer, None
         assert buffer is not None
-        self._become(S.SHARDED)  # first: from here on nothing may be read
+        self._become(S.SHARDED)  # first: nothing may be read from here on
         self._outdate()
         self._swap(buffer)
         return buffer
 
     def can_reshard(self) -> bool:
-        """Whether it is up, no call of it is open, and nobody but the Parameters holds its bytes."""
+        """Whether it is up, none of its calls is open, and only the Parameters hold its bytes."""
         return self.state is S.UNSHARDED and not self.open_calls and not self.pinned_slots()
 
     def pinned_slots(self) -> list[int]:
-        """Slots whose bytes somebody else holds. [Note: use count]"""
+        """Slots whose bytes something besides the Parameter holds. [Note: use count]"""
         return [i for i in self._filled if use_count(self.keys[i]) != AT_REST + 1]  # + alias
 
     def _swap(self, buffer: UnitBuffer) -> None:
@@ -153,7 +153,7 @@ class ParamUnit:
     # ---- guard, gradients, writes
 
     def set_guard(self, on: bool) -> None:
-        """Have every operation on the Parameters seen (touch.py), or none."""
+        """Notice every operation on the Parameters (touch.py), or none."""
         if self.guarded is on:
             return
         self.guarded = on
@@ -162,7 +162,7 @@ class ParamUnit:
             param.__class__ = kind
 
     def _outdate(self) -> None:
-        """Have autograd refuse what it saved of a Parameter itself. [Note: use count]"""
+        """Make autograd refuse Parameters that it saved without a handle. [Note: use count]"""
         increment_versions(self.params)
         self._outdated += 1
 
@@ -179,15 +179,17 @@ class ParamUnit:
         return self.writes() != self._written
 
     def settle_writes(self) -> None:
-        """What the user has written so far is accounted for."""
+        """Stop counting the writes that the user has made so far."""
         self._written = self.writes()
 
     def count_writes(self, slots: Sequence[int]) -> None:
-        """Other values were put into these slots for the user: have autograd see that as it sees an in-place write."""
+        """The engine wrote values into these slots on the user's behalf: make autograd treat it as an in-place
+        write."""
         increment_versions([self._aliases[slot] for slot in slots])
 
     def take_grads(self, slots: Sequence[int]) -> list[Tensor | None]:
-        """Per slot ``.grad``, dense, which is None afterwards; slots not in ``slots`` keep theirs and give None."""
+        """Take ``.grad`` of each of ``slots``, made dense, and set it to None. Returns one entry per slot of the unit;
+        slots that are not in ``slots`` keep theirs and give None."""
         taken: list[Tensor | None] = [None] * len(self.params)
         with plain():
             for slot in slots:
@@ -199,12 +201,13 @@ class ParamUnit:
         return taken
 
     def refreshed(self, version: int) -> None:
-        """A new version was written into the buffer in place: what autograd saved of the old one is out of date."""
+        """A new version was written into the buffer in place; tensors that autograd saved of the old one are out of
+        date."""
         self.version = version
         self._outdate()
 
     def tensor(self, slot: int, like: SavedShape) -> Tensor:
-        """A detached tensor over a slot's storage, of the shape and dtype of ``like``. It counts as a holder."""
+        """A detached tensor over a slot's storage, with the shape, strides and dtype of ``like``. It pins the unit."""
         alias = self._aliases[slot]
         if like.dtype is alias.dtype:
             return torch.as_strided(alias, like.size, like.stride, like.offset)

@@ -1,4 +1,4 @@
-"""Cut a model into units: which parameters are gathered and released together, and for whose forward.
+"""Cuts a model into units: which parameters are gathered and released together, and which module's forward needs them.
 
 [Note: unit modules] A set of *unit modules* is chosen; a parameter belongs to the innermost unit module that
 encloses it, else to the root unit. With ``units="auto"`` the unit modules are
@@ -32,12 +32,12 @@ UnitRule = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """A model's layout, and whose forward each unit serves.
+    """A model's layout, and the module whose forward needs each unit.
 
     Knows names only; not the modules or parameters behind them (``model.get_submodule``, ``get_parameter``)."""
 
     layout: ModelLayout
-    modules: tuple[str, ...]  # per unit: the module whose forward it serves; "" is the model itself
+    modules: tuple[str, ...]  # per unit: the module whose forward needs it; "" is the model itself
     units_of_module: Mapping[str, tuple[int, ...]]
     """Per unit module: every unit its forward needs, its own first, then those that own parameters tied into it."""
 
@@ -98,14 +98,14 @@ def _shard_numel(shard_bytes: int) -> int:
 
 
 class _ModuleTree:
-    """A model's modules by every name they have; a module registered twice answers to its first name."""
+    """A model's modules by each of their names. A module that is registered twice goes by its first name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.by_name = dict(model.named_modules(remove_duplicate=False))
         self._first = {id(module): name for name, module in reversed(self.by_name.items())}
 
     def enclosing(self, name: str) -> Iterator[str]:
-        """First names of the module ``name`` and of all that enclose it on that path, innermost first, root last."""
+        """First names of the module ``name`` and of every module around it on that path, innermost first, root last."""
         while name:
             yield self._first[id(self.by_name[name])]
             name = name.rpartition(".")[0]

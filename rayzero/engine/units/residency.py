@@ -1,9 +1,9 @@
-"""How many bytes of gathered parameters may exist on the device, and the buffers they lie in.
+"""Keeps gathered parameters within their budget of bytes on the device, and owns the buffers they lie in.
 
-[Note: the budget] Every gathered unit is a lease of ``gpu_param_memory_budget``, whether its bytes are in a buffer of
-the pool or (CPU ranks of the owners' host) where the owners write them: the same units may be up, however bytes
-move. Gathered parameters never exceed the budget; one oversize unit alone is let through. Which units are up within
-it is the cache's business (unit_cache.py).
+[Note: the budget] Every gathered unit leases its bytes from ``gpu_param_memory_budget``, whether they are in a buffer
+of the pool or (on CPU ranks of the owners' host) in memory that the owners write. So the transport does not change
+which units may be up. Gathered parameters never exceed the budget, except that one oversize unit is admitted alone. The
+cache decides which units are up (unit_cache.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rayzero.memory.pool import BufferPool, buffer_bytes
 
 Slices = tuple[torch.UntypedStorage, ...]
 Shape = tuple[object, ...]
-Views = tuple[Tensor, Slices]  # of one buffer in one shape: flat, and a storage per slot
+Views = tuple[Tensor, Slices]  # a buffer in one shape: flat, and a storage per slot
 
 
 class Held(Protocol):
-    """Some bytes of the budget."""
+    """Bytes taken from the budget."""
 
     def release(self) -> None:
         """Give them back, once."""
@@ -42,18 +42,18 @@ class UnitBuffer:
     flat: Tensor  # 1D, unit.numel elements, the unit's dtype
     slices: Slices  # per slot; swapped under its Parameter while the unit is up
     lease: Held  # freed by: Residency.release
-    mapped: bool = False  # True: the owners' memory, which nobody else fills
+    mapped: bool = False  # True: the owners' memory, which only they fill
 
 
 def buffer_shape(unit: UnitLayout) -> Shape:
-    """What two units must have in common to use the same buffer in the same way: dtype and slot ranges."""
+    """What two units must share to use the same buffer with the same slices: dtype and slot ranges."""
     return (unit.dtype, tuple((slot.start, slot.numel) for slot in unit.slots))
 
 
 def stays_up(layout: ModelLayout, config: ZeroConfig) -> bool:
-    """Whether the budget lets the whole model stay up from its first use to the step: then weights need no handles.
+    """Whether the whole model fits the budget and so stays up from first use to step; then weights need no handles.
 
-    Raises ConfigError where it must (``offload_params=False``) and the budget does not."""
+    Raises ConfigError if ``offload_params=False`` asks for it and the budget is too small."""
     needed, budget = sum(buffer_bytes(unit.size_bytes) for unit in layout.units), config.gpu_param_memory_budget
     if not config.offload_params and needed > budget:
         raise ConfigError(
@@ -64,7 +64,7 @@ def stays_up(layout: ModelLayout, config: ZeroConfig) -> bool:
 
 
 class Residency:
-    """Leases the memory that units are gathered in, within the byte budget.
+    """Leases memory for gathered units within the budget.
 
     Knows bytes, buffers and their slices; not units' states or the schedule."""
 
@@ -77,12 +77,12 @@ class Residency:
         poison: bool,
         mapped: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """``budget``: bytes. ``poison``: fill every buffer that is given back with NaN. ``mapped``: units' parameters
-        where the owners write them (``ParameterStore.mapped``), instead of buffers."""
+        """``budget``: bytes. ``poison``: fill released buffers with NaN. ``mapped``: unit -> 1D tensor over the owners'
+        memory (``ParameterStore.mapped``), which is used in place of a buffer."""
         self._budget = MemoryBudget(budget)
         self._pool = BufferPool(device, budget=self._budget, poison=poison)
         self._layouts = layouts
-        numbers: dict[Shape, int] = {}  # of the shapes there are: they are long to hash
+        numbers: dict[Shape, int] = {}  # one object per shape: shapes are slow to hash
         self._shapes = [("views", numbers.setdefault(buffer_shape(layout), len(numbers))) for layout in layouts]
         self._mapped: dict[int, Views] = {
             unit: (flat, self._slices(unit, flat)) for unit, flat in (mapped or {}).items()
@@ -95,24 +95,25 @@ class Residency:
 
     @property
     def allocated(self) -> int:
-        """Bytes of buffers there are, in use or kept for it; the owners' memory is not among them."""
+        """Bytes of buffers, in use or free; the owners' memory is not included."""
         stats = self._pool.stats
         return stats.leased + stats.free
 
     @property
     def peak(self) -> int:
-        """The most there ever were."""
+        """The highest ``used`` so far."""
         return self._budget.peak
 
     def is_mapped(self, unit: int) -> bool:
-        """Whether the unit is read where the owners write it."""
+        """Whether the unit is read from the owners' memory."""
         return unit in self._mapped
 
     def acquire(self, unit: int) -> UnitBuffer | None:
-        """Memory for a unit, its content undefined (mapped: the owners'); None where the budget has no room now."""
+        """Lease memory for a unit; None if the budget has no room now. Its content is undefined (mapped: the
+        owners')."""
         if unit in self._mapped:
             return self._map(unit)
-        if torch.is_inference_mode_enabled():  # a buffer made inside it could not be filled outside it
+        if torch.is_inference_mode_enabled():  # a buffer created in inference mode could not be filled outside it
             with torch.inference_mode(False):
                 return self.acquire(unit)
         lease = self._pool.acquire(self._layouts[unit].size_bytes)
@@ -136,6 +137,6 @@ class Residency:
         return tuple(owning_slice(flat, slot.start, slot.numel) for slot in self._layouts[unit].slots)
 
     def release(self, buffer: UnitBuffer) -> None:
-        """Take memory back; its slices are in the buffer again. On CUDA later copies into it wait for the compute
-        stream (transfers.py), so this need not."""
+        """Return memory whose slices are in the buffer again. Does not wait for the device: on CUDA, later copies into
+        it wait for the compute stream (transfers.py)."""
         buffer.lease.release()

@@ -1,12 +1,12 @@
-"""Transfers: a unit's bytes between the store and the device, beside the compute.
+"""Copies a unit's bytes between the store and the device while the device computes.
 
-[Note: transfers] A CPU rank on the owners' host reads parameters where the owners write them: a fetch waits for their
-version and moves nothing. Otherwise a fetch goes from the store straight into the unit's buffer. On CUDA the store's
-memory, or else a (pinned) staging buffer, is copied to the device by a lane; the copy waits for what the compute stream
-had queued when the fetch was asked for, because the buffer may have been read until then. Gradients go the other way
-(CPU: gathered on the lane's thread; CUDA: on its stream): into the store's landing memory where it has some for the
-push, else into staging. Gradients that wait for their copy, or in staging for their owners, are at most two largest
-units: a backward that is faster than the copies waits for them, and does not keep the whole model's gradients.
+[Note: transfers] A CPU rank on the owners' host reads parameters in the owners' memory: a fetch waits for their version
+and copies nothing. On other CPU ranks the store fills the unit's buffer. On CUDA a lane copies the store's memory, or a
+(pinned) staging buffer, to the device; the copy waits for the work that the compute stream had queued at the request,
+because that work may still read the buffer. Gradients go the other way, gathered on the lane's thread (CPU) or stream
+(CUDA) into the store's landing memory if it offers some for the push, else into staging. Gradients that wait for their
+copy, or in staging for their owners, are at most two largest
+units: a backward that is faster than the copies waits for them instead of keeping the whole model's gradients.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def make_transfers(
 
 
 class UnitTransfers:
-    """Carries one rank's bytes; this class those of a CPU rank: only gradients are copied, on a thread.
+    """Copies one rank's bytes. This class is a CPU rank's: it copies only gradients, on a thread.
 
     Knows buffers and the store; not when something is needed, or by whom."""
 
     def __init__(self, store: ParameterStore, staging: BufferPool) -> None:
         self._store = store
         self._staging = staging
-        self._thread = ThreadLane()  # gathers or announces gradients in the order of the pushes
+        self._thread = ThreadLane()  # gathers or announces gradients, in push order
 
     def fetch(
         self,
@@ -67,8 +67,9 @@ class UnitTransfers:
         held: int | None,
         ahead: bool,
     ) -> Fetching:
-        """Ask for a unit's parameters of exactly ``version``; returns at once. ``published``: what the store's
-        method of that name gave. ``held``: the buffer's content was right for this version; None: it is undefined."""
+        """Request a unit's parameters of exactly ``version``; returns at once. ``published``: the result of the store's
+        method of that name. ``held``: the version that the buffer's content was right for; None: it is undefined.
+        ``ahead``: this is a prefetch."""
         if buffer.mapped:
             return Fetching(version, published, done=published, request=None, buffer=buffer, ahead=ahead)
         done, request = self._ask(unit, version, buffer.flat, published, held)
@@ -77,7 +78,8 @@ class UnitTransfers:
     def _ask(
         self, unit: UnitLayout, version: int, out: Tensor, published: Future[int], held: int | None
     ) -> tuple[Future[None], Future[None] | Renewal]:
-        """Have a unit's bytes come into ``out``, unless those of version ``held`` are in the buffer and still good."""
+        """Request a unit's bytes into ``out`` (1D, unit.numel elements, the unit's dtype), unless it holds version
+        ``held`` and that content is still right."""
         if held is None:
             done = self._store.fetch(unit.index, version, COMPUTE, out)
             return done, done
@@ -85,10 +87,10 @@ class UnitTransfers:
         return renewal.done, renewal
 
     def push(self, unit: UnitLayout, contribution: Contribution, grads: Grads) -> Future[None] | None:
-        """Send a unit's gradients; done when they have landed with the owners. Returns at once. None: earlier pushes
-        leave no room; wait for one of them and call again. With none in flight there is always room.
+        """Send a unit's gradients; returns a future that is done once the owners have them. Returns None at once if
+        earlier pushes leave no room: wait for one of them and call again. With none in flight there is always room.
 
-        A small unit is gathered here, because handing it to another thread takes longer."""
+        Gathers a small unit here, because handing it to another thread takes longer."""
         target = _target(self._store, self._staging, unit, contribution, grads, at_once=unit.size_bytes <= _SMALL)
         if target is None:
             return None
@@ -114,7 +116,7 @@ class UnitTransfers:
                 if target.until_gathered is not None:
                     target.until_gathered.release()
             sent = self._store.push(contribution, target.flat)
-        except Exception as exc:  # of the push, perhaps on the thread: the rank's next wait raises it
+        except Exception as exc:  # the push failed, perhaps on the lane's thread: the rank's next wait raises it
             sent = failed(exc)
         if target.until_landed is not None:
             room, answer, sent = target.until_landed, sent, Future()
@@ -123,11 +125,11 @@ class UnitTransfers:
         return sent
 
     def drain(self) -> None:
-        """Wait until no copy from or to the store's own memory is under way. Fetches that are not done do not count."""
+        """Wait until no copy from or to the store's memory is in flight, except those of fetches that are not done."""
 
     def allocated(self) -> dict[tuple[str, str], int]:
-        """Bytes of staging memory there are: (kind, tier) -> bytes, as ``names.MEMORY_BYTES`` calls them. From any
-        thread."""
+        """Bytes of staging memory: (kind, tier) -> bytes, with the labels of ``names.MEMORY_BYTES``. Any thread may
+        call it."""
         return {("staging", "pinned" if self._staging.pinned else "ram"): _held(self._staging)}
 
     def close(self) -> None:
@@ -139,11 +141,11 @@ class DeviceTransfers(UnitTransfers):
     """The transfers of a CUDA rank: a lane between the device and host memory that the store reads and writes."""
 
     def __init__(self, store: ParameterStore, staging: BufferPool, lane: Lane, mapped: dict[int, Tensor]) -> None:
-        """``mapped``: units' parameters in the owners' memory, which the store has page-locked."""
+        """``mapped``: unit -> its parameters in the owners' memory, which the store has page-locked."""
         super().__init__(store, staging)
         self._lane = lane
         self._mapped = mapped
-        self._arriving = BufferPool(pinned=staging.pinned)  # bounded by the prefetches, bounded on the device
+        self._arriving = BufferPool(pinned=staging.pinned)  # bounded by the prefetches, which the device budget bounds
         self._copied: list[tuple[Event, Buffer]] = []  # freed by: _reap, once the copy has run
         self._lock = threading.Lock()
 
@@ -172,7 +174,7 @@ class DeviceTransfers(UnitTransfers):
                     copied = self._lane.issue(
                         "in", lambda: buffer.flat.copy_(host, non_blocking=True), after=[free], label=unit.name
                     )
-            except Exception as exc:  # the store's thread must not end here; the rank's wait raises it
+            except Exception as exc:  # must not end the store's thread; the rank's wait raises it
                 if staged is not None:
                     staged.release()
                 ready.set_exception(exc)
@@ -196,7 +198,7 @@ class DeviceTransfers(UnitTransfers):
         return renewal.done, renewal
 
     def _source(self, unit: UnitLayout) -> tuple[Tensor, Buffer | None]:
-        """Host memory that a unit is copied to the device from, and its staging buffer where it is one."""
+        """The host memory to copy a unit from, and the staging buffer if that is what it is."""
         if unit.index in self._mapped:
             return self._mapped[unit.index], None
         with torch.inference_mode(False):
@@ -231,8 +233,8 @@ class DeviceTransfers(UnitTransfers):
         return landed
 
     def drain(self) -> None:
-        """See ``UnitTransfers``. The owners may write to what a copy reads once the step's finish is sent, and memory
-        that a copy writes to goes with the store."""
+        """See ``UnitTransfers``. Call it before the step's finish, after which owners may overwrite what a copy reads,
+        and before the store closes and frees what a copy writes."""
         if self._mapped:
             self._lane.drain("in")
         self._lane.drain("out")
@@ -257,10 +259,10 @@ def _held(pool: BufferPool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a unit's gradients are gathered, in host memory, and the room they take there or on their way."""
+    """Host memory that a unit's gradients are gathered in, and the room they take there or in flight."""
 
     flat: Tensor  # 1D, unit.numel elements, the unit's dtype
-    filled: bool = False  # the gradients are there
+    filled: bool = False  # done once the gradients are there
     until_gathered: Lease | None = None  # freed by: UnitTransfers._send
     until_landed: Lease | Buffer | None = None  # freed by: UnitTransfers._send
 
@@ -274,8 +276,8 @@ def _target(
     *,
     at_once: bool,
 ) -> _Target | None:
-    """The store's landing memory; else the one gradient there is, where it is the unit's flat gradient; else staging.
-    None where gradients on their way leave no room now. at_once: these are gathered before anything else is pushed."""
+    """The store's landing memory; else the gradient itself, if one tensor is the unit's flat gradient; else staging.
+    None if gradients in flight leave no room now. at_once: gathered before anything else is pushed."""
     landing = store.landing(contribution)
     if landing is not None:
         if at_once:
@@ -292,7 +294,7 @@ def _target(
 
 
 def _whole(unit: UnitLayout, grads: Grads) -> Tensor | None:
-    """The unit's flat gradient, where one tensor already is just that."""
+    """The unit's flat gradient if a single tensor already is that; else None."""
     if len(grads) != 1 or grads[0] is None or grads[0].numel() != unit.numel:
         return None
     return grads[0].detach().flatten() if grads[0].is_contiguous() and grads[0].dtype is unit.dtype else None
@@ -300,7 +302,7 @@ def _whole(unit: UnitLayout, grads: Grads) -> Tensor | None:
 
 def gather_into(flat: Tensor, unit: UnitLayout, grads: Grads) -> None:
     """Copy gradients to their slots in ``flat`` (1D, unit.numel elements, the unit's dtype, on the gradients' device).
-    Padding becomes zero; the range of a parameter without a gradient is left as it is or becomes zero."""
+    Padding becomes zero; the range of a parameter without a gradient becomes zero or keeps its bytes."""
     parts: list[Tensor] = []
     for slot, gap, grad in zip(unit.slots, unit.gaps, grads, strict=True):
         parts.append(flat.new_zeros(slot.numel) if grad is None else grad if grad.dim() == 1 else grad.flatten())

@@ -1,17 +1,17 @@
-"""Which units are up: asked for ahead of their use, kept as long as the budget has room for them.
+"""Decides which units are up: prefetches them ahead of use and keeps them while the budget has room.
 
-[Note: eviction] A unit stays up after its use until another one needs its bytes. Then the one whose next use is the
-farthest goes first (Belady's rule, with the recorded schedule as the foretelling): what forward used last is still
-there when backward begins. The units of the root, the one in use and those that were asked for ahead of a nearer use
-never make room for a prefetch. A model that fits as a whole stays up from its first use to the step.
+[Note: eviction] A unit stays up after its use until another one needs its bytes. Then the unit whose next use is
+farthest away goes first (Belady's rule, with the recorded schedule as the prediction), so what forward used last is
+still there when backward begins. A prefetch never evicts the root's units, the unit in use, or a unit prefetched for a
+nearer use. A model that fits the budget stays up from its first use to the step.
 
-[Note: versions] The step makes trained units' parameters out of date. Their memory is kept for the next version until
-others need it, and fetched into only if the owners changed the content (a skipped step, a unit without gradients:
-they did not). Frozen units stay up over the step, which does not change them.
+[Note: versions] The step makes trained units' parameters out of date. Their memory is kept until others need it, and
+the next version is fetched into it only if the owners changed the content (not after a skipped step, nor for a unit
+without gradients). Frozen units stay up over the step, which does not change them.
 
-[Note: pinned units] A unit that somebody holds (views, graphs) cannot go down at the step: the next version is fetched
-under it, at once, as views must read it. One for which that failed is behind: what it has is no version, and nothing
-computes with it, writes it back or keeps it before it was fetched after all.
+[Note: pinned units] A unit that views or graphs hold cannot be resharded at the step. The next version is fetched into
+its memory at once, because the views must read it. If that fetch fails, the unit is *behind*: its bytes are of no
+version, and nothing computes with them, writes them back or keeps them until a fetch succeeds.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ Note = Callable[[str, str], None]  # verb, unit name
 
 
 class UnitCache:
-    """One rank's gathered units, at the present version.
+    """One rank's gathered units, at one published version.
 
-    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. ``version``
-    is the published version that units are read at. Called on the thread that computes."""
+    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. ``version`` is
+    the published version that units are read at. Methods run on the computing thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class UnitCache:
         note: Note,
         check: Callable[[], None],
     ) -> None:
-        """``root``: units of the root module. ``trained``: units that an optimizer trains; no step changes
-        others. ``keeps``: keep out-of-date memory for the next version. ``groups``: each unit's name where
-        measurements are told. ``check`` raises where the run has failed."""
+        """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others.
+        ``keeps``: keep out-of-date memory for the next version. ``groups``: each unit's label in metrics. ``check``
+        raises if the run has failed."""
         self.version = self._first = version
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()
@@ -106,10 +106,10 @@ class UnitCache:
         self._most_ahead = config.prefetch_buffer_size if self._prefetches else 0
         self._pace = PrefetchPace() if config.prefetch_adaptive else None
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
-        self._behind: set[int] = set()  # units that are up, with what is not this version yet. [Note: pinned units]
-        self._dropped: list[Fetching] = []  # fetches nobody wants, still writing. freed by: _reap
+        self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
+        self._dropped: list[Fetching] = []  # dropped fetches that still write. freed by: _reap
         self._up = 0  # units that are not SHARDED
-        self._current: int | None = None  # the unit last used
+        self._current: int | None = None  # the last unit used
         self._wraps = False  # whether another forward follows before the step
         self.depth = 0
         self._set_depth(self._most_ahead)
@@ -117,7 +117,7 @@ class UnitCache:
     # ---- up
 
     def use(self, unit: ParamUnit, phase: Phase) -> None:
-        """Something computes with the unit: have it up, and ask for what comes next."""
+        """Something is about to compute with the unit: bring it up and prefetch what comes next."""
         if unit.index == self._current and unit.state is UnitState.UNSHARDED and not self._behind:
             return
         if unit.index != self._current and unit.index not in self._root:
@@ -168,7 +168,7 @@ class UnitCache:
                 self._pace.fetched(fetching.seconds)
 
     def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
-        """Ask for a unit; a prefetch (``ahead``) only where there is room: returns whether it was asked for."""
+        """Request a unit; a prefetch (``ahead``) only if there is room. Returns whether it was requested."""
         self._check()
         buffer = unit.take_kept()
         held = None if buffer is None else unit.version
@@ -191,7 +191,7 @@ class UnitCache:
         return True
 
     def _published(self, unit: int) -> Future[int]:
-        """The unit's publication, asked for once a version."""
+        """The unit's ``published`` future, requested once per version."""
         known = self._publications.get(unit)
         if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
             known = self._publications[unit] = self._store.published(unit, self.version)
@@ -200,17 +200,17 @@ class UnitCache:
         return known
 
     def prefetch(self) -> None:
-        """Ask for what is coming, as far as the depth and the budget go."""
+        """Prefetch the next units, as far as the depth and the budget allow."""
         if self._up < len(self._units):
             self._prefetch(self.schedule.upcoming(self.depth, wrap=self._wraps))
 
     def prefetch_first(self) -> None:
-        """Ask for what the next forward begins with."""
+        """Prefetch the units that the next forward begins with."""
         if self._most_ahead:
             self._prefetch(self.schedule.first(self.depth))
 
     def prefetch_all(self) -> None:
-        """Ask for every unit, whatever the depth."""
+        """Prefetch every unit, whatever the depth."""
         self._prefetch(range(len(self._units)))
 
     def _prefetch(self, units: Sequence[int]) -> None:
@@ -224,14 +224,14 @@ class UnitCache:
         self.depth = depth
 
     def train(self, unit: int) -> None:
-        """An optimizer trains the unit from now on."""
+        """Record that an optimizer trains the unit from now on."""
         self._trained.add(unit)
         self._publications.pop(unit, None)
 
     # ---- down
 
     def _make_room(self, wanted: ParamUnit, ahead: bool) -> bool:
-        """Have some other unit go, the least needed first; False where none may. [Note: eviction]"""
+        """Evict another unit, the least needed first; False if none may go. [Note: eviction]"""
         if self._dropped and self._reap(wait=False):
             return True
         ranks = self._ranks()
@@ -243,8 +243,8 @@ class UnitCache:
         return self._reap(wait=True) if self._dropped else False
 
     def _ranks(self) -> list[int]:
-        """Per unit how far its next use is: out-of-date memory is the farthest, then what the step puts out of date
-        before it is used again."""
+        """Per unit, how far away its next use is. Out-of-date memory counts as farthest, then units that the step makes
+        out of date before their next use."""
         count = len(self._units)
         soon = {unit: i for i, unit in enumerate(self.schedule.upcoming(count, wrap=self._wraps))}
         later = {unit: i for i, unit in enumerate(self.schedule.upcoming(count, wrap=True))}
@@ -263,7 +263,7 @@ class UnitCache:
         return [rank(unit) for unit in self._units]
 
     def _release(self, unit: ParamUnit, ahead: bool) -> bool:
-        """Take a unit's memory if that can be: returns whether some is free now."""
+        """Take a unit's memory if possible; returns whether some is free now."""
         kept = unit.take_kept()
         if kept is not None:
             self._residency.release(kept)
@@ -277,15 +277,13 @@ class UnitCache:
         return True
 
     def _reshard(self, unit: ParamUnit, *, keep: bool) -> None:
-        if unit.index in self._behind:  # what is there is neither the user's nor any version's
+        if unit.index in self._behind:  # the bytes are neither the user's nor any version's
             self._behind.remove(unit.index)
             self.writes.settle(unit)
             keep = False
         self.writes.set_aside(unit)
         buffer = unit.reshard()
-        if (
-            buffer.mapped
-        ):  # also what nobody saw: a write through .data in forward would hide the owners' pages for ever
+        if buffer.mapped:  # an unnoticed write too: one through .data in forward would hide the owners' pages for ever
             self._store.revert(unit.index)
         if keep and self._keeps and not buffer.mapped:
             unit.kept = buffer
@@ -295,7 +293,7 @@ class UnitCache:
         self._note("reshard", unit.name)
 
     def _drop(self, unit: ParamUnit) -> bool:
-        """Give up a unit's fetch; its buffer is free once nobody writes to it: returns whether it is."""
+        """Drop a unit's fetch; returns whether its buffer is free already. Else it is once the fetch stops writing."""
         fetching = unit.abandon()
         self._up -= 1
         self._note("cancel", unit.name)
@@ -306,7 +304,7 @@ class UnitCache:
         return True
 
     def _reap(self, *, wait: bool) -> bool:
-        """Free the buffers of dropped fetches that are over: returns whether there were some."""
+        """Free the buffers of dropped fetches that have ended; returns whether there were any."""
         if wait:
             wait_for([fetching.done for fetching in self._dropped])
         over = [fetching for fetching in self._dropped if fetching.done.done()]
@@ -331,7 +329,8 @@ class UnitCache:
     # ---- writes
 
     def write_back(self) -> None:
-        """Give the owners what the user wrote; every rank calls it before its finish. [Note: writes, in written.py]"""
+        """Send the owners what the user wrote; every rank calls it before its finish. [Note: writes, in
+        values/edits.py]"""
         for unit in self._units:
             if unit.index in self._behind:
                 self._refresh(unit)
@@ -345,14 +344,15 @@ class UnitCache:
             self.writes.settle(unit)
 
     def overwrite(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
-        """Put other values into a unit (1D, unit.numel elements, host memory; see ``ParameterStore.write``); every rank
-        calls it, after ``write_back``."""
+        """Replace a unit's values of ``kind`` by ``values`` (1D, unit.numel elements, host memory; see
+        ``ParameterStore.write``). Every rank calls it, after ``write_back``."""
         self._write(unit, kind, values)
         if unit.state is UnitState.UNSHARDED:
             self._refresh(unit)
 
     def fetch_flat(self, unit: ParamUnit, kind: str) -> Tensor:
-        """What the owners have: 1D, unit.numel elements, host memory, the unit's dtype for COMPUTE, else fp32."""
+        """Fetch what the owners have of ``kind``: 1D, unit.numel elements, host memory; the unit's dtype for COMPUTE,
+        else fp32."""
         with torch.inference_mode(False):
             out = torch.empty(unit.layout.numel, dtype=unit.layout.dtype if kind == COMPUTE else torch.float32)
         self._store.fetch(unit.index, self.version, kind, out).result()
@@ -362,7 +362,7 @@ class UnitCache:
         return bool(same_bits(values, self.fetch_flat(unit, COMPUTE)).all())
 
     def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
-        """Nothing of the unit may be on its way, or be kept, that is older."""
+        """Send a write, and drop fetches and kept memory of the unit that are older."""
         if unit.state is UnitState.UNSHARDING:
             self._drop(unit)
         self._reap(wait=True)
@@ -373,7 +373,7 @@ class UnitCache:
         self._note("write", unit.name)
 
     def _refresh(self, unit: ParamUnit) -> None:
-        """Put the present version under a unit that somebody holds."""
+        """Fetch the present version into the memory of a pinned unit."""
         buffer = unit.buffer
         assert buffer is not None
         self._behind.add(unit.index)
@@ -389,8 +389,8 @@ class UnitCache:
     # ---- passes and steps
 
     def begin_pass(self, wraps: bool, most_ahead: Callable[[int], int]) -> None:
-        """A root forward starts. ``wraps``: another one follows before the step. ``most_ahead(depth)``: how much of
-        the configured depth memory pressure leaves."""
+        """A root forward starts. ``wraps``: another one follows before the step. ``most_ahead(depth)``: the prefetch
+        depth that memory pressure allows, at most ``depth``."""
         self._wraps = wraps
         self.schedule.begin_pass()
         self._current = None
@@ -404,13 +404,13 @@ class UnitCache:
             self._pace.pause()
 
     def backward_over(self, wraps: bool) -> None:
-        """A backward has ended; ``wraps``: a forward follows before the step."""
+        """A backward has ended. ``wraps``: a forward follows before the step."""
         self._wraps = wraps
         self.prefetch()
 
     def fence(self) -> None:
-        """No fetch of this version is left, nobody reads the owners' memory but holders of views, and no trained unit
-        is up that could be taken down."""
+        """End the reads of this version: cancel or await its fetches and reshard every trained unit that is not pinned.
+        Afterwards only views read the owners' memory."""
         for unit in self._units:
             if unit.state is UnitState.UNSHARDING:
                 self._drop(unit)
@@ -420,7 +420,7 @@ class UnitCache:
         self._transfers.drain()
 
     def advance(self) -> None:
-        """The step's finish is out: units are of the next version."""
+        """The step's finish is sent: read units at the next version."""
         self.version += 1
         self._wraps = False
         self.schedule.begin_pass()
@@ -443,7 +443,7 @@ class UnitCache:
         self._clock.waited("optimizer", time.perf_counter() - start)
 
     def readings(self) -> Iterator[Reading]:
-        """What is up, on its way and waited for now; from any thread."""
+        """Measurements of units that are up, in flight and waited for now. Any thread may call it."""
         coming = [unit.size_bytes for unit in self._units if unit.state is UnitState.UNSHARDING]
         yield Reading(PREFETCH_INFLIGHT_BYTES, sum(coming), {})
         yield Reading(PREFETCH_WINDOW_BYTES, self._residency.used, {})
@@ -453,7 +453,7 @@ class UnitCache:
         yield Reading(VERSION_LAG, lags and self.version > self._first, {})
 
     def cancel(self) -> None:
-        """Call off what is on its way; from any thread."""
+        """Cancel the fetches in flight. Any thread may call it."""
         for unit in self._units:
             fetching = unit.fetching
             if fetching is not None:

@@ -1,8 +1,8 @@
-"""The optimizer's state in torch's own format: read from the owners, and given to them.
+"""Reads the optimizer's state from the owners, and writes it to them, in torch's own format.
 
-What a class keeps is found out by stepping it once on a small parameter (owner/update/elementwise.py): tensors of the
-parameter's shape, which the owners have as flat vectors by the same name, and numbers, which fill their parameter's
-range there. ``step`` is the owners' own count of a parameter's updates.
+To find out what state a class keeps, we step it once on a small parameter (kernels/optimizer_class.py). Tensors of the
+parameter's shape are flat vectors of the same name at the owners; a number fills its parameter's range there. ``step``
+is the owners' own count of a parameter's updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayzero.protocol.messages import STEP, Hyper
 
 State = dict[str, Any]  # of one parameter: name -> tensor or number
 
-_HOW = {"fused": None, "foreach": None, "capturable": False}  # options that say how a step is computed, not what
+_HOW = {"fused": None, "foreach": None, "capturable": False}  # options for how a step is computed, not for its result
 
 
 class StateFormat:
@@ -37,31 +37,32 @@ class StateFormat:
         self._stepped = [state_template(cls, options) for options in plain]
 
     def of(self, group: int, steps: int) -> State:
-        """An example of the state of a parameter that was updated ``steps`` times."""
+        """A template of the state of a parameter that was updated ``steps`` times."""
         return self._stepped[group] if steps else self._initial[group]
 
     def kinds(self, groups: Sequence[int]) -> list[str]:
-        """Names that the owners keep something for, besides the step count."""
+        """Names of the states that the owners keep, without the step count."""
         return sorted({name for group in groups for name in self._stepped[group]} - {STEP})
 
     def check(self, name: str, group: int, state: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-        """Raise ConfigError, naming the parameter, where a state is none of this class and options, or of another
+        """Raise ConfigError, naming the parameter, if a state is not of this class and options, or has another
         shape."""
         if sorted(state) not in (sorted(self._initial[group]), sorted(self._stepped[group])):
             raise ConfigError(
-                f"the optimizer state of {name!r} has {sorted(state)}, {self._cls.__name__} with this group's options "
-                f"keeps {sorted(self._stepped[group])}; load the state of the same class and options"
+                f"the optimizer state of {name!r} has {sorted(state)}, but {self._cls.__name__} with this group's "
+                f"options keeps {sorted(self._stepped[group])}; load a state of the same class and options"
             )
         for kind, value in state.items():
             if not is_scalar(self._stepped[group][kind]) and tuple(value.shape) != shape:
                 raise ConfigError(
-                    f"{kind} of {name!r} has shape {tuple(value.shape)} in the optimizer state, the parameter {shape}"
+                    f"{kind} of {name!r} has shape {tuple(value.shape)} in the optimizer state, but the parameter "
+                    f"has shape {shape}"
                 )
 
 
 def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
-    """The states of all parameters that have one: complete fp32 tensors on the CPU, true shapes. Waits for the last
-    step's update, and for no other rank."""
+    """The states of all parameters that have one: complete fp32 CPU tensors in the parameters' shapes. Waits for the
+    last step's update, but for no other rank."""
     found: dict[nn.Parameter, State] = {}
     for unit, groups in _trained(engine):
         counts = engine.cache.fetch_flat(unit, STEP)
@@ -75,7 +76,7 @@ def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
 
 
 def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
-    """Raise, before anything is changed, where ``states`` (by id of the Parameter) cannot be those of the engine's.
+    """Check, before anything is changed, that ``states`` (by id of the Parameter) fit the engine's parameters.
 
     Raises ConfigError (see ``StateFormat.check``), and UnsupportedError for a parameter that no group trains."""
     for unit in engine.units:
@@ -92,8 +93,8 @@ def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
 
 
 def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
-    """Give the owners the states of all parameters; one that ``states`` (by id of the Parameter) has none of was never
-    updated. Unit by unit; every rank calls it with the same."""
+    """Write the states of all parameters to the owners, unit by unit. A parameter that ``states`` (by id of the
+    Parameter) lacks becomes one that was never updated. Every rank calls it with equal ``states``."""
     for unit, groups in _trained(engine):
         mine = {slot: states.get(id(unit.params[slot]), {}) for slot in groups}
         engine.values.write(unit, STEP, _filled(unit, {slot: _step_count(state) for slot, state in mine.items()}))
@@ -103,14 +104,14 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
 
 
 def check_group(cls: type[torch.optim.Optimizer], prepared: Sequence[Hyper], added: Hyper) -> None:
-    """Raise UnsupportedError where a group added after prepare keeps states that the owners have no memory for, or
-    where its options make the class mix elements."""
+    """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or if its
+    options make the class not element-wise."""
     known = {name for group in range(len(prepared)) for name in StateFormat(cls, prepared).of(group, 1)}
     new = sorted(set(StateFormat(cls, [added]).of(0, 1)) - known)
     if new:
         raise UnsupportedError(
-            f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() did; "
-            "use the same options (amsgrad, momentum, ...) or add it before"
+            f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() "
+            f"did; use the same options (amsgrad, momentum, ...) or add the group before"
         )
     if cls not in (torch.optim.Adam, torch.optim.AdamW):
         probe(cls, added)
@@ -120,7 +121,7 @@ def check_group(cls: type[torch.optim.Optimizer], prepared: Sequence[Hyper], add
 
 
 def _trained(engine: Engine) -> Iterator[tuple[ParamUnit, dict[int, int]]]:
-    """Each unit with slots that an optimizer trains: slot -> group."""
+    """Each unit that has slots which an optimizer trains, with slot -> group."""
     for unit in engine.units:
         if unit.index in engine.trained.of_unit:
             yield unit, engine.trained.groups_of(unit.index)
@@ -128,7 +129,7 @@ def _trained(engine: Engine) -> Iterator[tuple[ParamUnit, dict[int, int]]]:
 
 def _steps(counts: Tensor, unit: ParamUnit, slot: int) -> int:
     layout = unit.layout.slots[slot]
-    return int(counts[layout.start]) if layout.numel else 0  # nobody counts the updates of nothing
+    return int(counts[layout.start]) if layout.numel else 0  # a parameter without elements has no count of updates
 
 
 def _piece(flat: Tensor, unit: ParamUnit, slot: int, like: Any) -> Any:
@@ -139,12 +140,12 @@ def _piece(flat: Tensor, unit: ParamUnit, slot: int, like: Any) -> Any:
 
 
 def _step_count(state: State) -> float:
-    """1 stands for any number where the class does not count."""
+    """The number of updates; 1 for any number if the class does not count them."""
     return float(state.get(STEP, 1)) if state else 0.0
 
 
 def _filled(unit: ParamUnit, values: Mapping[int, Any]) -> Tensor:
-    """A unit's flat vector, fp32, with a tensor or a number in each slot's range; zero elsewhere."""
+    """A unit's flat vector (1D, fp32) with a tensor or a number in each slot's range, and zero between them."""
     flat = torch.zeros(unit.layout.numel)
     for slot, value in values.items():
         layout = unit.layout.slots[slot]

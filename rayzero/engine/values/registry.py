@@ -1,8 +1,8 @@
-"""Finds Parameters that were exchanged behind the engine's back, before a forward computes with them.
+"""Detects Parameters that were replaced after prepare(), before a forward computes with them.
 
-``model.half()``, ``p.data = tensor``, ``module.weight = nn.Parameter(...)`` and the like put another storage or
-another object where the owners' bytes come and go. Training would go on, silently without that parameter.
-Plain tensors in a Parameter's place are let through: only ``torch.func.functional_call`` puts them there, for one call.
+``model.half()``, ``p.data = tensor``, ``module.weight = nn.Parameter(...)`` and the like replace a storage or an object
+that the engine fills. Training would silently go on without that parameter. A plain tensor in a Parameter's place is
+allowed: only ``torch.func.functional_call`` puts one there, for one call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rayzero.tensor_metadata import plain
 
 
 class Registered:
-    """Where each Parameter of each unit was registered at prepare().
+    """The place where each unit's Parameters were registered at prepare().
 
     Knows modules' tables and storages' identities; not what is up or who uses it."""
 
@@ -36,7 +36,7 @@ class Registered:
         self._keys = [unit.keys[slot] for unit, slot in self._places]
 
     def check(self) -> None:
-        """Raise UnsupportedError naming the first Parameter that is another object, or has other memory, than at
+        """Raise UnsupportedError, naming the first Parameter that is another object or has other memory than at
         prepare()."""
         with plain():
             now = [table.get(name) for table, name in self._entries]
@@ -50,7 +50,7 @@ class Registered:
         exchanged = [not kept or key != its for kept, key, its in zip(same, keys, self._keys, strict=True)].index(True)
         unit, slot = self._places[exchanged]
         raise UnsupportedError(
-            f"parameter {unit.layout.slots[slot].name!r} was exchanged after rayzero.prepare() (by "
-            "model.to/half/double, param.data = ..., or a new nn.Parameter); its dtype, device and values "
-            "are the owners': change them before prepare(), and give functional_call plain tensors"
+            f"parameter {unit.layout.slots[slot].name!r} was replaced after rayzero.prepare() (by "
+            f"model.to/half/double, param.data = ..., or a new nn.Parameter), but the owners hold its values in the "
+            f"dtype it had then; make such changes before prepare(), and give functional_call plain tensors"
         )

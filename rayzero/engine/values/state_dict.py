@@ -1,8 +1,8 @@
-"""``load_state_dict`` after prepare: torch finds the entries and copies them; what it copies goes to the owners.
+"""``load_state_dict`` after prepare: torch looks up and copies the entries, and their values go to the owners.
 
 torch's own code runs, with its hooks, checks and messages. Between a hook before the outermost module's first parameter
-and one after its last, a copy into a whole Parameter that is not there (touch.py) is noted instead of made: the values
-stay those of the caller's state dict, and reach the masters without being rounded to the compute dtype.
+and one after its last, a copy into a whole Parameter that is not up (touch.py) is recorded instead of made. So the
+caller's values reach the masters without being rounded to the compute dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rayzero.errors import UnsupportedError
 LoadedValues = dict[int, dict[int, Tensor]]  # unit -> slot -> the caller's tensor
 
 
-class Loading:
+class StateDictLoad:
     """The load_state_dict() that is running, if one is, and what it has given so far.
 
     Knows whose call it is and the caller's tensors; not what becomes of them."""
@@ -54,7 +54,7 @@ class Loading:
         self._module, self._values = None, {}
 
 
-class BeforeLoading(ModuleHook):
+class BeforeStateDictLoad(ModuleHook):
     """Says when a module's load_state_dict() begins."""
 
     def __init__(self, module: nn.Module, begin: Callable[[nn.Module], None]) -> None:
@@ -72,7 +72,7 @@ class BeforeLoading(ModuleHook):
         self._begin(module)
 
 
-class AfterLoading(ModuleHook):
+class AfterStateDictLoad(ModuleHook):
     """Says when it has ended."""
 
     def __init__(self, module: nn.Module, end: Callable[[nn.Module], None]) -> None:
@@ -84,7 +84,9 @@ class AfterLoading(ModuleHook):
             self._end(module)
 
 
-def hook_loading(module: nn.Module, begin: Callable[[nn.Module], None], end: Callable[[nn.Module], None]) -> None:
+def hook_state_dict_loads(
+    module: nn.Module, begin: Callable[[nn.Module], None], end: Callable[[nn.Module], None]
+) -> None:
     """Have ``begin`` and ``end`` called around each load_state_dict() of ``module``, also within that of another."""
-    module.register_load_state_dict_pre_hook(BeforeLoading(module, begin))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(AfterLoading(module, end))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(BeforeStateDictLoad(module, begin))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(AfterStateDictLoad(module, end))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whole units' values beside those that compute: exact ones read from the owners, others put in their place."""
+"""Reads units' exact values from the owners, and replaces them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from rayzero.protocol.store import ParameterStore
 
 
 class UnitValues:
-    """What the owners have of a unit, with what this rank has written.
-
-    Knows masters, optimizer states and the caller's values; not modules, gradients or steps, nor who asks."""
+    """The owners' values of units, with what this rank has written. Knows masters, optimizer states and the caller's
+    values; not modules, gradients or steps."""
 
     def __init__(self, store: ParameterStore, cache: UnitCache) -> None:
         self._store, self._cache = store, cache
 
     def masters(self, unit: ParamUnit) -> Tensor:
         """A unit's exact values with what this rank has written: 1D, unit.numel elements, host memory; fp32, or the
-        unit's dtype where it is frozen and that dtype holds it exactly. Asks no other rank."""
+        unit's dtype if it is frozen and that dtype holds the values exactly. Waits for no other rank."""
         written = self._cache.writes.values(unit)
         if not unit.layout.has_master:
             return self._cache.fetch_flat(unit, COMPUTE) if written is None else written.clone()
@@ -34,13 +33,13 @@ class UnitValues:
         return torch.where(same_bits(written, self._cache.fetch_flat(unit, COMPUTE)), flat, written.float())
 
     def write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
-        """Put ``values`` (1D, unit.numel elements, fp32) in place of what the owners have of ``kind``, which is no
-        parameter. Every rank calls it with the same."""
+        """Replace what the owners have of ``kind`` (an optimizer state) by ``values`` (1D, unit.numel elements, fp32).
+        Every rank calls it with equal values."""
         self._store.write(unit.index, self._cache.version, kind, values).result()
 
     def load(self, unit: ParamUnit, values: Mapping[int, Tensor]) -> None:
-        """Put a caller's tensors, by slot, in place of parameters; every rank calls it with the same, after what was
-        written has gone to the owners."""
+        """Replace parameters by the caller's tensors (slot -> tensor of the parameter's shape, any floating dtype).
+        Every rank calls it with equal values, once earlier writes have gone to the owners."""
         flat = self.masters(unit)
         with torch.no_grad():
             for i, value in values.items():
