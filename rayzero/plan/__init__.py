@@ -1,1 +1,1 @@
-"""What a run will need and what will bound it, computed before it starts: bytes per tier, and the least step time."""
+"""Plans a run before it starts: the bytes it needs per memory tier, and a lower bound on its step time."""

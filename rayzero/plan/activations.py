@@ -1,8 +1,8 @@
-"""Activation offload of a model that is run on nothing: the offload itself, over copies that take no time.
+"""Plans activation offload: runs the real offload over a model without data, with copies that take no time.
 
-What leaves, what stays and what comes back ahead is decided by the code that decides it in a run. Times are what a plan
-cannot know: it takes a group to have left when the next one's forward ends, and with ``activation_device_budget`` all
-beyond the budget to leave, whatever of that a run recomputes instead."""
+The same code as in a run decides what leaves, what stays and what is prefetched. A plan cannot know times. It assumes
+that a group has left when the next group's forward ends, and that under ``activation_device_budget`` everything beyond
+the budget leaves, even if a run would recompute some of it."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from rayzero.lanes import Direction, Event, ThreadLane
 
 __all__ = ["Moved", "Offload", "Offloading", "offloading"]
 
-Allocate = Callable[[Callable[[], Tensor]], Tensor]  # makes what is not on the device
+Allocate = Callable[[Callable[[], Tensor]], Tensor]  # allocates memory that is not on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Which modules' activations leave, and how many of them."""
+    """Which modules' activations are offloaded, and how much of them."""
 
     modules: tuple[str, ...]  # patterns
     policy: OffloadPolicy
 
     @property
     def budget(self) -> int | None:
-        """Bytes to hold on the device, where that is what is asked for, and no fraction."""
+        """Bytes to keep on the device; None if a fraction was given instead."""
         return self.policy.device_budget_bytes
 
     def share(self, fraction: float) -> Offload:
-        """The same, but that this part of the bytes leaves."""
+        """The same modules, but offload this fraction of the bytes."""
         return replace(self, policy=replace(self.policy, device_budget_bytes=None, fraction=fraction))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Of one rank in one micro-batch; bytes."""
+    """What one rank offloads in one micro-batch; bytes."""
 
-    total: int  # out in its forward, and in again in its backward
-    group: int  # the largest group's: on its way out while the next one is computed
-    host: int  # what waits for the backward, in whole buffers
+    total: int  # copied out in its forward, and in again in its backward
+    group: int  # the largest group's: copied out while the next group is computed
+    host: int  # what waits for the backward in host memory, in whole buffers
 
 
 class _AtOnce(ThreadLane):
-    """Copies at once, in the caller, and counts what leaves by the module it was saved in."""
+    """A lane that copies at once, in the caller, and counts what leaves by the module that saved it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, overlap=False)
@@ -74,20 +74,21 @@ class _AtOnce(ThreadLane):
 
 
 class Offloading:
-    """What has left a model whose activations leave."""
+    """What the activation offload of a model has copied."""
 
     def __init__(self, lane: _AtOnce, pool: HostPool) -> None:
         self._lane, self._pool = lane, pool
 
     def take(self) -> Moved:
-        """Since the last call; ``host`` since the first."""
+        """What was copied since the last call; ``host`` counts from the first call."""
         left, self._lane.left = self._lane.left, Counter()
         return Moved(total=left.total(), group=max(left.values(), default=0), host=self._pool.status().peak_bytes)
 
 
 @contextmanager
 def offloading(model: nn.Module, offload: Offload, elsewhere: Allocate) -> Iterator[Offloading]:
-    """Inside, the model's activations leave. Raises ConfigError for a pattern that matches nothing."""
+    """A context in which the model's activations are offloaded. Raises ConfigError for a pattern that matches
+    nothing."""
 
     def allocate(nbytes: int, pinned: bool) -> Tensor:
         return elsewhere(lambda: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))

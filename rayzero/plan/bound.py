@@ -1,8 +1,8 @@
-"""The least time a step can take, and what binds it: each stage's work over the most its hardware can do.
+"""A lower bound on the time of a step, and the stage that sets it: each stage's work over its hardware's peak.
 
-Stages overlap at best completely, so the bound is the longest of them (with ``overlap="none"`` the update stands
-alone). What it leaves out (latencies, launches, caches that miss, activations that leave: a copy that is late is not
-made) only makes real steps longer: a bound, not a guess.
+At best all stages overlap, so the bound is the longest one (with ``overlap="none"`` the update is added). Everything it
+leaves out makes real steps longer: latencies, kernel launches, cache misses, and the copies of activation offload, of
+which late ones are skipped.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class StepTraffic:
     """What one step moves and computes; bytes."""
 
     flops: int  # of one rank
-    fetch: int  # of one rank: parameters that must come anew
+    fetch: int  # of one rank: parameters that must be fetched again
     push: int  # of one rank: gradients
-    update: int  # of all owners: read and written by the norm and the update
+    update: int  # of all owners: what the norm and the update read and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBound:
-    """Seconds that each stage takes at least, in the busiest place."""
+    """The least seconds of each stage, where it is busiest."""
 
     compute: float
     fetch: float  # host to device
     push: float  # device to host
     network: float  # between hosts
     update: float  # host memory: norm, Adam
-    exposed: float  # of the update, when it must wait for the step's end
+    exposed: float  # of the update, if it has to wait for the step's end
 
     @property
     def seconds(self) -> float:
-        """The step, at least."""
+        """The least seconds of a step."""
         stages = self.stages
         return max(stages.values()) if not self.exposed else max(stages["compute"] + self.exposed, *stages.values())
 
@@ -75,7 +75,8 @@ class StepBound:
 def step_traffic(
     layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, num_states: int
 ) -> StepTraffic:
-    """Count one step. Parameters beyond the budget come anew in each forward and each backward; what fits stays."""
+    """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
+    backward; what fits stays."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
@@ -112,7 +113,7 @@ def _between_hosts(traffic: StepTraffic, ranks: Counter[int], owners: Counter[in
     total = sum(ranks.values())
 
     def host(at: int) -> float:
-        local = owners[at] / scaling.num_optimizers  # share of every rank's bytes that stays here
+        local = owners[at] / scaling.num_optimizers  # share of every rank's bytes that stays on its host
         received = ranks[at] * traffic.fetch * (1 - local) + (total - ranks[at]) * traffic.push * local
         sent = ranks[at] * traffic.push * (1 - local) + (total - ranks[at]) * traffic.fetch * local
         return max(received, sent)

@@ -1,4 +1,4 @@
-"""A plan beside what a run measured: what its exporters tell, and how long its steps took. No clock, no network."""
+"""Compares a plan with what a run measured: its exporters' values and its step times. No clock, no network."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from rayzero.telemetry.scrape import Scrape, Scraped
 __all__ = ["Comparison", "compare_bytes", "compare_step", "format_comparisons"]
 
 
-_LEAST_BYTES = 32 << 20  # a process grows by some MiB whatever it trains
-_LEAST_S = 0.01  # a step has some milliseconds of calls, threads and messages that no bound counts
+_LEAST_BYTES = 32 << 20  # every process grows by some MiB, whatever it trains
+_LEAST_S = 0.01  # calls, threads and messages take some milliseconds of a step that no bound counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One figure of a plan and what it came to be."""
+    """One figure of a plan, and the value that was measured."""
 
     what: str
     unit: Literal["bytes", "s"]
-    kind: Literal["planned", "at most", "at least"]  # what the plan says of it
+    kind: Literal["planned", "at most", "at least"]  # what kind of figure the plan gives
     planned: float
-    measured: float | None  # None: nobody told
-    least: float = 0.0  # a plan of less is mostly what plans leave out
+    measured: float | None  # None: not measured
+    least: float = 0.0  # below this, most of the value is what plans leave out
 
     @property
     def ratio(self) -> float | None:
-        """Measured over planned; None where that would be of what the plan leaves out."""
+        """Measured over planned; None if either is missing or too small to compare."""
         if self.measured is None or not self.planned or self.is_small:
             return None
         return self.measured / self.planned
 
     @property
     def is_small(self) -> bool:
-        """Whether the plan is of so little that a ratio would say nothing of it."""
+        """Whether the planned value is too small for a ratio to mean anything."""
         return 0 < self.planned < self.least
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Comparison, ...]:
-    """The bytes of ranks, owners and (where all are on one) of the host, as their processes told in a scrape."""
+    """Compare the bytes of ranks, owners and, if all run on one host, of the host with what a scrape found."""
     ranks = [one for one in scrape.processes if one.target.role is Role.RANK]
     owners = [one for one in scrape.processes if one.target.role is Role.OPTIMIZER]
     rows = [row for rank in ranks for row in _of_rank(plan, rank)]
@@ -74,7 +74,7 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Comparison, ...]:
 
 
 def compare_step(bound: StepBound, seconds: float) -> Comparison:
-    """A step's time beside the least that it can be."""
+    """Compare a step's time with its lower bound."""
     return Comparison(
         what=f"step time (bound by {bound.binds})",
         unit="s",
@@ -129,12 +129,12 @@ def _own(plan: RunBytes) -> float:
 
 
 def _computes_here(rank: Scraped) -> bool:
-    """Whether it computes on a CPU, and has."""
+    """Whether the rank computes on a CPU and has sampled its peak."""
     return rank.series is not None and rank.series.get(HEAP_BYTES, kind="peak") is not None
 
 
 def _heap(rank: Scraped) -> float | None:
-    """What its heap has grown by at the height of its steps: what it has been told the use of, and the rest."""
+    """How much its heap has grown at the peak of its steps: bytes reported by purpose, and the rest."""
     if rank.series is None:
         return None
     told = rank.series.get(MEMORY_BYTES, tier="ram")
@@ -143,7 +143,7 @@ def _heap(rank: Scraped) -> float | None:
 
 
 def _of_owner(plan: RunBytes, owner: Scraped) -> Comparison:
-    """What its resident memory grew by (it tells that as a part of its own plan), less what nobody uses."""
+    """How much the owner's resident memory grew (it reports that as a share of its own plan), less unused bytes."""
     index = owner.target.index or 0
     planned = plan.owners[index].total
     error = None if owner.series is None else owner.series.get(PLAN_ERROR_RATIO, what="host")
@@ -158,9 +158,9 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Comparison:
 
 
 def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Scraped]) -> Iterator[Comparison]:
-    """What all ranks and owners took beyond what they were before the run, pages that they share once, each rank at
-    the height of its steps; the same with ``everyone``'s programs; apart from it, what malloc keeps even then of what
-    they freed, which is no plan's to foresee."""
+    """Three rows: what all ranks and owners took beyond their size before the run, with shared pages counted once and
+    each rank at the peak of its steps; the same including ``everyone``'s programs; and the freed memory that malloc
+    still kept, which no plan can predict."""
     grown = [_grown(one) for one in processes]
     known = [size for size in grown if size is not None]
     (host,) = plan.hosts
@@ -201,12 +201,12 @@ def _grown(one: Scraped) -> float | None:
 
 
 def _pss(one: Scraped) -> float | None:
-    """What it holds, its part of what it shares with others included."""
+    """Its resident memory, including its share of pages that it shares with other processes."""
     return None if one.series is None else one.series.get(PROCESS_MEMORY_BYTES, kind="pss")
 
 
 def _higher(one: Scraped) -> float:
-    """By how much more was in use at the height of a rank's step than is now."""
+    """How much more a rank used at the peak of a step than it uses now."""
     if one.series is None:
         return 0.0
     peak, now = one.series.get(HEAP_BYTES, kind="peak"), one.series.get(HEAP_BYTES, kind="used")
@@ -214,7 +214,7 @@ def _higher(one: Scraped) -> float:
 
 
 def _unused(one: Scraped) -> float:
-    """Bytes that are resident and belong to nobody."""
+    """Bytes that were freed but are still resident."""
     return (one.series.get(MEMORY_BYTES, kind="unused") if one.series is not None else None) or 0.0
 
 

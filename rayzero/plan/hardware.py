@@ -1,4 +1,4 @@
-"""The machines a run is planned for: given, or measured on the one at hand."""
+"""The machines that a run is planned for, given by the user or measured on this host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """How many hosts, all alike, and what ranks compute on."""
+    """How many hosts there are, all alike, and what ranks compute on."""
 
     count: int = 1
     gpus_each: int = 0  # 0: ranks compute on the hosts' CPUs
@@ -36,12 +36,12 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the hosts can do. Speeds are the most there can be, per second: a bound made of them is never too high."""
+    """The hosts' limits. Speeds are peaks per second, so a lower bound from them is never too high."""
 
     hosts: Hosts
     device_bytes: int | None  # memory of one GPU; None: not known, or no GPU
     host_bytes: int  # memory of one host that a run may take
-    shm_bytes: int  # of that, what slab_dir holds
+    shm_bytes: int  # of that, the capacity of slab_dir
     flops: float  # of one GPU, or of all CPUs of a host, in the compute dtype
     link: float  # bytes, host to device and at the same time back; of one GPU
     network: float  # bytes each way, of one host
@@ -49,10 +49,10 @@ class Hardware:
 
 
 def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: bool | None = None) -> Hardware:
-    """This host, alone: matrix products and memory at the best of a few short rounds (a second or two).
+    """Measure this host by itself: matrix products and memory, each the best of a few short rounds (a second or two).
 
-    working_set: bytes an update walks through; memory is measured on as many, because caches are faster, and on many,
-    because threads take time to start. on_gpu: what computes; None: a GPU where there is one."""
+    working_set: bytes that an update walks through. Memory speed is measured on as many, because caches are faster and
+        threads take time to start. on_gpu: measure a GPU; None: if there is one."""
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     device = torch.device("cuda" if on_gpu else "cpu")
     return Hardware(
@@ -77,7 +77,8 @@ def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _undisturbed(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds that one thread needs, without those in which others had its core: a busy host is no slower by that."""
+    """Seconds that one thread computes, without the time that other processes had its core, so that a busy host does
+    not look slow."""
     before = torch.get_num_threads()
     use_torch_threads(1)
     try:
@@ -87,7 +88,7 @@ def _undisturbed(act: Callable[[], object], device: torch.device) -> float:
 
 
 def _cores() -> int:
-    """Cores that this process may compute on; two threads of one are no faster."""
+    """Cores that this process may compute on; a core's second hardware thread adds nothing."""
     allowed = len(os.sched_getaffinity(0))
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 

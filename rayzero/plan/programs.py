@@ -1,4 +1,5 @@
-"""What a run's programs take by themselves: the interpreter, their imports, and what torch keeps once it was used."""
+"""The memory of a run's programs without their data: the interpreter, its imports, and what torch keeps after first
+use."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ __all__ = ["Imported", "Programs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """One process's memory as it imported, one after the other, what ..."""
+    """One process's memory after it imported, one after the other, what ..."""
 
     coordinator: ProcessMemory  # ... a coordinator imports,
     owner: ProcessMemory  # ... owners and ranks import,
@@ -22,17 +23,17 @@ class Imported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Bytes of a run's processes while they hold nothing of it."""
+    """Bytes of a run's processes before they hold anything of the run."""
 
     rank: int  # heaps and stacks of a rank
     owner: int  # of an optimizer actor
     coordinator: int
-    files: int  # code of libraries, which all processes of a host share
+    files: int  # code of libraries, shared by all processes of a host
 
     @classmethod
     def between(cls, imported: Imported, used: ProcessMemory) -> Programs:
-        """As one process was found to be: when it had ``imported`` what programs import, and when it had ``used`` that
-        as a rank does, on a model without values."""
+        """From measurements of one process: after it had ``imported`` what programs import, and after it had ``used``
+        that as a rank does, on a model without values."""
         compiler = imported.compiler.anonymous - imported.owner.anonymous
         return cls(
             rank=used.anonymous - compiler,
@@ -42,7 +43,7 @@ class Programs:
         )
 
     def of_host(self, ranks: int, owners: int, coordinators: int = 0) -> int:
-        """All that are on one host."""
+        """Bytes of all programs on one host."""
         programs = ranks * self.rank + owners * self.owner + coordinators * self.coordinator
         return programs + (self.files if ranks + owners + coordinators else 0)
 

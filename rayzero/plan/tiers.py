@@ -36,12 +36,12 @@ FP32 = 4  # bytes
 class DeviceBytes:
     """What one rank has on its device."""
 
-    parameters: int  # gathered at most, at any time
+    parameters: int  # the most that is gathered at any time
     buffers: int
-    leaving: int  # a GPU's: gradients gathered for their copies to host memory
+    leaving: int  # on a GPU: gradients gathered for their copies to host memory
     sums: int  # offload_grads=False: gradients summed in fp32
     states: int  # offload_fraction < 1: its part of masters and optimizer states
-    forward: int  # beyond those, at the forward's peak
+    forward: int  # more than those, at the forward's peak
     backward: int
 
     @property
@@ -56,7 +56,7 @@ class DeviceBytes:
 
     @property
     def _computing(self) -> int:
-        """Activations and gradients. What is summed on the device leaves when the last backward is over."""
+        """Activations and gradients. Sums on the device leave when the last backward has ended."""
         return max(self.forward, self.leaving, self.backward + (0 if self.sums else self.leaving))
 
     def describe(self) -> str:
@@ -73,7 +73,7 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBytes:
-    """What the processes of one host keep in its memory."""
+    """The memory that a run's processes take on one host."""
 
     host: int
     ranks: int
@@ -83,9 +83,9 @@ class HostBytes:
     staging: int  # of its ranks
     activations: int  # of its ranks: those that wait here for their backward
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
-    programs: int  # of its processes, by themselves
-    coordinator: bool  # whether it has the run's
-    beside: int = 0  # owners beside its ranks, of offload_fraction < 1; their bytes here are among owner_bytes
+    programs: int  # of its processes, without the run's data
+    coordinator: bool  # whether the run's coordinator is here
+    beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
 
     @property
     def _beside(self) -> str:
@@ -93,7 +93,7 @@ class HostBytes:
 
     @property
     def of_ranks(self) -> int:
-        """What its ranks keep beside their programs."""
+        """What its ranks take besides their programs."""
         return self.staging + self.activations + self.compute
 
     @property
@@ -119,7 +119,7 @@ class RunBytes:
 
     device: DeviceBytes  # of every rank
     owners: tuple[OwnerPlan, ...]
-    hosts: tuple[HostBytes, ...]  # those with a process of the run: the others need nothing
+    hosts: tuple[HostBytes, ...]  # hosts that have a process of the run
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, sums included."""
@@ -141,8 +141,8 @@ def plan_bytes(
     programs: Programs,
     measures_norms: bool = False,
 ) -> RunBytes:
-    """Sum up a run on these hosts. num_states: fp32 states per element of the optimizer. measures_norms:
-    owners do, by layer group. The coordinator is on the first host."""
+    """Sum up a run on these hosts. num_states: the optimizer's fp32 states per element. measures_norms: owners measure
+    norms by layer group. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -181,14 +181,14 @@ def shares_memory(zero: ZeroConfig) -> bool:
 
 
 def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
-    """Per rank, its host: ranks fill one host's GPUs after the other's; on CPUs they go round."""
+    """Rank -> its host. Ranks fill one host's GPUs after another's; on CPUs they are placed round robin."""
     if not hosts.on_gpu:
         return [rank % hosts.count for rank in range(scaling.num_workers)]
     return [min(rank // hosts.gpus_each, hosts.count - 1) for rank in range(scaling.num_workers)]
 
 
 def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> list[int]:
-    """Per owner, its host: beside its rank, or (packed, cpu_nodes) on the last hosts, where ranks come last."""
+    """Owner -> its host: beside its rank, or (packed, cpu_nodes) on the last hosts, which ranks fill last."""
     ranks = hosts_of_ranks(scaling, hosts)
     if zero.placement == "beside_rank":
         return [ranks[owner % len(ranks)] for owner in range(scaling.num_optimizers)]
@@ -211,8 +211,8 @@ def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Host
 
 
 def _gathered(sizes: Sequence[int], budget: int) -> int:
-    """The most bytes of units that are up at once when they are used in order, then in reverse: each goes up where
-    there is room, and for want of it the one used again last goes down (engine/units/unit_cache.py)."""
+    """The most bytes of units that are up at once, if they are used in order and then in reverse. If there is no room,
+    the unit whose next use is farthest away is resharded (engine/units/unit_cache.py)."""
     if sum(sizes) <= budget:
         return sum(sizes)
     last = 2 * len(sizes) - 1
@@ -231,7 +231,8 @@ def _gathered(sizes: Sequence[int], budget: int) -> int:
 
 
 def _next_use(unit: int, at: int, last: int) -> int:
-    """Uses are numbered: forward ``unit``, backward ``last - unit``, the next forward ``last + 1 + unit``."""
+    """The number of the unit's next use after ``at``. Uses are numbered: forward ``unit``, backward ``last - unit``,
+    the next forward ``last + 1 + unit``."""
     return next(use for use in (unit, last - unit, last + 1 + unit) if use > at)
 
 
@@ -248,7 +249,7 @@ def _host_bytes(
     hosts: Hosts,
     programs: Programs,
 ) -> HostBytes:
-    """num_ranks, own: of this host. owners: all of the run, the last ``beside`` of them beside ranks."""
+    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks."""
     actors = sum(plan.owner < len(owners) - beside for plan in own)
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
@@ -270,23 +271,23 @@ def _host_bytes(
 
 
 def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
-    """Of one rank: pushes on their way out, and on a GPU what arrives for it."""
+    """Staging of one rank: pushes in flight, and on a GPU the fetches that arrive for it."""
     return _leaving(layout) + (device.parameters if hosts.on_gpu else 0)
 
 
 def _leaving(layout: ModelLayout) -> int:
-    """Gradients of pushes on their way out, at most (engine/units/transfers.py)."""
+    """The most bytes of pushes in flight (engine/units/transfers.py)."""
     return 2 * max((buffer_bytes(unit.size_bytes) for unit in layout.units if unit.trainable), default=0)
 
 
 def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:
-    """Raise MemoryPlanError, with the sum, where an owner needs more than ``cpu_memory_budget``."""
+    """Raise MemoryPlanError, with the sum, if an owner needs more than ``cpu_memory_budget``."""
     for owner in run.owners:
         check_budget(owner, zero.cpu_memory_budget)
 
 
 def check_fits(run: RunBytes, hardware: Hardware) -> None:
-    """Raise MemoryPlanError, with the sum and the setting to change, where a device or a host is too small."""
+    """Raise MemoryPlanError, with the sum and the setting to change, if a device or a host is too small."""
     if hardware.device_bytes is not None and run.device.peak > hardware.device_bytes:
         raise MemoryPlanError(
             f"a rank needs {run.device.describe()} on its GPU, which has {format_bytes(hardware.device_bytes)}; lower "
@@ -296,11 +297,12 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
     for host in run.hosts:
         if host.total > hardware.host_bytes:
             raise MemoryPlanError(
-                f"host {host.host} needs {host.describe()}, and {format_bytes(hardware.host_bytes)} are to be had; "
-                "use more hosts, fewer ranks on each, or precision='bf16'"
+                f"host {host.host} needs {host.describe()}, but has {format_bytes(hardware.host_bytes)}; use more "
+                f"hosts, fewer ranks on each, or precision='bf16'"
             )
         if host.shared > hardware.shm_bytes:
             raise MemoryPlanError(
-                f"host {host.host} needs {format_bytes(host.shared)} of shared memory, and zero.slab_dir holds "
-                f"{format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with room, or transport='grpc'"
+                f"host {host.host} needs {format_bytes(host.shared)} of shared memory, but zero.slab_dir has room "
+                f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, or "
+                f"transport='grpc'"
             )

@@ -1,7 +1,7 @@
-"""What one micro-batch costs: operations and live bytes, found by running the model without data or memory.
+"""Measures what one micro-batch costs, in operations and live bytes, by running the model without data or memory.
 
-The model runs under torch's FakeTensorMode: every operation is seen with its shapes and dtypes and none is computed.
-What is live is counted by storage, as an allocator would (the method of torch's own MemTracker).
+The model runs under torch's FakeTensorMode, which traces every operation with its shapes and dtypes and computes none.
+Live bytes are counted by storage, as an allocator would (the method of torch's own MemTracker).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Operations that torch's counter knows on other devices, and on CPUs counts as nothing."""
+"""Operations that torch's counter knows on other devices, but counts as zero on CPUs."""
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch on this model: its scalar loss
@@ -46,16 +46,16 @@ Loss = Callable[[nn.Module], Tensor]  # one micro-batch on this model: its scala
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One micro-batch of one rank. Bytes are those on its device, parameters left out."""
+    """One micro-batch of one rank. Bytes are on its device and do not include parameters."""
 
     forward_flops: int
     backward_flops: int
     buffer_bytes: int  # the model's buffers
     saved_bytes: int  # live when the forward ends: what backward needs
     forward_peak_bytes: int
-    backward_peak_bytes: int  # gradients included, each until its unit's have all come
-    offloaded_bytes: int = 0  # activations that leave in the forward and come back in the backward
-    offloaded_host_bytes: int = 0  # where those wait, in host memory
+    backward_peak_bytes: int  # includes gradients, each until its unit's are complete
+    offloaded_bytes: int = 0  # activations that are copied out in the forward and back in the backward
+    offloaded_host_bytes: int = 0  # host memory where those wait
     cpu_attention_flops: int = 0  # both passes; whole squares as torch counts elsewhere, though CPUs skip what causal
     # masks hide: part of the model's operations, and of no bound
 
@@ -63,12 +63,11 @@ class Work:
 def measure_work(
     build: Build, loss: Loss, layout: ModelLayout, *, gathers: bool = False, offload: Offload | None = None
 ) -> Work:
-    """Run ``loss(build())`` forward and backward on nothing.
+    """Run ``loss(build())`` forward and backward without data.
 
-    layout: of that model as it is trained: dtypes, and which gradients leave together. gathers: a unit's gradients are
-    made one vector on the device before they leave it (GPU ranks). offload: activations that leave, too. Raises
-    UnsupportedError where the model asks for data while it runs (a branch on values): nothing can be said of such a
-    model."""
+    layout: of that model in training: dtypes, and which gradients leave together. gathers: a unit's gradients are
+        gathered into one vector on the device before they leave it (GPU ranks). offload: activations to offload. Raises
+        UnsupportedError if the model needs data while it runs (a branch on values); such a model cannot be planned."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with _Nothing(), torch.device(device):
@@ -84,8 +83,8 @@ def measure_work(
 
 
 class _Nothing(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Without memory or data. It remembers what it has found out of operations, but not of those that make a tensor
-    over another one's storage: it would keep that alive."""
+    """Fake tensors without memory or data. Caches the results of operations, except those that return a view: the cache
+    would keep its storage alive."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.cache_enabled = func is not torch.ops.aten.set_.source_Storage_storage_offset
@@ -108,7 +107,7 @@ def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool, offlo
 
 
 def _with_offload(work: Work, moved: Moved) -> Work:
-    """The work of a model whose activations left at once: in a run a group leaves while the next one is computed."""
+    """The work with offload. The plan's copies took no time; in a run a group leaves while the next one is computed."""
     return replace(
         work,
         forward_peak_bytes=work.forward_peak_bytes + moved.group,
@@ -119,7 +118,8 @@ def _with_offload(work: Work, moved: Moved) -> Work:
 
 
 def _either(first: Work, then: Work) -> Work:
-    """The first micro-batch, of which nothing is known (all groups leave), and those after it."""
+    """The larger of the first micro-batch's work, in which all groups leave because nothing is known yet, and a later
+    one's."""
     return replace(
         then,
         forward_peak_bytes=max(first.forward_peak_bytes, then.forward_peak_bytes),
@@ -152,7 +152,7 @@ def _of(counter: FlopCounterMode, operations: Iterable[Any]) -> int:
 
 
 def _convert(model: nn.Module, layout: ModelLayout) -> None:
-    """Give every parameter the dtype it is trained in; tied ones stay tied."""
+    """Convert every parameter to the dtype it is trained in; tied ones stay tied."""
     dtypes = {slot.name: unit.dtype for unit in layout.units for slot in unit.slots}
     made: dict[int, nn.Parameter] = {}
     names = {id(param): name for name, param in model.named_parameters()}
@@ -167,10 +167,10 @@ def _convert(model: nn.Module, layout: ModelLayout) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operations make, until nobody holds them."""
+    """Counts the bytes of storages that operations create, for as long as something holds them."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        """``known``: tensors that do not count."""
+        """``known``: tensors that are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
         self.now = 0
@@ -178,7 +178,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elsewhere = False
 
     def elsewhere(self, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` makes, which does not count."""
+        """The result of ``make()``, which is not counted."""
         self._elsewhere = True
         made = make()
         self._elsewhere = False
@@ -186,7 +186,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def take_peak(self) -> int:
-        """The most there was since the last call."""
+        """The most bytes since the last call."""
         peak, self._peak = self._peak, self.now
         return peak
 
@@ -211,7 +211,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Leaving:
-    """Takes gradients off the parameters as the engine does: a unit's together."""
+    """Takes gradients off the parameters as the engine does, all of a unit's together."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, gathers: bool) -> None:
         params = dict(model.named_parameters())

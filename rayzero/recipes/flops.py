@@ -1,4 +1,4 @@
-"""How fast a rank computes, in operations of its model. Counted and measured, or not told: nothing is guessed."""
+"""A rank's speed in model FLOP/s, from counted operations and measured time; without a count it is not reported."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""FLOP/s of dense 16-bit matrix products by the maker's data sheet, by the name that the driver gives the device."""
+"""Device name, as the driver reports it -> FLOP/s of dense 16-bit matrix products, from the maker's data sheet."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The most the device can do, in FLOP/s; None where it is not known: no MFU is told then.
+    """The device's peak in FLOP/s. None if it is not known; then no MFU is reported.
 
-    fp32 has none: which of its two speeds applies is for the user's matmul precision to say."""
+    fp32 has no entry, because the user's matmul precision decides which of two speeds applies."""
     return _PEAKS.get(device_name) if precision in _HALF else None
 
 
 class FlopRate:
-    """Tells a rank's model FLOP/s, and the share that is of its device's peak where that is known."""
+    """Reports a rank's model FLOP/s, and its share of the device's peak if that is known."""
 
     def __init__(self, recorder: Recorder, step_flops: int | None, device: torch.device, precision: str) -> None:
-        """``step_flops``: of one step of this rank; None where they could not be counted: nothing is told then."""
+        """``step_flops``: of one step of this rank; None if they could not be counted, in which case nothing is
+        reported."""
         self._recorder = recorder
         self._step_flops = step_flops
         self._peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
     def tell(self, step_seconds: float) -> None:
-        """A step took so long, waits included."""
+        """Report a step that took ``step_seconds``, waits included."""
         if not self._step_flops:
             return
         rate = self._step_flops / step_seconds

@@ -32,29 +32,29 @@ from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
 from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, STEP_SECONDS, TOKENS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
-STEP_FLOPS = "step_flops"  # beside the recipe's settings, in what ranks are started with
+STEP_FLOPS = "step_flops"  # key in the ranks' config, besides the recipe's settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one rank says of one step; all of it measured."""
+    """What one rank reports of one step; every value is measured."""
 
     step: int  # steps done, this one included
     loss: float  # mean over this rank's tokens, nats
     grad_norm: float  # of the averaged gradients, before clipping
     lr: float
-    tokens: int  # this rank trained on in this step
+    tokens: int  # tokens that this rank trained on in this step
     total_tokens: int  # all ranks, from the run's first step on; the same on every rank
-    step_seconds: float  # as rayzero_step_seconds has it: from the end of one step() to the end of the next
-    fetch_wait_seconds: float  # stood still for parameters; with overlap="forward" their update is waited for here
-    optimizer_exposed_seconds: float  # stood still inside step(): for the norm, the decision or the update
+    step_seconds: float  # the value of rayzero_step_seconds: from the end of one step() to the end of the next
+    fetch_wait_seconds: float  # waited for parameters; with overlap="forward" this includes waiting for their update
+    optimizer_exposed_seconds: float  # waited inside step(): for the norm, the decision or the update
     memory_bytes: int  # of this rank's process: RSS, or the peak of device memory on a GPU
     validation_loss: float | None = None  # mean over this rank's share of the validation batches, at validated steps
     validation_batches: int = 0  # in that share
 
 
 def recipe_text(recipe: RecipeConfig) -> Text:
-    """The recipe's tokens; raises DataError or ConfigError where they cannot be had."""
+    """The recipe's tokens. Raises DataError or ConfigError if they cannot be read."""
     text = load_text(
         recipe.data,
         make_tokenizer(recipe.tokenizer),
@@ -67,7 +67,8 @@ def recipe_text(recipe: RecipeConfig) -> Text:
 
 
 def lr_factor(recipe: RecipeConfig, step: int) -> float:
-    """Share of ``recipe.lr`` in step ``step`` (from 0): a linear rise, then a cosine down to ``min_lr_ratio``."""
+    """The learning rate of step ``step`` (from 0) as a share of ``recipe.lr``: a linear rise, then a cosine down to
+    ``min_lr_ratio``."""
     rise = round(recipe.warmup * recipe.steps)
     if step < rise:
         return (step + 1) / rise
@@ -98,16 +99,17 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 
 
 class StepCosts:
-    """What each step cost, as the engine's recorder has it: its seconds, which Prometheus is told, and its waits."""
+    """What each step cost, read from the engine's recorder: its seconds, the same that Prometheus gets, and its
+    waits."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        assert isinstance(recorder, MemoryRecorder), "a rank's recorder keeps what it is told"
+        assert isinstance(recorder, MemoryRecorder), "a rank's recorder keeps its measurements"
         self._recorder = recorder
         self._device = device
         self._before = self._totals()
 
     def measured(self) -> dict[str, float | int]:
-        """What ``StepReport`` tells of the step that has just ended, and of memory now. Once a step."""
+        """``StepReport``'s values for the step that has just ended, and for memory now. Call it once a step."""
         now, before = self._totals(), self._before
         self._before = now
         told = {name: now[name] - before[name] for name in now}
@@ -125,7 +127,7 @@ class StepCosts:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak of this process's memory on ``device`` where that is a GPU, else its RSS."""
+    """Bytes: the peak of this process's memory on ``device`` if that is a GPU, else its RSS."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
@@ -133,9 +135,10 @@ def memory_in_use(device: torch.device) -> int:
 
 @dataclass(slots=True)
 class Unreported:
-    """A step that this rank has done, on its way to being reported.
+    """A step that this rank has done but not reported yet.
 
-    Sent one step later: the norm is part of the decision, and waiting for that would expose the optimizer."""
+    It is sent one step later, because the norm is part of the decision, and waiting for that would expose the
+    optimizer's time."""
 
     step: int  # steps done
     loss: float
@@ -184,10 +187,10 @@ class LanguageModelRun:
         )  # dropout; prepare() puts back a checkpoint's state
         self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
         for group, options in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(options)  # the recipe's settings, where a resumed run was given others than the checkpoint's
+            group.update(options)  # the recipe's settings override the checkpoint's in a resumed run
         earlier = context.loop_state or {"step": 0, "tokens": 0}
         self.done, self._tokens_before = int(earlier["step"]), int(earlier["tokens"])
-        scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not run out of range
+        scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not overflow
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
         if scales and context.loop_state is not None:
             self.scaler.load_state_dict(context.loop_state["scaler"])
@@ -203,14 +206,14 @@ class LanguageModelRun:
             done = Unreported(step + 1, loss, lr, self._tokens, total, decision, costs.measured())
             self._tell(done, time.perf_counter() - began)
             if late is not None:
-                late.send()  # before a save: what has led to a checkpoint is told before it is there
+                late.send()  # before a save: a checkpoint's steps are reported before it exists
             self._after_step(done)
             late = done
         if late is not None:
             late.send()
 
     def _tell(self, done: Unreported, seconds: float) -> None:
-        """Have the recorder say how far this rank is; ``seconds``: since its first step of this run began."""
+        """Record this rank's progress. ``seconds``: since its first step of this run began."""
         recorder, recipe = self.context.recorder, self.recipe
         self.flop_rate.tell(done.measured["step_seconds"])
         recorder.add(TOKENS, done.tokens)
@@ -232,7 +235,7 @@ class LanguageModelRun:
         return float(total)
 
     def _after_step(self, done: Unreported) -> None:
-        """Validation and checkpoint, where they are due."""
+        """Validate and save a checkpoint if they are due."""
         last, every = done.step == self.recipe.steps, self.recipe.run.checkpoint_every
         if last or done.step % self.recipe.eval_every == 0:
             done.validation = self.validate()
@@ -256,14 +259,14 @@ class LanguageModelRun:
         return recipe.seq_len * recipe.batch_size * recipe.zero.gradient_accumulation_steps
 
     def _total_tokens(self, step: int) -> int:
-        """Tokens all ranks have trained on after ``step`` steps, in earlier parts of the run too."""
+        """Tokens that all ranks have trained on after ``step`` steps, those before a resume included."""
         return self._tokens_before + (step - self.done) * self.context.world_size * self._tokens
 
     @torch.no_grad()
     def validate(self) -> tuple[float | None, int]:
         """Mean loss over this rank's share of the validation batches (None: it has none), in nats, and their number.
 
-        Ranks share the batches out by index: nobody waits for anybody, and the driver joins the means."""
+        Ranks divide the batches by index, so no rank waits for another; the driver joins the means."""
         share = range(self.context.rank, self.recipe.eval_batches, self.context.world_size)
         self.model.eval()
         batches = (self._to_device(validation_batch(self.recipe, self.text, index)) for index in share)
@@ -272,7 +275,7 @@ class LanguageModelRun:
         return (total / len(share) if share else None), len(share)
 
     def _save(self, done: int) -> CheckpointInfo | None:
-        """Take part in a checkpoint; every rank does. None where the run has no directory."""
+        """Take part in a checkpoint; every rank calls it. None if the run has no directory."""
         if self.context.run_dir is None:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
@@ -282,20 +285,21 @@ class LanguageModelRun:
 
 
 def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:
-    """The same every time: together the batches lie at even distances over the whole validation text."""
+    """Validation batch ``index``, the same every time; the batches are spread evenly over the whole validation text."""
     return eval_batch(
         text.validation, index=index, num_batches=recipe.eval_batches, size=recipe.batch_size, seq_len=recipe.seq_len
     )
 
 
 def unigram_baseline(recipe: RecipeConfig, text: Text) -> float:
-    """Loss of a model that only counts the training tokens, on the very tokens that validation predicts; nats."""
+    """Loss, in nats, of a model that only counts the training tokens, on the tokens that validation predicts."""
     log_probs = unigram_log_probs(text.train, text.vocab_size)
     batches = (validation_batch(recipe, text, index) for index in range(recipe.eval_batches))
     return unigram_loss(log_probs, (targets for _, targets in batches))
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What every rank runs. ``config``: a recipe as plain values, and STEP_FLOPS where the driver has counted them."""
+    """The loop that every rank runs. ``config``: a recipe as plain values, and STEP_FLOPS if the driver has counted
+    them."""
     recipe = {key: value for key, value in config.items() if key != STEP_FLOPS}
     LanguageModelRun(RecipeConfig.from_mapping(recipe), get_context(), config.get(STEP_FLOPS)).train()

@@ -1,4 +1,4 @@
-"""The model a recipe names: our GPT, or one of transformers' from a config file; weights from the recipe's seed."""
+"""Builds the model that a recipe names: our GPT, or a transformers model from its config file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _build_hf(path: Path, seq_len: int, vocab_size: int) -> nn.Module:
 def _check_hf_sizes(config: Any, path: Path, seq_len: int, vocab_size: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < seq_len:
-        raise ConfigError(f"model: {path} has {positions} positions, seq_len is {seq_len}; lower seq_len")
+        raise ConfigError(f"model: {path} has {positions} positions, but seq_len is {seq_len}; lower seq_len")
     if config.vocab_size < vocab_size:
         raise ConfigError(
             f"model: {path} has vocab_size {config.vocab_size}, the tokenizer has {count(vocab_size, 'token')}"

@@ -1,4 +1,4 @@
-"""After its first steps a run's plan is held against what was measured: logged once, and left in plan.json."""
+"""Compares a run's plan with measurements after its first steps: logs the result once and writes it to plan.json."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["PLAN", "PLAN_STEPS", "PlanCheck", "measure_hardware", "read_plan"]
 
 PLAN = "plan.json"
 _MAX_PLAN = 1 << 24  # bytes
-PLAN_STEPS = 20  # after which every page has been used: owners tell what they grew by from then on
+PLAN_STEPS = 20  # after these, every page has been used, and owners report how much they grew
 
 _ANSWER_S = 2.0
-_AGAIN_S = 1.0  # exporters make their pages anew no oftener
+_AGAIN_S = 1.0  # exporters refresh their pages no more often
 _TRIES = 5
 
 log = logging.getLogger(__name__)
 
 
 def measure_hardware(work: RecipeWork) -> Hardware | None:
-    """What this host can do, measured before the run takes it (half a second on CPUs); None where it cannot be."""
+    """This host's limits, measured before the run starts (half a second on CPUs); None if they cannot be measured."""
     try:
         if not work.recipe.scaling.use_gpu:
             return recipe_hardware(work, on_gpu=False)
@@ -48,14 +48,15 @@ def measure_hardware(work: RecipeWork) -> Hardware | None:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # its CUDA context ends with it
             return apart.submit(recipe_hardware, work, on_gpu=True).result()
     except (RuntimeError, OSError) as error:
-        log.warning("the step's bound is not known: this host cannot be measured (%s)", error)
+        log.warning("the least step time is not known, because this host's speed cannot be measured (%s)", error)
         return None
 
 
 class PlanCheck:
-    """Takes a run's rows as they come; once, after PLAN_STEPS of them, compares, says and writes.
+    """Counts a run's rows; once, after PLAN_STEPS of them, compares the plan with measurements, logs the result and
+    writes it.
 
-    Knows the plan and how to ask exporters; not who trains. A run without telemetry is not compared."""
+    Knows the plan and how to scrape exporters; not what is trained. A run without telemetry is not compared."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class PlanCheck:
         look: Callable[[tuple[Target, ...]], Scrape] = lambda targets: scrape(targets, timeout_s=_ANSWER_S),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """hardware: None where it is not known; then no bound is compared."""
+        """hardware: None if it is not known; then no bound is compared."""
         self._work, self._hardware, self._run_dir, self._say = work, hardware, run_dir, say
         self._look, self._clock = look, clock
         self._targets: tuple[Target, ...] = ()
@@ -99,7 +100,7 @@ class PlanCheck:
     def _compare(self) -> tuple[Comparison, ...]:
         rows = compare_bytes(recipe_bytes(self._work, self._hosts), self._look(self._targets))
         if self._hardware is None or len({target.node for target in self._targets}) > 1:
-            return rows  # the coordinator is on this host: where all are on its, all are here
+            return rows  # the coordinator is on this host, so if all share its host, all are here
         planned = plan_recipe(self._work, replace(self._hardware, hosts=self._hosts))
         return (*rows, compare_step(planned.bound, median(self._seconds)))
 
@@ -115,7 +116,7 @@ class PlanCheck:
 
 
 def read_plan(run_dir: Path) -> dict[str, Any] | None:
-    """plan.json of a run; None where there is none, or something else is in it."""
+    """plan.json of a run; None if there is none or it holds something else."""
     try:
         found = parse_json(read_text(run_dir / PLAN, at_most=_MAX_PLAN))
     except (OSError, ValueError):

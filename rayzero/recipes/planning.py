@@ -1,4 +1,4 @@
-"""A recipe's plan: what its run needs and what binds its steps, before anything starts."""
+"""A recipe's plan, made before anything starts: what its run needs, and what bounds its steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ADAM_STATES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeWork:
-    """A recipe's model, and what one micro-batch of it costs."""
+    """A recipe's model, and the cost of one micro-batch."""
 
     recipe: RecipeConfig
     layout: ModelLayout
@@ -55,15 +55,15 @@ class RecipeWork:
     @property
     def step_flops(self) -> int:
         """The model's operations in one step of one rank, forward and backward, attention included, as
-        torch.utils.flop_counter counts them: matrix products, convolutions, and of attention the whole square, whose
-        scores backward computes again."""
+        torch.utils.flop_counter counts them: matrix products, convolutions, and attention as a whole square, whose
+        scores backward recomputes."""
         one = self.work.forward_flops + self.work.backward_flops + self.work.cpu_attention_flops
         return one * self.recipe.zero.gradient_accumulation_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipePlan:
-    """What a recipe's run needs on given machines."""
+    """The needs of a recipe's run on given machines."""
 
     of: RecipeWork
     hardware: Hardware
@@ -83,7 +83,7 @@ class RecipePlan:
 
 
 def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on_gpu: bool) -> RecipeWork:
-    """Lay the recipe's model out and run one micro-batch of it on nothing. imported: see ``imported_memory``. on_gpu:
+    """Lay out the recipe's model and run one micro-batch of it without data. imported: see ``imported_memory``. on_gpu:
     ranks will compute on GPUs."""
 
     def build() -> nn.Module:
@@ -109,15 +109,15 @@ def _offload(config: ZeroConfig) -> Offload | None:
 
 
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:
-    """This host, measured with what the recipe's run would do to it. on_gpu: ranks compute on GPUs; None: where this
-    host has some."""
+    """This host's limits, measured with the recipe's dtype and working set. on_gpu: ranks compute on GPUs; None: if
+    this host has some."""
     traffic = _traffic(work)
     recipe = work.recipe
     return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir), on_gpu)
 
 
 def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
-    """Sum up and bound the recipe's run on these machines."""
+    """Plan the recipe's run on these machines: its bytes and its least step time."""
     recipe, traffic = work.recipe, _traffic(work)
     return RecipePlan(
         of=work,
@@ -129,8 +129,8 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
 
 
 def reserve(work: RecipeWork) -> ScalingConfig:
-    """The recipe's scaling, with the memory that each process needs at least (all of them on one host) asked of Ray
-    where it does not say itself."""
+    """The recipe's scaling. Where it sets no memory for Ray, it gets the least that each process needs if all are on
+    one host."""
     scaling, run = work.recipe.scaling, bytes_on_one_host(work)
     (host,) = run.hosts
     rank, owner = work.programs.of_host(1, 0), work.programs.of_host(0, 1)
@@ -141,12 +141,12 @@ def reserve(work: RecipeWork) -> ScalingConfig:
 
 
 def bytes_on_one_host(work: RecipeWork) -> RunBytes:
-    """The bytes where all processes are on one host: the least that each of them needs."""
+    """The bytes if all processes are on one host, which is the least that each of them needs."""
     return recipe_bytes(work, Hosts(gpus_each=int(work.recipe.scaling.use_gpu)))
 
 
 def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
-    """The bytes alone: they need no speeds to be known."""
+    """The bytes of the recipe's run on these hosts; no speeds are needed."""
     recipe, telemetry = work.recipe, work.recipe.run.telemetry
     return plan_bytes(
         work.layout,

@@ -1,4 +1,4 @@
-"""What the user watches: one line with step, loss, speed, memory and time left. Drawn by the driver."""
+"""The driver's progress display: one line with step, loss, speed, memory and time left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rayzero.recipes.run_log import StepRow
 
 GIB = 1 << 30
-_LINES_S = 1.0  # off a terminal, steps faster than this do not all have a line
+_LINES_S = 1.0  # without a terminal, at most one line in this many seconds
 
 
 def describe_row(row: StepRow) -> str:
@@ -23,8 +23,8 @@ def describe_row(row: StepRow) -> str:
 
 
 class ProgressLine:
-    """Shows rows as they come: a live bar on a terminal and a line for each validated step; elsewhere also a line for
-    every other step, one a second at most.
+    """Shows rows as they come: on a terminal a live bar, and a line for each validated step; without a terminal, lines
+    for other steps too, at most one a second.
 
     Knows rows; not ranks, files or Ray."""
 
@@ -49,7 +49,7 @@ class ProgressLine:
 
 @contextmanager
 def progress_line(console: Console, total: int, done: int) -> Iterator[ProgressLine]:
-    """A progress line from step ``done`` to ``total``, cleared away at the end."""
+    """A progress line from step ``done`` to ``total``, cleared at the end."""
     columns = (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),

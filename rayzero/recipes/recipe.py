@@ -1,4 +1,4 @@
-"""The recipe: everything ``rayzero train`` may be told, checked where it is made."""
+"""The recipe: every setting of ``rayzero train``, checked when it is created."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class RecipeConfig(ConfigModel):
     """How many processes."""
 
     run: RunConfig = RunConfig()
-    """Where files go, checkpoints, resume."""
+    """Folder of the run's files, checkpoints, resume."""
 
     @model_validator(mode="before")
     @classmethod

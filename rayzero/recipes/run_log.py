@@ -1,4 +1,4 @@
-"""The recipe's rows of metrics.jsonl: one a step, made of every rank's report of it."""
+"""The recipe's rows of metrics.jsonl: one per step, joined from every rank's report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayzero.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """A step as the whole run saw it. A number that is inf or nan is null in the file."""
+    """One step of the whole run. A number that is inf or NaN is null in the file."""
 
     step: int  # steps done, this one included
     loss: float  # mean over all ranks' tokens, nats
@@ -24,11 +24,13 @@ class StepRow:
     lr: float
     tokens: int  # all ranks, from the run's first step on
     tokens_per_second: float  # all ranks, in this step
-    step_seconds: float  # of the slowest rank, end of step() to end of step(): with a validation or save before it
+    step_seconds: (
+        float  # of the slowest rank, end of step() to end of step(), so a validation or save in between counts
+    )
     fetch_wait_seconds: float  # of the rank that waited longest for parameters
     optimizer_exposed_seconds: float  # of the rank that waited longest inside step()
     memory_bytes: int  # of the largest rank
-    validation_loss: float | None = None  # nats; null where the step was not validated
+    validation_loss: float | None = None  # nats; null if the step was not validated
 
 
 def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> StepRow:
@@ -52,7 +54,7 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> StepRow:
 
 
 def _joined_validation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean over all ranks' validation batches; None where the step was not validated."""
+    """The mean over all ranks' validation batches; None if the step was not validated."""
     shares = [(float(r["validation_loss"]), int(r["validation_batches"])) for r in ranks if r["validation_batches"]]
     if not shares:
         return None
@@ -60,7 +62,7 @@ def _joined_validation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 class StepRows:
-    """Joins the ranks' reports of a step to one row, once every rank has reported it.
+    """Joins the ranks' reports of a step into one row, once every rank has reported it.
 
     Knows reports and rows; not where reports come from, or who writes or draws rows."""
 
@@ -77,14 +79,14 @@ class StepRows:
         return merge_reports(self._pending.pop(step))
 
     def __call__(self, report: Report) -> Row | None:
-        """The row of the file that is complete with this report."""
+        """The row that this report completes; None if others are missing."""
         row = self.add(report.rank, report.metrics)
         return None if row is None else asdict(row)
 
 
 def read_rows(run_dir: Path) -> list[StepRow]:
-    """The rows of a recipe's metrics.jsonl in order; none where there is no file. A line cut short by a crash, which
-    can only be the last, is left out. Raises DataError for a file that is something else."""
+    """The rows of a recipe's metrics.jsonl in order; empty if there is no file. Skips a last line that a crash cut
+    short. Raises DataError if the file holds something else."""
     rows = []
     for number, found in enumerate(read_log(run_dir), start=1):
         try:

@@ -1,4 +1,4 @@
-"""Training text: files to tokens, a train/validation split, and batches that depend on nothing but their place.
+"""Training text: files to tokens, a train/validation split, and batches that depend only on their position.
 
 Everything here is a function of the files and the recipe: two processes that read the same files see the same
 tokens, and a resumed run needs only the step to go on with the very same batches.
@@ -68,7 +68,7 @@ class FileTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
 
     def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-        """1D int32; bytes that are no UTF-8 become the replacement character."""
+        """1D int32; bytes that are not UTF-8 become the replacement character."""
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.int32)
 

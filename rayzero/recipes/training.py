@@ -1,4 +1,4 @@
-"""The driver's half of ``rayzero train``: check everything, run the loop on the cluster, write what happened."""
+"""The driver's half of ``rayzero train``: check the recipe, run the loop on the cluster, write the results."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from rayzero.recipes.run_log import StepRow, StepRows, read_rows
 from rayzero.recipes.text import Text
 
 CONFIG = "config.yaml"
-_PLACE = "--run-dir"  # what a recipe's user chooses the run's directory with
+_PLACE = "--run-dir"  # the option that chooses the run's directory, for messages
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a recipe's run ended."""
+    """The result of a recipe's run."""
 
     result: Result
     last: StepRow
@@ -52,7 +52,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A recipe that was found able to run: everything that can be checked without Ray was."""
+    """A recipe that can run: everything that can be checked without Ray was checked."""
 
     recipe: RecipeConfig  # its paths are absolute
     text: Text
@@ -62,8 +62,8 @@ class Prepared:
 
 
 def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) -> Prepared:
-    """Read the text, shape the model and open the checkpoint to resume from, if any; writes nothing, but puts right
-    what a save left that was cut short. ``coordinator``: see ``imported_memory``.
+    """Read the text, lay out the model and open the checkpoint to resume from, if any. Writes nothing, except to repair
+    what an interrupted save left behind. ``coordinator``: see ``imported_memory``.
 
     Raises ConfigError, UnsupportedError, DataError or CheckpointError, one line each."""
     imported = imported_memory(coordinator)
@@ -87,9 +87,9 @@ def _work(recipe: RecipeConfig, text: Text, imported: Imported) -> RecipeWork | 
     try:
         work = recipe_work(recipe, text.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
     except UnsupportedError as error:
-        log.warning("no memory is reserved: %s", error)
+        log.warning("Ray is not asked to reserve memory: %s", error)
         return None
-    check_budgets(bytes_on_one_host(work), recipe.zero)  # on more hosts owners need no less
+    check_budgets(bytes_on_one_host(work), recipe.zero)  # on more hosts, owners need as much
     return work
 
 
@@ -112,8 +112,8 @@ def _check_same_model(checkpoint: CheckpointReader, model: nn.Module) -> None:
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             raise CheckpointError(
-                f"{checkpoint.directory} is of another model: {name!r} is {theirs.get(name, 'missing')} there, "
-                f"{ours.get(name, 'missing')} here; use the recipe it was made with"
+                f"{checkpoint.directory} is of another model: {name!r} is {theirs.get(name, 'missing')} there, but "
+                f"{ours.get(name, 'missing')} here; use the recipe that it was made with"
             )
 
 
@@ -121,8 +121,8 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
     """Train on the cluster, drawing progress on ``console``; leaves config.yaml, metrics.jsonl, loss.png and
     checkpoints/ in the run's directory.
 
-    Raises RunFailedError when the run failed, and KeyboardInterrupt when it was stopped; what was learnt until
-    then is in the directory all the same."""
+    Raises RunFailedError if the run failed and KeyboardInterrupt if it was stopped; the directory then holds what was
+    written until then."""
     recipe = prepared.recipe
     with RunDirectory.open(recipe.run, setting=_PLACE) as directory:
         try:
@@ -134,11 +134,13 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
 
 
 def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
-    """Rows are cut, and plans made, for the step that ranks resume from."""
+    """Raise RunFailedError if the directory has changed since the recipe was prepared: rows are cut, and plans made,
+    for the step to resume from."""
     if directory.start.step != prepared.resume_step:
         raise ConfigError(
-            f"{directory.path} has changed while this run began: it was to go on from step {prepared.resume_step}, "
-            f"now from {directory.start.step}; another run was there, start again"
+            f"{directory.path} has changed while this run was starting: its newest checkpoint was of step "
+            f"{prepared.resume_step} and is now of step {directory.start.step}, so another run has used it; start "
+            f"this run again"
         )
 
 
@@ -158,12 +160,13 @@ def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Tr
 def _draw(rows: list[StepRow], unigram: float, picture: Path) -> None:
     try:
         draw_losses(rows, unigram, picture)
-    except OSError as error:  # the training is done all the same
+    except OSError as error:  # the training itself has succeeded
         log.warning("%s is not drawn: %s", picture, error.strerror)
 
 
 def _withdraw(directory: RunDirectory) -> None:
-    """A run that never began to start leaves nothing, where its directory is its own; one that did has a record."""
+    """Remove the directory of a run that never began to start, if the run created it; a run that did start keeps its
+    record."""
     if directory.fresh and not (directory.path / RECORD).exists():
         (directory.path / CONFIG).unlink(missing_ok=True)
         directory.withdraw()
@@ -196,7 +199,7 @@ def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], conso
 
 
 def _plan_check(prepared: Prepared, run_dir: Path, console: Console) -> PlanCheck | None:
-    """None where nothing was planned, or too few steps are left to measure anything."""
+    """None if nothing was planned or too few steps are left to measure."""
     left = prepared.recipe.steps - prepared.resume_step
     if prepared.work is None or left < PLAN_STEPS or not prepared.recipe.run.telemetry.enabled:
         return None
@@ -214,8 +217,8 @@ def make_trainer(
     on_start: Callable[[dict[str, Any]], None] | None = None,
     step_flops: int | None = None,
 ) -> ZeroTrainer:
-    """The trainer of a recipe. Making one checks the settings and starts nothing. scaling: instead of the recipe's.
-    step_flops: for ranks to tell how fast they compute."""
+    """The trainer of a recipe. Creating it checks the settings and starts nothing. scaling: overrides the recipe's.
+    step_flops: a step's operations, from which ranks report their speed."""
     return ZeroTrainer(
         train_loop,
         train_loop_config=recipe.model_dump(mode="json") | {STEP_FLOPS: step_flops},
@@ -229,6 +232,6 @@ def make_trainer(
 
 
 def _write_config(path: Path, recipe: RecipeConfig) -> None:
-    """The recipe as it runs, to be used again: by ``rayzero train --resume``, or for another run."""
+    """Write the recipe as it runs, for ``rayzero train --resume`` or another run."""
     again = recipe.replace(run=recipe.run.replace(resume=False))
     replace_file(path, again.to_yaml())

@@ -1,4 +1,4 @@
-"""The baseline a language model must beat: one that knows how often each token occurs, and nothing else."""
+"""The unigram baseline, which a language model must beat: it knows only how often each token occurs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PART = 1 << 24  # tokens; bincount widens them to int64: 128 MiB at once
 
 
 def unigram_log_probs(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Natural logs of the tokens' shares in the training text, each counted once more (vocab_size, fp64)."""
+    """Natural logs of the tokens' shares in the training text, with add-one smoothing: (vocab_size,), fp64."""
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for start in range(0, len(tokens), _PART):
         counts += torch.bincount(tokens[start : start + _PART], minlength=vocab_size)

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_setting() -> None:
     check_fits(run, GPU_HOSTS)
     with pytest.raises(MemoryPlanError, match=r"a rank needs 54.93 KiB = gathered parameters 32 KiB \+ .* has 1 KiB"):
         check_fits(run, replace(GPU_HOSTS, device_bytes=1024))
-    with pytest.raises(MemoryPlanError, match=r"host 0 needs .* = 2 optimizer actors .* and 100 KiB are to be had"):
+    with pytest.raises(MemoryPlanError, match=r"host 0 needs .* = 2 optimizer actors .* but has 100 KiB"):
         check_fits(run, replace(GPU_HOSTS, host_bytes=100 << 10))
-    with pytest.raises(MemoryPlanError, match=r"of shared memory, and zero.slab_dir holds 64 KiB; set slab_dir"):
+    with pytest.raises(MemoryPlanError, match=r"of shared memory, but zero.slab_dir has room for 64 KiB; set slab_dir"):
         check_fits(run, replace(GPU_HOSTS, shm_bytes=64 << 10))

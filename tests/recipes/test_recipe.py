@@ -151,7 +151,7 @@ def test_a_transformers_model_is_built_from_its_config_offline(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_positions": 16}, "has 16 positions, seq_len is 32"),
+        ({"n_positions": 16}, "has 16 positions, but seq_len is 32"),
         ({"vocab_size": 100}, "vocab_size 100, the tokenizer has 256 tokens"),
         ({"model_type": "nonsense"}, "not the config of a causal language model"),
     ],
