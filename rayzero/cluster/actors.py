@@ -1,8 +1,8 @@
-"""The actors of one run: made, asked, told to stop, ended. The only place that makes Ray actors.
+"""Creates, calls, stops and ends the actors of one run. No other module creates Ray actors.
 
-Every actor is owned by the driver, so that none outlives it: Ray kills them when it is gone, and its janitor removes
-what they leave (cluster/janitor.py). A call that should answer soon has a deadline; a call
-that lasts as long as its process (``run``, ``watch``) is how a death is noticed at once.
+The driver owns every actor, so none outlives it: Ray kills them when the driver is gone, and its janitor removes what
+they leave (cluster/janitor.py). Calls that should answer soon have a deadline. Calls that last as long as their process
+(``run``, ``watch``) report its death at once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from rayzero.telemetry.recorder import Measurements
 
 __all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
 
-START_S = 120.0  # an actor imports torch and answers; on a loaded machine that takes a while
-ANSWER_S = 30.0  # a call that only looks something up or sets something down
-STOP_S = 5.0  # how long a process that was told to end may take before it is killed
+START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
+ANSWER_S = 30.0  # a call that only reads or sets a value
+STOP_S = 5.0  # how long a process may take to stop before it is killed
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
 _CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
@@ -54,13 +54,13 @@ class RunActors:
     Knows actors and how to call them; not what a failure means for the run (supervision.py)."""
 
     def __init__(self, run: str, placement: Placement, log: MetricsLog | None = None) -> None:
-        """``log``: where the coordinator writes what ranks report; None where they report to somebody else."""
+        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library."""
         self._run = run
         self._log = log
         self._placement = placement
-        self._token = secrets.token_hex(32)  # only ever travels as an argument of actors
+        self._token = secrets.token_hex(32)  # sent only as an argument of actors
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
-        self._processes: dict[str, psutil.Process] = {}  # on this node, to see them gone
+        self._processes: dict[str, psutil.Process] = {}  # on this node; end() waits until they are gone
         self._janitor: Janitor | None = None  # freed by: end()
         self.members: dict[str, Member] = {}
         self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
@@ -88,7 +88,8 @@ class RunActors:
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
     ) -> Routing:
-        """Make every actor, open the owners' ports and all exporters, tell the coordinator; the routing table.
+        """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
+        routing table.
 
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
         would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
@@ -113,7 +114,7 @@ class RunActors:
         return self._open_ports()
 
     def _make_coordinator(self) -> None:
-        here = ray.get_runtime_context().get_node_id()  # whoever finds the driver's node finds http_sd
+        here = ray.get_runtime_context().get_node_id()  # on the driver's node, which is how http_sd is found
         options = {
             "name": coordinator_name(self._run),
             "namespace": NAMESPACE,
@@ -129,7 +130,7 @@ class RunActors:
     def _make_owners(
         self, memory: int, share: Path | None, telemetry: TelemetryConfig, beside_ranks: str | None
     ) -> dict[str, Any]:
-        """Make owners and ranks; those that serve, by name, in order of owner index."""
+        """Create owners and ranks; returns those that serve, by name, in order of owner index."""
         plan = self._placement.plan
         beside = plan.num_workers if beside_ranks is not None else 0
 
@@ -171,12 +172,13 @@ class RunActors:
         here = ray.get_runtime_context().get_node_id()
         for who, member in everyone.items():
             if member.node == here:
-                with suppress(psutil.NoSuchProcess):  # it died since it answered: the next call to it says so
+                with suppress(psutil.NoSuchProcess):  # it died after it answered; the next call to it reports that
                     self._processes[who] = psutil.Process(member.pid)
 
     def _open_ports(self) -> Routing:
         nodes = {member.node for member in self.members.values()}
-        one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)  # others' ranks may be anywhere
+        # ranks of another library may be on any host
+        one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
         hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
         opened = {who: control(actor.serve).remote(hosts[who]) for who, actor in self._serving.items()}
         addresses = tuple(self.ask(opened, START_S).values())
@@ -200,27 +202,29 @@ class RunActors:
     # ---- while it runs ------------------------------------------------------------------------------------------
 
     def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:
-        """Start every rank's loop; a call that lasts until it ends -> the rank's name. One settings per rank."""
+        """Start every rank's loop. Returns call -> the rank's name; a call lasts until its loop ends. ``settings``: one
+        per rank."""
         return {
             actor.run.remote(own, packed_loop, self.coordinator): who
             for own, (who, actor) in zip(settings, self.ranks.items(), strict=True)
         }
 
     def watch_owners(self) -> dict[Any, str]:
-        """A call to each owner that lasts as long as it serves -> the owner's name."""
+        """Returns call -> the owner's name; a call lasts as long as its owner serves."""
         return {owner.watch.remote(): who for who, owner in self.owners.items()}
 
     def move(self, state: RunState, error: str | None = None) -> None:
-        """Tell the coordinator where the run stands."""
+        """Set the run's state at the coordinator."""
         self.ask({"coordinator": self.coordinator.move.remote(state, error)}, ANSWER_S)
 
     @property
     def token(self) -> str:
-        """What owners ask for in every call."""
+        """The token that owners require in every call."""
         return self._token
 
     def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answers to calls already made, by who was asked; raises RunFailedError naming who failed or is late."""
+        """The answers to calls already made, by process. Raises RunFailedError, naming the process that failed or is
+        late."""
         ready, late = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
         failed = [failure for who, call in calls.items() if call in ready and (failure := self._failure(who, call))]
         if failed:
@@ -238,16 +242,17 @@ class RunActors:
         return None
 
     def pid(self, who: str) -> int | None:
-        """The process id of a member; None before it said hello."""
+        """The process id of a member; None before it has answered ``hello``."""
         member = self.members.get(who)
         return None if member is None else member.pid
 
     def standing_still(self) -> list[Failure]:
-        """The processes on this node that are stopped (SIGSTOP, a debugger): the others can only tell that they give
-        no answer."""
+        """The processes on this node that are stopped (SIGSTOP, a debugger); other processes only see that they do not
+        answer."""
         return [
             Failure(
-                who=who, what=f"stands still: its process (pid {process.pid} on {self.members[who].host}) is stopped"
+                who=who,
+                what=f"makes no progress: its process (pid {process.pid} on {self.members[who].host}) is stopped",
             )
             for who, process in self._processes.items()
             if _is_stopped(process)
@@ -256,14 +261,16 @@ class RunActors:
     # ---- end ----------------------------------------------------------------------------------------------------
 
     def kill_stopped(self) -> None:
-        """End the processes on this node that are stopped: they hear nothing else, and would be waited for."""
+        """Kill the processes on this node that are stopped: they react to no other signal, and waiting for them takes
+        long."""
         for process in self._processes.values():
             if _is_stopped(process):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
     def stop_ranks(self, loops: Mapping[Any, str], reason: str) -> list[Any]:
-        """Tell every rank to end its loop; those that do not within ``STOP_S`` are killed. The calls that ended."""
+        """Ask every rank to end its loop, and kill those that do not within ``STOP_S``. Returns the calls that
+        ended."""
         told = [control(rank.stop).remote(reason) for rank in self.ranks.values()]
         ready, stuck = ray.wait(list(loops), num_returns=len(loops), timeout=STOP_S)
         for loop in stuck:
@@ -272,7 +279,8 @@ class RunActors:
         return list(ready)
 
     def stop_owners(self, timeout_s: float = ANSWER_S) -> dict[str, Measurements]:
-        """Close every owner that answers within ``timeout_s``; what each measured, but for those beside ranks."""
+        """Close every owner that answers within ``timeout_s``. Returns each one's measurements, except those of owners
+        beside ranks."""
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
         beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]
         ready, _ = ray.wait([*calls.values(), *beside], num_returns=len(calls) + len(beside), timeout=timeout_s)
@@ -281,7 +289,7 @@ class RunActors:
     def end(self, *, politely: bool) -> None:
         """End every actor; returns when those on this node are gone. Idempotent.
 
-        Politely: their exit handlers run (the user's loop may have set some), within ``STOP_S``."""
+        ``politely``: let their exit handlers run (the user's loop may have set some), for at most ``STOP_S``."""
         actors = [*self.ranks.values(), *self.owners.values(), self.coordinator]
         alive = [actor for actor in actors if actor is not None]
         if politely:
@@ -294,12 +302,12 @@ class RunActors:
         self._see_gone()
         self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
         if self._share is not None and self._share.is_dir():
-            sweep(self._share)  # of the killed, on this node; on others the next start sweeps
+            sweep(self._share)  # slabs of killed processes on this node; on other nodes the next start sweeps
         if self._janitor is not None:
             self._janitor.close()
 
     def _see_gone(self) -> None:
-        """Wait for the processes on this node, which Ray was asked to kill; where it is gone, they are killed here."""
+        """Wait for the processes on this node that Ray was asked to kill; if Ray is gone, kill them here."""
         _, left = psutil.wait_procs(self._processes.values(), timeout=KILL_S if ray_answers() else 0)
         for process in left:
             with suppress(psutil.NoSuchProcess):
@@ -315,7 +323,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 def refuse_name_in_use(run: str) -> None:
-    """Raise ConfigError when a run of this name is on the cluster: before places are waited for that it has."""
+    """Raise ConfigError if a run of this name is on the cluster, before waiting for resources that it holds."""
     try:
         ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
     except ValueError:  # there is none
@@ -325,17 +333,17 @@ def refuse_name_in_use(run: str) -> None:
 
 def _name_in_use(run: str) -> ConfigError:
     return ConfigError(
-        f"a run named {run!r} is on this cluster already; a run is named after its directory: choose another one"
+        f"a run named {run!r} is already on this cluster; a run is named after its directory, so choose another one"
     )
 
 
 def control(method: Any) -> Any:
-    """An actor's method, called beside the one that lasts."""
+    """An actor's method in the concurrency group that is served while ``run`` or ``watch`` lasts."""
     return method.options(concurrency_group=_CONTROL)
 
 
 def failure_from_ray(who: str, error: ray.exceptions.RayError, pid: int | None) -> Failure:
-    """What a failed call says about the process that was called."""
+    """The failure of the process whose call failed."""
     if isinstance(error, ray.exceptions.RayTaskError):
         original = error.cause if isinstance(error.cause, BaseException) else error
         return failure_of(who, original, traceback_text=str(error))

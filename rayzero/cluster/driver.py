@@ -33,12 +33,12 @@ from rayzero.telemetry.recorder import Measurements
 __all__ = ["Journal", "OnPhase", "OnReport", "RunRequest", "drive"]
 
 OnReport = Callable[[Report], None]
-OnPhase = Callable[[str], None]  # told in a few words what begins
+OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """All that a run needs, checked and packed."""
+    """Everything that a run needs, checked and packed."""
 
     packed_loop: PackedLoop
     zero: ZeroConfig
@@ -47,15 +47,15 @@ class RunRequest:
     directory: RunDirectory
     make_row: MakeRow  # rows of metrics.jsonl from reports
     on_report: OnReport | None
-    on_phase: OnPhase  # called with what begins, while the run starts
+    on_phase: OnPhase  # called with each phase, while the run starts
     on_start: Callable[[], None]  # called when every rank is about to enter its loop
     on_change: Callable[[], None]  # called after reports
-    on_stop: Callable[[], None]  # called when the run was interrupted, before anything is taken down
+    on_stop: Callable[[], None]  # called if the run is interrupted, before anything is taken down
 
 
 @dataclass(slots=True)
 class Journal:
-    """What the driver has learnt of a run so far; whole when ``drive`` has ended, however it ended."""
+    """What the driver knows of a run so far; complete once ``drive`` has ended, even by an error."""
 
     state: RunState = RunState.STARTING
     members: list[Member] = field(default_factory=list)
@@ -71,11 +71,11 @@ class Journal:
 
 
 def drive(request: RunRequest, journal: Journal) -> None:
-    """Run to the end and leave nothing behind; ``journal`` is kept up to date all along.
+    """Run to the end and leave nothing behind; keeps ``journal`` up to date.
 
     Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
-    raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, after the ranks were told. Called where signals
-    raise.
+    raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, once the ranks have been stopped. Call it inside
+    ``interruptible()``.
     """
     scaling, run = request.scaling, request.run.name
     with ray_session(request.on_phase):
@@ -105,7 +105,7 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
     request.on_start()
-    request.on_phase("every process is up: the training loops begin")
+    request.on_phase("every process is up; starting the training loops")
     with _discoverable(request, actors):
         _follow(request, actors, journal)
 
@@ -118,7 +118,7 @@ def _beside_ranks(request: RunRequest) -> str | None:
 
 
 def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextManager[object]:
-    """Have the run in the directory that Prometheus watches, as long as it lasts."""
+    """A context in which the run is announced in the directory that Prometheus watches."""
     if not actors.targets:
         return nullcontext()
     return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.targets))
@@ -136,7 +136,7 @@ def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         reason = f"the run was interrupted ({type(interruption).__name__})"
         follower.take_down(RunState.STOPPED, reason)
         raise
-    except BaseException as error:  # on_report raised, or the coordinator is gone: end the ranks, then let it go on
+    except BaseException as error:  # on_report raised, or the coordinator is gone: end the ranks, then re-raise
         follower.take_down(RunState.FAILED, f"the driver failed: {type(error).__name__}: {error}")
         raise
     failed = run_failed(request.run.name, watch.cause, watch.others)
@@ -164,9 +164,9 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
 
 
 class _Follower:
-    """Waits for whatever happens next in a run and passes it on: ends to the Watch, reports to the user.
+    """Waits for the next event of a run and passes it on: ends of processes to the Watch, reports to the user.
 
-    Knows Ray calls that are under way; what they mean for the run is the Watch's business."""
+    Knows the Ray calls in flight; not what their results mean for the run (Watch)."""
 
     def __init__(self, actors: RunActors, loops: dict[Any, str], journal: Journal, request: RunRequest) -> None:
         self._actors = actors
@@ -181,27 +181,28 @@ class _Follower:
         self._watch = Watch(len(loops))
 
     def follow(self) -> Watch:
-        """Until every loop has returned, or the run has failed and the cause is known."""
+        """Run until every loop has returned, or the run has failed and its cause is known."""
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             waiting = [*self._loops, *self._owners, self._news]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._watch.patience_s(time.monotonic()))
-            with postponed():  # news that were fetched and not passed on would be lost: nobody has them any more
+            with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
                     self._take(call)
-        if self._watch.failures and self._watch.cause.consequence:  # of what else, if not of a death
+        if self._watch.failures and self._watch.cause.consequence:  # anything but a death
             for still in self._actors.standing_still():
                 self._watch.failed(still, time.monotonic())
         return self._watch
 
     def finish(self) -> None:
-        """After a good end: the last reports, and what the owners measured."""
+        """After a good end: take the last reports and the owners' measurements."""
         with postponed():  # as in follow()
             self._read_rest()
         self._actors.move(RunState.FINISHED)
         self._journal.measured |= self._actors.stop_owners()
 
     def take_down(self, state: RunState, reason: str) -> None:
-        """After a bad end: tell everyone, wait a little, keep what can still be had. Signals have to wait."""
+        """After a bad end: stop every process, wait a little, and keep what can still be read. Signals are
+        postponed."""
         with shielded():
             if state is RunState.STOPPED:
                 self._tell_stopped()
@@ -210,14 +211,15 @@ class _Follower:
                 self._actors.move(state, reason)
             for call in self._actors.stop_ranks(self._loops, reason):
                 self._take_outcome(call, self._loops.pop(call))
-            with suppress(Exception):  # last reports are wanted, but the cause of the end is what must be told
+            with suppress(Exception):  # the last reports matter less than the cause, which must be reported
                 self._read_rest()
             self._journal.measured |= self._actors.stop_owners(STOP_S)
 
     def _tell_stopped(self) -> None:
-        """At once: a Ray that got the same signal is going, and may end this process a minute later."""
+        """Record the stop at once: a Ray that got the same signal is ending, and may end this process a minute
+        later."""
         self._journal.state = RunState.STOPPED
-        with suppress(OSError):  # it is told again at the end
+        with suppress(OSError):  # it is recorded again at the end
             self._on_stop()
 
     def _take(self, call: Any) -> None:
@@ -235,7 +237,7 @@ class _Follower:
             self._watch.finished(answer, time.monotonic())
 
     def _take_owner(self, call: Any, who: str) -> None:
-        self._answer(call, who)  # owners are stopped by us after the loop only: any end in it is a failure
+        self._answer(call, who)  # we stop owners only after the loop: an end within it is a failure
 
     def _take_news(self, call: Any) -> None:
         reports = self._answer(call, "coordinator")
@@ -245,7 +247,7 @@ class _Follower:
         self._pass_on(reports)
 
     def _answer(self, call: Any, who: str) -> Any:
-        """The call's answer; a failure goes to the Watch and gives None."""
+        """The call's answer; None after a failure, which goes to the Watch."""
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
@@ -253,8 +255,8 @@ class _Follower:
             return None
 
     def _read_rest(self) -> None:
-        """Reports sent before the loops ended: the open call may have been answered before the last of them came, and
-        the next one has the others."""
+        """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;
+        the next call has those."""
         self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
         for _ in range(2):
             reports = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]

@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM during a run: one exception out of the waiting code, then quiet while the run is taken down.
+"""Ctrl-C and SIGTERM during a run: raise one exception in the waiting code, then ignore signals while the run is taken
+down.
 
-[Note: Ray's exit code] Where a signal comes while Ray waits (``ray.get``, ``ray.wait``), its handler raises within Ray,
-and Ray raises a SystemExit of its own instead, with code 1 and without the first as its cause. So a block remembers
-which signal it has raised for, and leaves with that signal's exception.
+[Note: Ray's exit code] If a signal comes while Ray waits (``ray.get``, ``ray.wait``), our handler raises inside Ray,
+and Ray raises its own SystemExit instead, with code 1 and without ours as its cause. So a block remembers the signal
+that it raised for, and ends with that signal's exception.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import NoReturn
 __all__ = ["interruptible", "postponed", "shielded"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SAME_S = 0.5  # timeout(1) tells a process and then its whole group, itself again among it: one stop, two signals
+_SAME_S = 0.5  # timeout(1) signals a process and then its whole group, so one stop brings two signals
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143) in the main thread; elsewhere, no effect. One
-    that comes together with another is the same stop: it would end what the first began."""
+    """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143), in the main thread only. A
+    second signal right after the first belongs to the same stop and is ignored: it would end the clean-up that the
+    first began."""
     told: list[float] = []
     raised: list[int] = []
 
@@ -39,9 +41,8 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """The first signal waits for the end of the block and raises there, as in ``interruptible``; a second, unless it
-    came together with the first, comes at once, should what the block calls hang. An exception out of the block takes
-    the signal's place."""
+    """The first signal waits for the end of the block and raises there, as in ``interruptible``. A later second one
+    raises at once, in case the block hangs. An exception from the block replaces the signal's."""
     came: list[int] = []
     told: list[float] = []
     raised: list[int] = []
@@ -61,13 +62,13 @@ def postponed() -> Iterator[None]:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """SIGINT and SIGTERM are ignored: for clean-up of bounded length, which must not be left half done."""
+    """Ignore SIGINT and SIGTERM inside the block: for short clean-up that must not stop halfway."""
     with _handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN)):
         yield
 
 
 def _is_new(told: list[float]) -> bool:
-    """Whether a signal that comes now is another stop than the last of ``told``; notes it."""
+    """Whether a signal that comes now is a new stop, not part of the last one in ``told``; notes it."""
     is_new = not told or time.monotonic() - told[-1] >= _SAME_S
     told += [time.monotonic()] if is_new else []
     return is_new
@@ -75,8 +76,8 @@ def _is_new(told: list[float]) -> bool:
 
 @contextmanager
 def _as_raised(raised: Sequence[int]) -> Iterator[None]:
-    """A block that a signal ends leaves with the exception of the last signal in ``raised``; see [Note: Ray's exit
-    code]. An exit without a signal stays as it is."""
+    """If a signal ends the block, raise the exception of the last signal in ``raised``; see [Note: Ray's exit code]. An
+    exit without a signal is not changed."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:

@@ -1,11 +1,11 @@
-"""Clearing up after a driver that was killed: a small process beside it, which outlives it.
+"""Cleans up after a driver that was killed: a small process that outlives it.
 
-[Note: a killed driver] Ray ends the actors of a driver that is gone, by SIGKILL: none of them can remove its shared
-memory, and nobody is left to take the run out of the folder that Prometheus watches. So each driver has a janitor: an
-interpreter in a session of its own, which reads a pipe from the driver. A last line says that all is cleared up; the
-pipe's end without one, that the driver is dead. So does another parent than the driver: a child that the
-driver forked has the pipe's other end, too, and may outlive it. Then the janitor waits for the run's processes on this
-host, kills those that stay, and sweeps.
+[Note: a killed driver] When a driver dies, Ray ends its actors by SIGKILL. They cannot remove their shared memory, and
+nothing removes the run from the folder that Prometheus watches. So each driver has a janitor: an interpreter in its own
+session, which reads a pipe from the driver. A last line means that the driver has cleaned up. If the pipe ends without
+one, or the janitor's parent changes, the driver is dead; the parent matters because a child that the driver forked also
+holds the pipe and may outlive it. Then the janitor waits for the run's processes on this host, kills those that stay,
+and sweeps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Janitor", "clear_up"]
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
-_LOOK_S = 1.0  # how long a driver may be gone before it is noticed, where a child of it keeps the pipe open
+_LOOK_S = 1.0  # how long a driver may be gone unnoticed while a child of it keeps the pipe open
 _READ_BYTES = 1 << 16
 _DONE = "done"
-_END_S = 5.0  # how long a janitor that was told that all is done may take to end
+_END_S = 5.0  # how long a janitor may take to end after the driver's last line
 
 
 class Janitor:
-    """The driver's end: starts the process, tells it who takes part, and lets it go.
+    """The driver's end: starts the janitor process, sends it the run's processes, and releases it.
 
     Knows processes and two folders; not Ray or runs."""
 
@@ -46,9 +46,9 @@ class Janitor:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(os.getpid()), *folders],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # who reads the driver's output to its end does not wait for this process
+            stdout=subprocess.DEVNULL,  # a reader of the driver's output must not wait for this process
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what ends the driver's group does not end it
+            start_new_session=True,  # a signal to the driver's group does not end it
             text=True,
             env=os.environ | {"PYTHONPATH": path},
             cwd="/",
@@ -56,11 +56,11 @@ class Janitor:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The janitor's process id."""
         return self._process.pid
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:
-        """Have these ended before anything is swept, should the driver die."""
+        """If the driver dies, wait for the end of these processes before sweeping."""
         self._tell([[process.pid, process.create_time()] for process in processes])
 
     def close(self) -> None:
@@ -92,10 +92,10 @@ class Janitor:
 def clear_up(
     processes: Iterable[psutil.Process], slab_dir: Path | None, discovery_dir: Path | None, ends_s: float = _ENDS_S
 ) -> None:
-    """Take the dead driver's run from Prometheus, see its processes gone within ``ends_s`` or kill them, and remove
-    their shared memory."""
+    """Remove the dead driver's run from Prometheus' folder, wait ``ends_s`` for its processes and kill those that stay,
+    and remove their shared memory."""
     if discovery_dir is not None:
-        with suppress(OSError):  # what cannot be removed is left to the next start, as below
+        with suppress(OSError):  # the next start removes what stays, as below
             _sweep_announcements(discovery_dir)
     _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
     for process in stay:
@@ -114,13 +114,13 @@ def _sweep_announcements(folder: Path) -> None:
 
 
 def _sweep_slabs(folder: Path) -> None:
-    from rayzero.slabs.slab import sweep  # torch, which a janitor of a run that ends well never loads
+    from rayzero.slabs.slab import sweep  # imports torch, which the janitor of a run that ends well never needs
 
     sweep(folder)
 
 
 def _watched(told: Iterable[list[Any]]) -> list[psutil.Process]:
-    """The processes that are still there, and are no others with their pids."""
+    """The processes that still exist, without new ones that have their pids."""
     found = []
     for pid, born in told:
         with suppress(psutil.NoSuchProcess):
@@ -146,7 +146,7 @@ def _lines(pipe: int, driver: int) -> Iterator[bytes]:
 
 def main() -> None:
     """Read the driver's pipe to its end."""
-    driver = int(sys.argv[1])  # which may be dead already: then this process's parent is another
+    driver = int(sys.argv[1])  # it may be dead already; then this process has another parent
     slab_dir, discovery_dir = (Path(folder) if folder else None for folder in sys.argv[2:4])
     processes: list[psutil.Process] = []
     for line in _lines(sys.stdin.fileno(), driver):

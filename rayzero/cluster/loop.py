@@ -20,23 +20,24 @@ TrainLoop = Callable[..., Any]  # train_loop(config), or train_loop()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLoop:
-    """A loop and its config on their way to the ranks."""
+    """A loop and its config, packed for the ranks."""
 
     code: bytes
     paths: tuple[str, ...]  # the driver's sys.path: where the modules that ``code`` names are, on hosts that have it
 
 
 def pack_loop(train_loop: TrainLoop, config: Any) -> PackedLoop:
-    """The loop and its config, to be sent to the ranks. Functions of ``__main__`` travel by value, others by name.
+    """Pack the loop and its config for the ranks. Functions of ``__main__`` are sent by value, others by name.
 
     Raises ConfigError when the loop is not a function of at most one argument, or cannot be sent.
     """
     _check_signature(train_loop)
     try:
         code = bytes(cloudpickle.dumps((train_loop, config)))
-    except Exception as error:  # whatever an object of the user's raises when it is pickled
+    except Exception as error:  # a user's object may raise anything when it is pickled
         raise ConfigError(
-            f"train_loop and train_loop_config must be sendable to other processes: {type(error).__name__}: {error}"
+            f"train_loop and train_loop_config cannot be sent to other processes ({type(error).__name__}: {error}); "
+            f"make them picklable"
         ) from error
     return PackedLoop(code=code, paths=tuple(os.path.abspath(path) for path in sys.path))
 

@@ -1,4 +1,4 @@
-"""What everybody of a run agrees on: how processes are called, who takes part, where the run stands, what ranks report.
+"""Names and values that a run's processes share: process names, members, the run's state, reports.
 
 Plain values, which travel between processes and into files; neither Ray nor torch is needed to read them.
 """
@@ -24,7 +24,7 @@ __all__ = [
     "rank_name",
 ]
 
-NAMESPACE = "rayzero"  # of the run's named actor
+NAMESPACE = "rayzero"  # Ray namespace of the run's named actor
 DISCOVERY_PATH = "/sd"  # of the coordinator's exporter: Prometheus' http_sd
 TRACE_PATH = "/trace"  # of every exporter: its process's spans
 
@@ -35,17 +35,17 @@ def coordinator_name(run: str) -> str:
 
 
 def rank_name(rank: int) -> str:
-    """How messages call a rank worker."""
+    """A rank worker's name in messages."""
     return f"rank {rank}"
 
 
 def optimizer_name(owner: int) -> str:
-    """How messages call an optimizer actor."""
+    """An optimizer actor's name in messages."""
     return f"optimizer {owner}"
 
 
 class RunState(StrEnum):
-    """Where a run stands. The last three are final."""
+    """The state of a run. The last three are final."""
 
     STARTING = "starting"  # processes are placed and started
     RUNNING = "running"  # every rank is in its training loop
@@ -71,7 +71,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Where the owners are: index ``k`` is owner ``k``'s address. A change of either makes a new epoch."""
+    """The owners' addresses, by owner index. Any change makes a new epoch."""
 
     epoch: int
     addresses: tuple[str, ...]
@@ -82,7 +82,7 @@ class Report:
     """One call of ``rayzero.report``."""
 
     rank: int
-    step: int = 0  # that the rank had committed; 0 where it has not prepared a model
+    step: int = 0  # steps the rank had committed; 0 before it has prepared a model
     time: float = field(default_factory=time.time)  # when it was made, seconds since 1970
     metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON-able values
     checkpoint: str | None = None  # directory of a checkpoint that is complete

@@ -1,8 +1,8 @@
-"""How a run ends: which failure is the cause, when all is done, and what the user is told. Plain logic, no Ray.
+"""Decides how a run ends: when it is done, which failure is the cause, and what the error says. Plain logic, no Ray.
 
-Processes fail together: a rank that raises makes the others' finish fail, a killed owner makes every rank's fetch
-fail. [Note: cause and consequence] Errors that say "a peer is gone" are *consequences*; they are held for a short
-while so that the failure that made them can arrive and be named instead. Any other failure ends the run at once.
+Processes fail together: a rank that raises makes the others' finish fail, a killed owner makes every rank's fetch fail.
+[Note: cause and consequence] Errors that say "a peer is gone" are *consequences*. They are held back for a short while,
+so that the failure that caused them can arrive and be named instead. Any other failure ends the run at once.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ __all__ = [
     "run_failed",
 ]
 
-SETTLE_S = 3.0  # how long a consequence waits for its cause: Ray tells of a dead process within a second
+SETTLE_S = 3.0  # how long a consequence waits for its cause: Ray reports a dead process within a second
 
-_CAUSES = (HandshakeError, StepMismatchError, AccumulationError)  # store errors that are nobody else's fault
+_CAUSES = (HandshakeError, StepMismatchError, AccumulationError)  # store errors that no other failure causes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What went wrong in one process; picklable whatever the error was."""
+    """What went wrong in one process; always picklable, even if the error is not."""
 
     who: str  # "rank 1", "optimizer 0", "coordinator"
     what: str  # "raised ValueError: boom", "died: ..."
     traceback: str = ""  # of the process that failed; empty when it died
-    error: bytes | None = None  # the pickled exception, where it can be pickled
-    consequence: bool = False  # it says that someone else is gone
+    error: bytes | None = None  # the pickled exception; None if it cannot be pickled
+    consequence: bool = False  # it says that another process is gone
 
     def exception(self) -> BaseException | None:
-        """The original exception, where this process can rebuild it."""
+        """The original exception; None if this process cannot rebuild it."""
         if self.error is None:
             return None
         try:
             rebuilt = pickle.loads(self.error)
-        except Exception:  # an exception class of the user's may do anything here; its text is told all the same
+        except Exception:  # a user's exception class may do anything here; its text is reported all the same
             return None
         return rebuilt if isinstance(rebuilt, BaseException) else None
 
 
 def failure_of(who: str, error: BaseException, traceback_text: str | None = None) -> Failure:
-    """Describe an exception; its own traceback is told unless the text of one is given."""
+    """Describe an exception, with ``traceback_text`` or else its own traceback."""
     return Failure(
         who=who,
         what=f"raised {_one_line(error)}",
@@ -64,7 +64,7 @@ def failure_of(who: str, error: BaseException, traceback_text: str | None = None
 
 
 def death_of(who: str, pid: int | None, detail: str) -> Failure:
-    """Describe a process that ended without a word, as its host reports it."""
+    """Describe a process that ended without an exception, as its host reports it."""
     process = f"its process (pid {pid})" if pid else "its process"
     return Failure(who=who, what=f"died: {process} ended unexpectedly. {detail}".strip())
 
@@ -79,7 +79,7 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # an exception class of the user's may do anything here
+    except Exception:  # a user's exception class may do anything here
         return None
     return data
 
@@ -94,7 +94,7 @@ class RankOutcome:
 
 
 class Verdict(Enum):
-    """Where a run stands."""
+    """The state that the Watch has decided on."""
 
     RUNNING = auto()
     FINISHED = auto()  # every rank's loop returned
@@ -102,7 +102,7 @@ class Verdict(Enum):
 
 
 class Watch:
-    """Decides how a run ends from what its processes report.
+    """Decides how a run ends, from the outcomes and failures of its processes.
 
     Knows who is still running and which failures were seen; not Ray, processes or clocks (callers pass the time)."""
 
@@ -125,7 +125,7 @@ class Watch:
         self._failures.append(failure)
 
     def verdict(self, now_s: float) -> Verdict:
-        """Where the run stands at ``now_s``."""
+        """The decision at ``now_s``."""
         if not self._failures:
             return Verdict.RUNNING if self._running else Verdict.FINISHED
         settled = now_s - self._first_failure_s >= self._settle_s
@@ -142,7 +142,7 @@ class Watch:
 
     @property
     def cause(self) -> Failure:
-        """The failure to name: the first that is no consequence, else the first of all."""
+        """The failure to name: the first one that is not a consequence, else the first of all."""
         return next((failure for failure in self._failures if not failure.consequence), self._failures[0])
 
     @property

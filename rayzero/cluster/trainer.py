@@ -35,12 +35,12 @@ _RECORD_EVERY_S = 1.0  # how old run.json may be while reports come in
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a run ended and what it left."""
+    """The result of a run."""
 
     metrics: dict[str, Any]  # rank 0's last report
     path: Path  # the run's directory
-    checkpoint: Path | None  # its newest complete checkpoint, in its directory or reported from elsewhere
-    error: RunFailedError | None  # why it failed; None when it did not
+    checkpoint: Path | None  # its newest complete checkpoint, in its directory or where a report said
+    error: RunFailedError | None  # why it failed; None if it succeeded
     metrics_per_rank: tuple[dict[str, Any], ...]  # each rank's last report
     measured: dict[str, Measurements] = field(repr=False)  # counters and timings by process: "rank 0", "optimizer 1"
     seconds: float  # from fit() to its end
@@ -62,17 +62,17 @@ class ZeroTrainer:
     Args:
         train_loop: ``train_loop(config)`` or ``train_loop()``; it finds its rank with ``rayzero.get_context()``.
         train_loop_config: handed to the loop; anything that can be pickled.
-        zero_config: what ``rayzero.prepare`` uses in the loop where it is given no config.
+        zero_config: the config of ``rayzero.prepare`` calls in the loop that pass none.
         scaling_config: how many processes, and what each may use.
         run_config: where the run's files go and what it resumes from.
         on_report: called in this process with every report of every rank, in each rank's order.
         on_start: called in this process once every process is up, with the run's record (``run.json``) so far.
-        on_phase: called in this process with a few words on what begins, while the run starts; None: they are written
-            to stderr, with the seconds since ``fit()`` was called.
-        make_row: the row of ``metrics.jsonl`` that is complete with a report, or None; called with every report of
+        on_phase: called in this process with a short description of each phase of the start; None: write them to
+            stderr, with the seconds since ``fit()`` was called.
+        make_row: returns the row of ``metrics.jsonl`` that a report completes, or None; called with every report of
             every rank, in the coordinator's process. By default each report is a row.
 
-    Making one checks the settings; nothing is started or written before ``fit()``.
+    Creating one checks the settings; nothing is started or written before ``fit()``.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class ZeroTrainer:
         self._zero.require_supported()
         if self._zero.transport == "inproc":
             raise UnsupportedError(
-                "transport='inproc' reaches owners in the same process, a trainer's are processes of their own; "
-                "use transport='auto' or 'grpc'"
+                "transport='inproc' only reaches owners in the same process, but a trainer's owners are separate "
+                "processes; use transport='auto' or 'grpc'"
             )
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
     def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:
         """Run the loop on every rank to its end. Nothing is left behind: no actor, process, port or shared memory.
 
-        Joins the Ray at hand or starts a local one. A failed run raises RunFailedError with the
-        process, the cause and its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings
-        (ConfigError, CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit(143)) are raised either way,
-        signals after one logged line on how to go on.
-        ``directory``: the run's directory where the caller has opened it already, will close it, and says how to go on.
+        Joins the Ray at hand or starts a local one. A failed run raises RunFailedError with the process, the cause and
+        its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings (ConfigError,
+        CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit(143)) are raised either way, signals after
+        one logged line on how to go on. ``directory``: the run's directory, if the caller has already opened it; the
+        caller then closes it, and says how to resume after a signal.
         """
         if directory is not None:
             return self._fit(directory, raise_on_error)
@@ -167,13 +167,13 @@ class ZeroTrainer:
         return _result(directory, journal, newest, error, time.time() - started)
 
     def _write_trace(self, directory: RunDirectory, journal: Journal) -> None:
-        """Where the run was to keep one: of those processes that could still tell."""
+        """Write the trace, if the run keeps one, from the processes that could still send their spans."""
         steps = self._run.telemetry.trace_steps
         traces = {who: measured.trace for who, measured in journal.measured.items() if measured.trace is not None}
         if steps is not None and traces:
             try:
                 write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
-            except ConfigError as error:  # the training is done all the same
+            except ConfigError as error:  # the training itself has succeeded
                 log.warning("%s", error)
 
     def _started(self, directory: RunDirectory, journal: Journal, started: float) -> None:
@@ -212,7 +212,7 @@ class ZeroTrainer:
     ) -> dict[str, Any]:
         """Write ``run.json``, and return what is in it.
 
-        ``checkpoint``: the run's newest, as far as it is known without looking into the folder."""
+        ``checkpoint``: the run's newest one that is known without reading the folder."""
         record = {
             "run": self._run.name,
             "state": journal.state,
@@ -244,7 +244,7 @@ class ZeroTrainer:
 
 
 def _telemetry(journal: Journal) -> dict[str, Any] | None:
-    """Where the run's exporters are; None without telemetry."""
+    """The addresses of the run's exporters; None without telemetry."""
     if not journal.targets:
         return None
     return {

@@ -134,13 +134,13 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
 
 
 def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
-    """Raise RunFailedError if the directory has changed since the recipe was prepared: rows are cut, and plans made,
+    """Raise ConfigError if the directory has changed since the recipe was prepared: rows are cut, and plans made,
     for the step to resume from."""
     if directory.start.step != prepared.resume_step:
         raise ConfigError(
-            f"{directory.path} has changed while this run was starting: its newest checkpoint was of step "
-            f"{prepared.resume_step} and is now of step {directory.start.step}, so another run has used it; start "
-            f"this run again"
+            f"{directory.path} has changed while this run was starting: the run would have resumed from step "
+            f"{prepared.resume_step}, and now from step {directory.start.step}; another run has used the directory, "
+            "so start this run again"
         )
 
 

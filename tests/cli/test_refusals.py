@@ -107,7 +107,7 @@ def trained(tmp_path: Path) -> Path:
         (["init_from=."], "has neither model.safetensors nor model.safetensors.index.json; it has empty.txt"),
         (["init_from=of_another.safetensors"], "does not fit this GPT: it lacks"),
         (["zero.overlap=backward"], "overlap='backward' is not supported yet"),
-        (["zero.transport=inproc", "--run-dir", "tin"], "transport='inproc' reaches owners in the same process"),
+        (["zero.transport=inproc", "--run-dir", "tin"], "transport='inproc' only reaches owners in the same process"),
         (["zero=hello"], "zero must be a group of settings"),
         (["run=5"], "run must be a group of settings"),
         (["zero=hello", "precision=bf16"], "zero must be a group of settings"),
@@ -143,7 +143,7 @@ def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypa
     monkeypatch.setenv("RAY_ADDRESS", address)
     (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
     message = refused("train", "--run-dir", "r", "data=text.txt", *SMALL, cwd=tmp_path)
-    assert f"RAY_ADDRESS is '{address}', and no Ray answers there (Connection refused)" in message
+    assert f"RAY_ADDRESS is '{address}', but no Ray answers there (Connection refused)" in message
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -173,7 +173,7 @@ def test_resume_refuses_a_damaged_checkpoint(trained):
 def test_resume_refuses_another_model_and_a_run_that_is_done(trained):
     resume = ["train", "--resume", "--run-dir", "runs/r"]
     assert "steps is 2 and " in refused(*resume, cwd=trained)
-    assert "is of another model: 'blocks.0.attention.out.weight' is (16, 16) there, (32, 32) here" in refused(
+    assert "is of another model: 'blocks.0.attention.out.weight' is (16, 16) there, but (32, 32) here" in refused(
         *resume, "--steps", "4", "dim=32", cwd=trained
     )
 

@@ -128,5 +128,5 @@ def test_a_server_of_something_else_is_no_ray() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert silence_at(f"127.0.0.1:{server.getsockname()[1]}") == "what listens there is not Ray"
+        assert silence_at(f"127.0.0.1:{server.getsockname()[1]}") == "the program that listens there is not Ray"
         thread.join()

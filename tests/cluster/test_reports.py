@@ -119,4 +119,4 @@ def test_a_loop_that_makes_up_names_does_not_fill_prometheus(caplog):
     assert len(series) == MAX_REPORTED
     assert series[("name", "loss of step 0"),] == MAX_REPORTED + 9
     [warning] = caplog.messages
-    assert f"'loss of step {MAX_REPORTED}' and further names are not shown" in warning
+    assert f"'loss of step {MAX_REPORTED}' and later names are not shown" in warning

@@ -54,7 +54,7 @@ def test_fewer_optimizers_than_ranks_leave_ranks_alone():
 def test_missing_gpus_are_named_with_their_setting():
     plan = plan_resources(ScalingConfig(num_workers=2, use_gpu=True), LAPTOP)
     assert missing_resources(plan, LAPTOP) == (
-        "the run needs 2 GPUs (scaling_config.use_gpu: 1 for each of 2 ranks), the cluster has 0; "
+        "the run needs 2 GPUs (scaling_config.use_gpu: 1 for each of 2 ranks), but the cluster has 0; "
         "lower num_workers or set use_gpu=False"
     )
 
@@ -62,7 +62,7 @@ def test_missing_gpus_are_named_with_their_setting():
 def test_missing_cpus_are_named_with_the_sum_and_the_settings():
     plan = plan_resources(ScalingConfig(cpus_per_worker=4, cpus_per_optimizer=1), LAPTOP)
     assert missing_resources(plan, LAPTOP) == (
-        "the run needs 10 CPUs (2 ranks x 4 + 2 optimizers x 1), the cluster has 2 CPUs; lower "
+        "the run needs 10 CPUs (2 ranks x 4 + 2 optimizers x 1), but the cluster has 2 CPUs; lower "
         "scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
     )
 
@@ -123,7 +123,7 @@ def test_memory_that_is_asked_for_counts_on_each_node():
     assert missing_resources(plan, [one, two]) is None
     assert "and 8 GiB of memory" in str(missing_resources(plan, [Node(cpus=4, memory=2 << 30)] * 4))
     assert missing_resources(plan, [Node(cpus=8, memory=6 << 30)]) == (
-        "the run needs 8 GiB of memory (2 ranks x 1 GiB + 2 optimizers x 3 GiB), the cluster has 6 GiB; lower "
+        "the run needs 8 GiB of memory (2 ranks x 1 GiB + 2 optimizers x 3 GiB), but the cluster has 6 GiB; lower "
         "scaling_config.memory_per_worker, memory_per_optimizer, num_workers or num_optimizers"
     )
 

@@ -231,7 +231,7 @@ def test_the_command_traces_a_run_that_is_going_on(seen) -> None:
 @pytest.mark.ray
 def test_a_run_that_is_over_is_refused_and_its_own_trace_named(seen) -> None:
     with pytest.raises(
-        ConfigError, match=r"run 'demo' does not run any more \(finished\); its trace is in .*trace\.json"
+        ConfigError, match=r"run 'demo' is not running any more \(finished\); its trace is in .*trace\.json"
     ):
         trace_run(seen.folder, 1.0)
 
@@ -246,12 +246,14 @@ def record_of(folder: Path, **other: Any) -> Path:
 
 
 def test_a_run_that_kept_no_trace_says_how_to_have_one(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"\(finished\) and kept no trace: ask while .* run.telemetry.trace_steps=10"):
+    with pytest.raises(
+        ConfigError, match=r"\(finished\) and kept no trace; trace a run while .* run.telemetry.trace_steps=10"
+    ):
         trace_run(record_of(tmp_path), 1.0)
 
 
 def test_a_run_without_telemetry_is_refused_by_name(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"run 'demo' tells nothing of itself: .*enabled=false"):
+    with pytest.raises(ConfigError, match=r"run 'demo' cannot be traced, because .*enabled=false"):
         trace_run(record_of(tmp_path, state="running", telemetry=None), 1.0)
     with pytest.raises(ConfigError, match="trace_steps needs enabled: true"):
         TelemetryConfig(enabled=False, trace_steps=1)
@@ -265,7 +267,7 @@ def test_a_run_that_does_not_answer_is_one_line(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("said", "why"),
-    [(b"[]", "tells of no rank or owner at .* yet"), (b"[1]", "this is not service")],
+    [(b"[]", "lists no rank or owner at .* yet"), (b"[1]", "this is not service")],
 )
 def test_discovery_that_names_nobody_or_is_none_is_one_line(said, why, tmp_path) -> None:
     page = Page("application/json", lambda: said)

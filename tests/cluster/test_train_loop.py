@@ -28,7 +28,7 @@ def test_what_is_no_function_is_refused():
 
 
 def test_a_config_that_cannot_be_sent_is_refused():
-    with pytest.raises(ConfigError, match="must be sendable"):
+    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
         pack_loop(lambda config: None, threading.Lock())
 
 

@@ -122,7 +122,7 @@ def test_status_of_a_run_that_goes_on_comes_from_its_coordinator(watched):
 
 
 def test_a_run_name_in_use_is_refused_and_the_first_run_goes_on(watched):
-    assert "a run named 'demo' is on this cluster already" in str(watched.second)
+    assert "a run named 'demo' is already on this cluster" in str(watched.second)
 
 
 def test_a_record_whose_driver_is_gone_is_a_lost_run(watched, tmp_path):

@@ -121,7 +121,9 @@ def test_a_process_that_stands_still_is_named_and_the_run_ends_soon(trainer, not
 
     stopped: list[float] = []
     zero = ZeroConfig(stall_timeout=6.0, transport=transport)
-    with pytest.raises(RunFailedError, match=rf"failed: {who} stands still: its process \(pid \d+ on \S+\) is stopped"):
+    with pytest.raises(
+        RunFailedError, match=rf"failed: {who} makes no progress: its process \(pid \d+ on \S+\) is stopped"
+    ):
         trainer(train_for_ever, on_report=once(stop), zero_config=zero).fit()
     assert time.monotonic() - stopped[0] < 1.5 * 6.0 + 10.0 + BUSY_S
 

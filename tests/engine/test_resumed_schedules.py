@@ -318,10 +318,8 @@ def test_the_optimizer_given_to_prepare_cannot_step_but_serves_its_schedulers() 
         before = schedules.StepLR(plain, 1, gamma=0.5)
         model, optimizer = rayzero.prepare(model, plain)
         after = schedules.StepLR(plain, 1, gamma=0.5)
-        with pytest.raises(
-            UnsupportedError,
-            match=r"step\(\) was called on the AdamW that was given to rayzero\.prepare\(\), .* call step\(\) of the optimizer that",
-        ):
+        refused = r"step\(\) was called on the AdamW .* call step\(\) of the optimizer that"
+        with pytest.raises(UnsupportedError, match=refused):
             plain.step()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

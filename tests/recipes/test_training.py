@@ -49,7 +49,11 @@ def test_too_little_memory_for_an_owner_is_told_with_the_sum_before_anything_sta
     [
         ({"data": "nowhere"}, DataError, "nowhere"),
         ({"seq_len": 400}, DataError, "the validation split has 200 tokens"),
-        ({"zero": {"transport": "inproc"}}, UnsupportedError, "transport='inproc' reaches owners in the same process"),
+        (
+            {"zero": {"transport": "inproc"}},
+            UnsupportedError,
+            "transport='inproc' only reaches owners in the same process",
+        ),
         ({"model": "hf:nowhere.json"}, ConfigError, "no such file"),
         ({"run": {"resume": True, "storage_path": "nowhere"}}, CheckpointError, "nothing to resume"),
         ({"run": {"resume": "nowhere/step-000001"}}, CheckpointError, "no checkpoint at"),
@@ -64,7 +68,7 @@ def test_what_cannot_run_is_refused_by_name(recipe, change, error, message):
 def test_a_run_that_goes_on_is_not_resumed_even_if_it_has_no_checkpoint_yet(recipe, tmp_path):
     resuming = recipe.replace(run={"resume": True, "storage_path": str(tmp_path / "runs")})
     resuming.run.path.mkdir(parents=True)
-    with RunLock.take(resuming.run.path), pytest.raises(ConfigError, match="in use by a run that is going on"):
+    with RunLock.take(resuming.run.path), pytest.raises(ConfigError, match="in use by a run that is still running"):
         prepare_run(resuming)
 
 
@@ -95,6 +99,8 @@ def test_a_run_whose_directory_has_changed_since_it_was_looked_at_starts_nothing
     save_run(recipe, 10)
     prepared = prepare_run(resumed(recipe))
     save_run(recipe, 20)
-    with pytest.raises(ConfigError, match=r"to go on from step 10, now from 20; another run was there"):
+    with pytest.raises(
+        ConfigError, match=r"would have resumed from step 10, and now from step 20; another run has used"
+    ):
         run_prepared(prepared, Console())
     assert sorted(path.name for path in recipe.run.path.iterdir()) == [".lock", "checkpoints"]

@@ -1,4 +1,5 @@
-"""One file a running run, in a directory that Prometheus watches (file_sd): configured once, it finds every run."""
+"""Announces a run by a file in a directory that Prometheus watches (file_sd), so that Prometheus, configured once,
+finds every run."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ __all__ = ["announced", "sweep_announcements"]
 
 @contextmanager
 def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:
-    """Have a file with ``targets`` there; taken away at the end; where this process is killed, by its
-    janitor or the next run's start. Raises ConfigError where it cannot be written."""
+    """A context in which a file with ``targets`` is there. If this process is killed, its janitor or the next run's
+    start removes the file. Raises ConfigError if it cannot be written."""
     path = directory / f"{run}.{socket.gethostname()}.{os.getpid()}.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,7 @@ def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:
 
 
 def sweep_announcements(directory: Path) -> list[Path]:
-    """Remove the files of this host's drivers that are gone; which."""
+    """Remove the files of drivers of this host that are gone; returns them."""
     gone = [path for path in sorted(directory.glob(f"*.{socket.gethostname()}.*.json")) if not _driver_lives(path)]
     for path in gone:
         path.unlink(missing_ok=True)

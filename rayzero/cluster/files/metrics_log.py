@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object a line, made of what the ranks report. The coordinator writes it, anybody may read it.
+"""metrics.jsonl: one JSON object per line, made from the ranks' reports. Only the coordinator writes it.
 
-[Note: rows reach the file] A rank's report is a line of the file as soon as the coordinator has it: it neither waits
-for the driver, which may be busy, nor is it lost when a rank or the driver is killed afterwards.
+[Note: rows reach the file] A rank's report becomes a line of the file as soon as the coordinator has it. It does not
+wait for the driver, which may be busy, and is not lost if a rank or the driver is killed later.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rayzero.files import parse_json, read_text, replace_file
 __all__ = ["METRICS", "MakeRow", "MetricsLog", "Row", "latest_metrics", "read_log", "row_of_report", "trim_log"]
 
 METRICS = "metrics.jsonl"
-_MAX_LOG = 1 << 32  # bytes: some ten million steps
+_MAX_LOG = 1 << 32  # bytes: about ten million steps
 
 Row = dict[str, Any]
-MakeRow = Callable[[Report], Row | None]  # the row that is complete with this report, if one is
+MakeRow = Callable[[Report], Row | None]  # the row that this report completes; None if it completes none
 
 _OWN = ("step", "rank", "time")  # keys of a row that are not the loop's
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def row_of_report(report: Report) -> Row:
     """A row for each report: steps committed, rank, seconds since 1970, then what the loop reported.
 
-    What the loop calls step, rank or time is found as reported_step and so on."""
+    A value that the loop reports as step, rank or time is stored as reported_step and so on."""
     metrics = {f"reported_{name}" if name in _OWN else name: value for name, value in report.metrics.items()}
     return {"step": report.step, "rank": report.rank, "time": report.time, **metrics}
 
@@ -43,7 +43,7 @@ def row_of_report(report: Report) -> Row:
 class MetricsLog:
     """Appends rows to a run's metrics.jsonl.
 
-    A row that cannot be written is left out, with one warning until rows can be written again; none is cut. Knows
+    Skips a row that cannot be written, with one warning until rows can be written again; no row is cut short. Knows
     rows and one file; not who reports."""
 
     def __init__(self, run_dir: Path, make_row: MakeRow = row_of_report) -> None:
@@ -54,7 +54,7 @@ class MetricsLog:
         self.lost = 0  # rows that could not be written
 
     def add(self, reports: Iterable[Report]) -> None:
-        """Write the rows that are complete with these reports; they are in the file when this returns."""
+        """Write the rows that these reports complete. They are in the file when this returns."""
         rows = [row for report in reports if (row := self._make_row(report)) is not None]
         if not rows:
             return
@@ -74,11 +74,11 @@ class MetricsLog:
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError:
-            os.ftruncate(self._file, whole)  # what fitted of the lines
+            os.ftruncate(self._file, whole)  # the part of the lines that was written
             raise
 
     def close(self) -> None:
-        """Let the file go. Idempotent."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -89,15 +89,15 @@ def _line(row: Row) -> str:
 
 
 def _is_json(value: Any) -> bool:
-    """JSON has no inf and no nan: null in the file."""
+    """``value``, with null for inf and NaN, which JSON does not have."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def trim_log(run_dir: Path, resume_step: int) -> None:
     """Drop the rows after ``resume_step`` of an earlier part of the run, and a last line that a crash cut short.
 
-    The file is replaced as a whole, and left alone where there is nothing to drop. Raises DataError for a file that
-    is something else or cannot be replaced."""
+    Replaces the file as a whole, and only if there is something to drop. Raises DataError if the file holds something
+    else or cannot be replaced."""
     path = run_dir / METRICS
     if not path.exists():
         return
@@ -117,10 +117,9 @@ def _step_of(row: Row) -> int:
 
 
 def read_log(run_dir: Path) -> list[Row]:
-    """The rows of a run's metrics.jsonl in order; none where there is no file. A number that was inf or nan is None.
+    """The rows of a run's metrics.jsonl in order; empty if there is no file. A number that was inf or NaN is None.
 
-    A line cut short by a crash, which can only be the last, is left out. Raises DataError for a file that is something
-    else."""
+    Skips a last line that a crash cut short. Raises DataError if the file holds something else."""
     path = run_dir / METRICS
     if not path.exists():
         return []
@@ -149,21 +148,21 @@ def _parsed(line: str) -> Row:
 
 
 def _is_reported(value: Any) -> bool:
-    """Whether a rank can have reported it: a number of at most 64 bits, text or None."""
+    """Whether a rank can report this value: a number of at most 64 bits, text or None."""
     if isinstance(value, int):
         return abs(value) < 1 << 63
     return value is None or isinstance(value, float) or _is_text(value)
 
 
 def _is_text(value: Any) -> bool:
-    """Surrogates alone are no characters, and nothing prints them."""
+    """Whether it is printable text: a lone surrogate is not a character."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def latest_metrics(rows: Sequence[Row]) -> Row | None:
-    """What a run reported last under each name, and its step; None without rows.
+    """The last value of each name that a run reported, and the last step; None without rows.
 
-    Of several ranks: the loss is their mean, everything else the lowest rank's."""
+    The loss is the mean over ranks; every other value is the lowest rank's."""
     by_rank: dict[int, Row] = {}
     for row in rows:
         by_rank.setdefault(row.get("rank", 0), {}).update(row)
@@ -180,7 +179,7 @@ def latest_metrics(rows: Sequence[Row]) -> Row | None:
 
 
 def _mean(values: Sequence[Any]) -> float | None:
-    """None where one of them is no number."""
+    """The mean; None if a value is not a number."""
     if not all(isinstance(value, int | float) for value in values):
         return None
     return float(sum(values)) / len(values)

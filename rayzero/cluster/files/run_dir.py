@@ -1,4 +1,4 @@
-"""A run's directory: who may write to it, what a resumed run starts from, and ``run.json``, what became of the run."""
+"""A run's directory: who may write to it, what a resumed run starts from, and its record ``run.json``."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ RECORD = "run.json"
 _CHECKPOINTS = "checkpoints"
 _MAX_RECORD = 1 << 28  # bytes
 
-_SETTING = "run_config.storage_path / run_config.name"  # what names the place, unless the caller says otherwise
+_SETTING = "run_config.storage_path / run_config.name"  # names the directory, unless the caller says otherwise
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a run starts from."""
+    """The checkpoint that a run starts from."""
 
     checkpoint: Path | None  # None: it is a fresh run
     step: int  # steps that the checkpoint has done
 
 
 class RunCheckpoints:
-    """Knows where a run's checkpoints are: what reports have named counts, wherever it lies.
+    """Knows where a run's checkpoints are: in its folder, or where its reports said.
 
     Knows paths; not what a run does with them."""
 
     def __init__(self, run_dir: Path, elsewhere: Iterable[Path] = ()) -> None:
-        """``elsewhere``: checkpoints of the run that are not in its folder."""
+        """``elsewhere``: checkpoints of the run outside its folder."""
         self.folder = run_dir / _CHECKPOINTS
-        self.latest: Path | None = None  # the last one that the run started from or reported
+        self.latest: Path | None = None  # the checkpoint that the run last started from or reported
         self._elsewhere = dict.fromkeys(elsewhere)  # in the order of their first reports
 
     @property
@@ -56,7 +56,7 @@ class RunCheckpoints:
         return tuple(self._elsewhere)
 
     def note(self, checkpoint: Path | str | None) -> None:
-        """Take one that the run starts from or reports; that of a later model is a part of the first one's."""
+        """Note a checkpoint that the run starts from or reports. A later model's is part of the first model's."""
         if checkpoint is None:
             return
         path = Path(checkpoint)
@@ -70,7 +70,7 @@ class RunCheckpoints:
         return Catalog.of(self.folder, self._elsewhere)
 
     def folders(self) -> list[Path]:
-        """All of them, sound or not; no manifest is read."""
+        """The folders of all checkpoints, complete or not; reads no manifest."""
         return [*checkpoint_folders(self.folder), *(path for path in self._elsewhere if (path / MANIFEST).exists())]
 
     def __contains__(self, checkpoint: Path) -> bool:
@@ -82,35 +82,35 @@ class RunCheckpoints:
         return bool(stale_folders(self.folder))
 
     def sweep(self) -> None:
-        """Put right what interrupted saves left. Call while the run is locked."""
+        """Repair what interrupted saves left. Call it while the run is locked."""
         sweep_stale(self.folder)
         for path in self._elsewhere:
             sweep_stale(path.parent, path.name)
 
     def name_of(self, checkpoint: Path) -> str:
-        """Its name in the folder, or its path where it lies elsewhere."""
+        """Its name if it is in the folder, else its path."""
         return checkpoint.name if checkpoint.parent == self.folder else str(checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
-    """The place of one run's files, locked against other drivers until :meth:`close` or the process's end. Made by
-    :meth:`open`, which checks everything that can be checked."""
+    """The directory of one run's files, locked against other drivers until :meth:`close` or the end of the process.
+    Created by :meth:`open`, which checks everything that can be checked."""
 
     path: Path
     start: Start
     checkpoints: RunCheckpoints
-    fresh: bool  # it was not there before
+    fresh: bool  # open() created the directory
     lock: RunLock  # freed by: close()
 
     @classmethod
     def open(cls, config: RunConfig, *, setting: str = _SETTING) -> RunDirectory:
-        """Find or make the directory and lock it; nothing is written where it is refused, but what a save left that
-        was cut short is put right.
+        """Find or create the directory and lock it. If it is refused, nothing is written, except to repair what an
+        interrupted save left.
 
-        ``setting`` is what the user chose the place with, for messages. Raises ConfigError when a run is going on
-        there, another run's checkpoints or newer ones than that to resume are there, or the place cannot be written,
-        and CheckpointError when there is no checkpoint to resume from or it is damaged.
+        ``setting``: the setting by which the user chose the directory, for messages. Raises ConfigError if a run is
+        using the directory, if it holds checkpoints of another run or newer ones than that to resume from, or if it
+        cannot be written; CheckpointError if there is no checkpoint to resume from or it is damaged.
         """
         path = config.path.absolute()
         fresh = not path.exists()
@@ -141,14 +141,14 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Let other drivers in. Idempotent."""
+        """Release the lock. Idempotent."""
         self.lock.close()
 
     def withdraw(self) -> None:
-        """Take away what :meth:`open` made, where it made the directory and nothing else is in it."""
+        """Remove the directory if :meth:`open` created it and it holds nothing else."""
         if not self.fresh:
             return
-        with suppress(OSError):  # somebody put a file there: then it stays
+        with suppress(OSError):  # it holds another file, so it stays
             self.checkpoints.folder.rmdir()
             (self.path / LOCK).unlink()
             self.path.rmdir()
@@ -158,13 +158,13 @@ class RunDirectory:
         replace_file(self.path / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 
     def read_record_file(self) -> bytes | None:
-        """What is in ``run.json`` now; None where there is none."""
+        """The content of ``run.json`` now; None if there is none."""
         with suppress(FileNotFoundError):
             return (self.path / RECORD).read_bytes()
         return None
 
     def restore_record_file(self, earlier: bytes | None) -> None:
-        """Have ``run.json`` as :meth:`read_record_file` found it."""
+        """Restore ``run.json`` to what :meth:`read_record_file` returned."""
         if earlier is None:
             (self.path / RECORD).unlink(missing_ok=True)
         else:
@@ -172,7 +172,7 @@ class RunDirectory:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """``run.json`` of a run directory, or None where there is none; raises ConfigError when it is not one."""
+    """``run.json`` of a run directory; None if there is none. Raises ConfigError if the file is not a run's record."""
     try:
         record = parse_json(read_text(path / RECORD, at_most=_MAX_RECORD))
     except FileNotFoundError:
@@ -186,19 +186,19 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _wrong_in(record: object) -> str | None:
-    """The first entry that is not what every reader relies on."""
+    """The first entry that is missing or wrong; None if the record is sound."""
     if not isinstance(record, dict):
         return "everything"
     return next((name for name, right in _ENTRIES.items() if not right(record.get(name))), None)
 
 
 def _is_text(told: object) -> bool:
-    """Text that can be printed: JSON may have half a surrogate pair."""
+    """Whether it is printable text: JSON may hold half a surrogate pair."""
     return isinstance(told, str) and told.encode(errors="ignore").decode() == told
 
 
 def _is_number(told: object) -> bool:
-    """Seconds, say: nothing that arithmetic fails with."""
+    """Whether it is a number that arithmetic can use."""
     return isinstance(told, int | float) and abs(told) < 1e18
 
 
@@ -207,7 +207,7 @@ def _is_driver(told: object) -> bool:
 
 
 def _is_telemetry(told: object) -> bool:
-    """None: the run tells nothing of itself."""
+    """Whether it is a valid telemetry entry. None: the run has no telemetry."""
     if told is None:
         return True
     return isinstance(told, dict) and _is_text(told.get("http_sd")) and _all(_is_target, told.get("targets"))
@@ -226,7 +226,7 @@ def _all(right: Callable[[object], bool], told: object) -> bool:
 
 
 def _is_paths(told: object) -> bool:
-    """None: an early record, or one of a run that knows of none."""
+    """Whether it is a list of paths. None: an early record, or a run without such checkpoints."""
     return told is None or _all(_is_text, told)
 
 
@@ -236,7 +236,7 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "started_at": _is_number,
     "driver": _is_driver,
     "telemetry": _is_telemetry,
-    "members": lambda told: told is None or _all(_is_member, told),  # None: nobody had been started yet
+    "members": lambda told: told is None or _all(_is_member, told),  # None: nothing has been started yet
     "ended_at": lambda told: told is None or _is_number(told),
     "checkpoints_elsewhere": _is_paths,
     "error": lambda told: told is None or _is_text(told),
@@ -244,18 +244,18 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
 
 
 def checkpoints_of(run_dir: Path) -> RunCheckpoints:
-    """The checkpoints of the run in ``run_dir``; where its record is damaged, those in its folder, with a warning."""
+    """The checkpoints of the run in ``run_dir``; if its record is damaged, those in its folder, with a warning."""
     try:
         record = read_record(run_dir)
     except ConfigError as error:
-        log.warning("only the checkpoints in %s are looked for: %s", run_dir, error)
+        log.warning("only checkpoints in %s are found, because the run's record cannot be read: %s", run_dir, error)
         record = None
     return RunCheckpoints(run_dir, map(Path, (record or {}).get("checkpoints_elsewhere") or ()))
 
 
 def find_start(config: RunConfig, *, setting: str = _SETTING) -> Start:
-    """What :meth:`RunDirectory.open` would start from now; it raises the same, makes nothing and locks nothing for
-    longer."""
+    """What :meth:`RunDirectory.open` would start from now. Raises the same errors; creates nothing and keeps no
+    lock."""
     path = config.path.absolute()
     checkpoints = checkpoints_of(path)
     with _lock_run(path, checkpoints) or nullcontext():
@@ -263,9 +263,9 @@ def find_start(config: RunConfig, *, setting: str = _SETTING) -> Start:
 
 
 def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
-    """Lock what a run has left, and put right what a save of its that was cut short has; None: nothing to lock.
+    """Lock the files of an earlier run and repair what an interrupted save of it left. None: there is nothing to lock.
 
-    Before anything is chosen: a checkpoint that was being replaced has its name back only then."""
+    Call it before choosing a checkpoint: one that was being replaced gets its name back here."""
     if not (path / LOCK).exists() and not checkpoints.anything_stale():
         return None
     lock = RunLock.take(path)
@@ -278,12 +278,12 @@ def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
 
 
 def _choose(config: RunConfig, path: Path, checkpoints: RunCheckpoints, setting: str) -> Start:
-    """The one place that decides what a run in ``path`` starts from."""
+    """Decide what a run in ``path`` starts from; no other function does."""
     if config.resume is False:
         _refuse_other_run(path, checkpoints, setting)
         return Start(checkpoint=None, step=0)
     found = _newest(checkpoints) if config.resume is True else Path(config.resume).absolute()
-    with CheckpointReader(found) as checkpoint:  # it is whole
+    with CheckpointReader(found) as checkpoint:  # raises unless it is complete
         start = Start(checkpoint=found, step=checkpoint.step)
     if found in checkpoints:
         _refuse_older(start, checkpoints, setting)
@@ -301,7 +301,8 @@ def _newest(checkpoints: RunCheckpoints) -> Path:
 
 
 def _refuse_other_run(path: Path, checkpoints: RunCheckpoints, setting: str) -> None:
-    """Two runs' checkpoints in one place could not be told apart; a run that left none may be run again."""
+    """Raise ConfigError if the directory holds another run's checkpoints: they could not be told apart. A run that left
+    none may be run again."""
     if found := checkpoints.folders():
         sound = checkpoints.catalog().sound
         newest = checkpoints.name_of(sound[-1].path if sound else found[-1])
@@ -312,12 +313,13 @@ def _refuse_other_run(path: Path, checkpoints: RunCheckpoints, setting: str) -> 
 
 
 def _refuse_older(start: Start, checkpoints: RunCheckpoints, setting: str) -> None:
-    """What the run did after an older checkpoint would be taken for what it does from there on."""
+    """Raise ConfigError if newer checkpoints exist: the next resume would take them for the continuation of an older
+    one."""
     if newer := [checkpoints.name_of(one.path) for one in checkpoints.catalog().sound if one.step > start.step]:
         names = newer[0] if len(newer) == 1 else f"{newer[0]} to {newer[-1]}"
         raise ConfigError(
             f"run.resume is {start.checkpoint}, but {checkpoints.folder} holds newer checkpoints of this run "
-            f"({names}), from which it would go on the next time; move them away or delete them, or "
+            f"({names}), from which it would resume the next time; move them away or delete them, or "
             f"choose another place with {setting}"
         )
 

@@ -1,4 +1,4 @@
-"""One driver to a run directory: a lock that the kernel lets go when its holder dies, however it dies."""
+"""Lets one driver use a run directory: a lock that the kernel releases when its holder dies, however it dies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LOCK = ".lock"
 class RunLock:
     """An exclusive flock on ``.lock`` in a run directory, held from :meth:`take` to :meth:`close`.
 
-    The file stays behind, for it is the lock on it that counts, not its being there. It is not inherited by programs
-    that the holder starts."""
+    The file stays after the run, because only the lock on it counts. Programs that the holder starts do not inherit the
+    lock."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor  # freed by: close()
@@ -39,8 +39,8 @@ class RunLock:
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(
-                f"{directory} is in use by a run that is going on ({_holder(directory)}); wait for its end or stop "
-                "it, or choose another run directory"
+                f"{directory} is in use by a run that is still running ({_holder(directory)}); wait until it ends, stop it, or "
+                f"choose another run directory"
             ) from None
         except OSError as error:
             os.close(descriptor)
@@ -48,14 +48,14 @@ class RunLock:
         return cls(descriptor)
 
     def sign(self) -> None:
-        """Write who holds it, for the one who is refused."""
+        """Write who holds the lock, for the message of a driver that is refused."""
         assert self._descriptor is not None
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def close(self) -> None:
-        """Let it go. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -68,7 +68,7 @@ class RunLock:
 
 
 def _holder(directory: Path) -> str:
-    """Who signed the lock; a holder that has only just taken it has not yet."""
+    """Who holds the lock; a holder that has only just taken it has not signed yet."""
     try:
         found = parse_json(read_text(directory / LOCK, at_most=1 << 16))
         return f"pid {found['pid']} on {found['host']}"

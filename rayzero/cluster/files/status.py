@@ -1,7 +1,7 @@
-"""Where a run stands, for ``rayzero status``: read from its record, which the driver keeps fresh while it runs.
+"""The state of a run for ``rayzero status``, read from its record, which the driver keeps up to date.
 
-Ray is asked only where this process is on it already: joining a cluster takes long, needs its token, and the record
-knows nearly as much.
+Asks Ray only if this process is already connected to it: joining a cluster takes long and needs its token, and the
+record has nearly as much.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from rayzero.errors import ConfigError
 
 __all__ = ["list_runs", "run_status"]
 
-LOST = "lost"  # the record says starting or running, and the driver is not there any more
+LOST = "lost"  # the record says starting or running, but the driver is gone
 
 _ANSWER_S = 5.0
-_CLOCK_S = 2.0  # by which a process's time of birth, counted from boot, may be off
+_CLOCK_S = 2.0  # error of a process's start time, which is counted from boot
 
 
 def run_status(run_dir: Path) -> dict[str, Any]:
-    """What is known of the run in ``run_dir``: its ``run.json``; on the run's own Ray, the coordinator's view over it.
+    """What is known of the run in ``run_dir``: its ``run.json``, updated by the coordinator's view if this process is
+    on the run's Ray.
 
     ``state`` is a RunState's value, or ``"lost"``. Raises ConfigError when no run was recorded there.
     """
     record = read_record(run_dir)
     if record is None:
-        raise ConfigError(f"{run_dir} holds no run: there is no {RECORD}")
+        raise ConfigError(f"{run_dir} holds no run, because it has no {RECORD}")
     if record["state"] not in (RunState.STARTING, RunState.RUNNING):
         return record
     if not _driver_lives(record):
@@ -50,7 +51,7 @@ def list_runs(storage_path: Path) -> list[dict[str, Any]]:
 
 
 def _ask_coordinator(record: dict[str, Any]) -> dict[str, Any] | None:
-    """The ledger of a run on the Ray that this process is on; None when it has no such coordinator."""
+    """The coordinator's description of a run on the Ray that this process is on; None if it has no such coordinator."""
     try:
         coordinator = ray.get_actor(coordinator_name(record["run"]), namespace=NAMESPACE)
         described: dict[str, Any] = ray.get(coordinator.describe.remote(), timeout=_ANSWER_S)
@@ -60,7 +61,8 @@ def _ask_coordinator(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _driver_lives(record: dict[str, Any]) -> bool:
-    """True unless the driver ran on this host and is gone; one that has its pid now must not be younger than it."""
+    """False if the driver ran on this host and is gone. A process that has its pid now but started later is another
+    one."""
     driver = record["driver"]
     if driver["host"] != socket.gethostname():
         return True

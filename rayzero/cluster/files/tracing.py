@@ -1,4 +1,4 @@
-"""A run's trace: the spans of its ranks and owners, asked for while it runs, or what it left when it ended."""
+"""A run's trace: the spans of its ranks and owners, requested while it runs, or kept when it ended."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from rayzero.telemetry.trace_file import trace_of
 
 __all__ = ["TRACE_FILE", "trace_run", "write_trace"]
 
-TRACE_FILE = "trace.json"  # in the folder of a run that kept one
+TRACE_FILE = "trace.json"  # in the folder of a run that kept its trace
 
 _ANSWER_S = 10.0  # for a whole page, however slowly its bytes come
-_TRACED = (Role.RANK, Role.OPTIMIZER)  # the coordinator has no part in a step
+_TRACED = (Role.RANK, Role.OPTIMIZER)  # the coordinator takes no part in a step
 
 
 def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
-    """What the run in ``run_dir`` does in the next ``seconds``, or more where it keeps spans all along: by process.
+    """The spans of the next ``seconds`` of the run in ``run_dir``, by process; more if it keeps spans from its start.
 
-    Raises ConfigError where it does not run or tells nothing of itself, RunFailedError where it does not answer."""
+    Raises ConfigError if it does not run or has no telemetry, RunFailedError if it does not answer."""
     record = run_status(run_dir)
     name = record["run"]
     if record["state"] != RunState.RUNNING:
         raise ConfigError(_not_running(name, record["state"], run_dir / TRACE_FILE))
     if not record.get("telemetry"):
-        raise ConfigError(f"run {name!r} tells nothing of itself: it has run.telemetry.enabled=false")
+        raise ConfigError(
+            f"run {name!r} cannot be traced, because it has run.telemetry.enabled=false; start it with telemetry"
+        )
     addresses = _traced(record["telemetry"]["http_sd"], name)
     found = _ask_all(addresses, name)
     until = time.monotonic() + seconds
@@ -45,26 +47,27 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
 
 def _not_running(name: str, state: str, kept: Path) -> str:
     if state == RunState.STARTING:
-        return f"run {name!r} is still starting, and nothing is traced yet; ask again when it trains"
+        return f"run {name!r} is still starting and has no spans yet; try again when it trains"
     if kept.is_file():
-        return f"run {name!r} does not run any more ({state}); its trace is in {kept}"
+        return f"run {name!r} is not running any more ({state}); its trace is in {kept}"
     return (
-        f"run {name!r} does not run any more ({state}) and kept no trace: ask while it runs, or start it with "
+        f"run {name!r} is not running any more ({state}) and kept no trace; trace a run while it runs, or start it "
+        f"with "
         "run.telemetry.trace_steps=10 for a trace of its last 10 steps"
     )
 
 
 def _traced(http_sd: str, run: str) -> dict[str, str]:
-    """By who it is, the address of every process that has spans: ranks first."""
+    """Process -> address, for every process that has spans, ranks first."""
     try:
         targets = discover(http_sd, timeout_s=_ANSWER_S)
     except OSError as error:
         raise _silent(f"the coordinator of run {run!r}", http_sd, error) from error
     except ValueError as error:
-        raise RunFailedError(f"run {run!r} does not tell of its processes at {http_sd}: {error}") from error
+        raise RunFailedError(f"run {run!r} does not list its processes at {http_sd}: {error}") from error
     found = sorted((one for one in targets if one.role in _TRACED), key=lambda one: (one.role != Role.RANK, one.index))
     if not found:
-        raise RunFailedError(f"run {run!r} tells of no rank or owner at {http_sd} yet; ask again when it trains")
+        raise RunFailedError(f"run {run!r} lists no rank or owner at {http_sd} yet; try again when it trains")
     return {one.who: one.address for one in found}
 
 
@@ -81,7 +84,7 @@ def _recorded(who: str, page: bytes, run: str) -> Recorded:
 
 
 def _pages(urls: Mapping[str, str], run: str) -> dict[str, bytes]:
-    """By who it is, what each one answers; all are asked at once, and one that does not answer is named."""
+    """Process -> its answer. Asks all at the same time, and names one that does not answer."""
     found: dict[str, bytes] = {}
     for (who, url), page in zip(urls.items(), read_pages([*urls.values()], timeout_s=_ANSWER_S), strict=True):
         if isinstance(page, str):
@@ -91,11 +94,14 @@ def _pages(urls: Mapping[str, str], run: str) -> dict[str, bytes]:
 
 
 def _silent(who: str, url: str, why: object) -> RunFailedError:
-    return RunFailedError(f"{who} does not answer at {url}: {why}; has the run just ended, or is this another network?")
+    return RunFailedError(
+        f"{who} does not answer at {url}: {why}; check that the run has not just ended, "
+        "and that this host can reach that network"
+    )
 
 
 def write_trace(path: Path, run: str, processes: Mapping[str, Recorded]) -> None:
-    """The file that Perfetto shows, whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the file for Perfetto, whole or not at all. Raises ConfigError if it cannot be written."""
     try:
         replace_file(path, json.dumps(trace_of(run, processes)) + "\n")
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Ray and its nodes: joining a cluster, and which process gets a place where."""
+"""Ray and its nodes: joins a cluster, and places a run's processes on it."""

@@ -1,7 +1,7 @@
-"""Which CPUs a process computes on, on hosts with more than one NUMA node: those of one node, its memory beside them.
+"""Binds a process to the CPUs of one NUMA node, so that its memory is on the same node.
 
-[Note: first touch] Linux gives a page the memory of the node whose CPU touches it first. A process that is bound before
-it makes its slabs therefore has them on its own node, and needs no memory policy.
+[Note: first touch] Linux allocates a page on the node whose CPU touches it first. So a process that is bound before it
+makes its slabs has them on its own node, without a memory policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_cpus(listed: str) -> frozenset[int]:
 
 
 def numa_nodes(root: Path = NODES) -> tuple[frozenset[int], ...]:
-    """The CPUs of each NUMA node that has some, in the kernel's order; empty where the kernel tells of none."""
+    """The CPUs of each NUMA node that has some, in the kernel's order; empty if the kernel lists none."""
     found = sorted(root.glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
     cpus = [parse_cpus((folder / "cpulist").read_text(encoding="ascii")) for folder in found]
     return tuple(filter(None, cpus))
@@ -43,8 +43,9 @@ def choose_cpus(
     allowed: AbstractSet[int],
     near: AbstractSet[int] | None,
 ) -> frozenset[int] | None:
-    """What process ``index`` of its kind is bound to: the node that is ``near``, else the nodes in turn, each as far as
-    it is ``allowed``. None where that is no choice: one node, or none with a CPU for each of its ``threads``."""
+    """The CPUs to bind process ``index`` of its kind to: those of the node that is ``near``, else of the nodes in turn,
+    limited to ``allowed``. None if there is no choice: a single node, or none with a CPU for each of its
+    ``threads``."""
     usable = [frozenset(node & allowed) for node in nodes if node & allowed]
     if len(usable) < 2:
         return None
@@ -55,7 +56,7 @@ def choose_cpus(
 
 
 def cpus_near_gpu(index: int, root: Path = DEVICES) -> frozenset[int] | None:
-    """The CPUs beside a CUDA device of this process; None where the kernel does not tell."""
+    """The CPUs nearest to a CUDA device of this process; None if the kernel does not list them."""
     told: Any = torch.cuda.get_device_properties(index)
     address = f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
     try:
@@ -65,8 +66,8 @@ def cpus_near_gpu(index: int, root: Path = DEVICES) -> frozenset[int] | None:
 
 
 def bind(who: str, index: int, threads: int, near: AbstractSet[int] | None = None) -> frozenset[int] | None:
-    """Bind every thread that this process has, and so every one it will have, as ``choose_cpus`` says; the CPUs, or
-    None where it stays as it was. Before the process makes its memory. [Note: first touch]"""
+    """Bind every present thread of this process, which later ones inherit, to the CPUs of ``choose_cpus``. Returns
+    them, or None if nothing changes. Call it before the process allocates its memory. [Note: first touch]"""
     if not hasattr(os, "sched_setaffinity"):
         return None
     cpus = choose_cpus(index, threads, numa_nodes(), os.sched_getaffinity(0), near)

@@ -1,4 +1,4 @@
-"""Places on the cluster: a Ray placement group for each group of processes that are reserved together."""
+"""Reserves resources on the cluster: one Ray placement group for each group of processes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Placement:
 
 @contextmanager
 def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
-    """Reserve every place of the plan; given back at the end, and when it cannot be had.
+    """Reserve the resources of the plan for the length of the block; also releases them if they cannot all be had.
 
-    Raises ConfigError naming what is missing: at once on a cluster that this process started, after ``timeout_s``
-    on another, which may grow or have its CPUs taken by others.
+    Raises ConfigError, naming what is missing: at once on a cluster that this process started; after ``timeout_s`` on
+    any other, which may grow, or on which others may release CPUs.
     """
     if started_here() and (missing := missing_resources(plan, alive_nodes())):
         raise ConfigError(missing)
@@ -61,7 +61,7 @@ def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
         _wait_placed(plan, groups, timeout_s)
         yield Placement(plan=plan, groups=tuple(groups))
     finally:
-        for reserved in groups if ray_answers() else ():  # a Ray that is gone has none, and would be waited for
+        for reserved in groups if ray_answers() else ():  # a Ray that is gone has none, and the call would wait for it
             remove_placement_group(reserved)
 
 
@@ -88,7 +88,7 @@ def _busy(plan: ResourcePlan, num_ready: int, timeout_s: float) -> str:
     return (
         f"only {num_ready} of {len(plan.groups)} groups of processes found a place within {timeout_s:g} s: the run "
         f"needs {count(plan.cpus, 'CPU')} and {count(plan.gpus, 'GPU')} in all, and "
-        f"{count(free.cpus, 'CPU')} and {count(free.gpus, 'GPU')} are free "
-        "beside what it has already; others use the rest. Wait for them, lower scaling_config.cpus_per_worker and "
+        f"{count(free.cpus, 'CPU')} and {count(free.gpus, 'GPU')} are free besides those that it has already; other "
+        f"programs use the rest. Wait for them, lower scaling_config.cpus_per_worker and "
         "cpus_per_optimizer, or raise scaling_config.placement_timeout"
     )

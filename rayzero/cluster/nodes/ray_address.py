@@ -1,6 +1,6 @@
-"""Which Ray this process is to join: what the environment names, found to answer before Ray is asked to join it.
+"""Finds the Ray that this process should join: checks that the address in the environment answers before Ray joins it.
 
-Ray itself waits for minutes, or for ever, on an address where nobody answers.
+Ray itself waits for minutes, or for ever, for an address that does not answer.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _FRAME_HEADER, _SETTINGS = 9, 4  # bytes; the type of the frame that a server se
 
 @dataclass(frozen=True, slots=True)
 class RayAddress:
-    """Where a run's Ray is."""
+    """The address of a run's Ray."""
 
     joined: str | None  # the address to join; None: this process starts a Ray of its own
-    ignored: str | None = None  # one line on a stale file of ``ray start``, where there is one
+    ignored: str | None = None  # a message about a stale file of ``ray start``; None if there is none
 
 
 def find_ray() -> RayAddress:
-    """The Ray to join: that of ``RAY_ADDRESS``, else that of the file which ``ray start`` writes, where it answers.
+    """The Ray to join: that of ``RAY_ADDRESS``, else that of the file that ``ray start`` writes, if it answers.
 
-    Takes ten seconds at most, beside the resolution of a name. Raises ConfigError where ``RAY_ADDRESS`` names a Ray
-    that does not answer; a file that names one is ignored."""
+    Takes at most ten seconds besides resolving a name. Raises ConfigError if ``RAY_ADDRESS`` names a Ray that does not
+    answer; ignores a file that names one."""
     named = os.environ.get(VARIABLE)
     if named:
         return RayAddress(_named(named))
@@ -47,8 +47,8 @@ def find_ray() -> RayAddress:
         return RayAddress(noted or None)
     return RayAddress(
         None,
-        f"{get_ray_address_file(None)} names a Ray at {noted} that does not answer ({why}): this run starts a Ray of "
-        "its own; `ray stop` removes the file",
+        f"{get_ray_address_file(None)} names a Ray at {noted} that does not answer ({why}), so this run starts its "
+        f"own Ray; `ray stop` removes the file",
     )
 
 
@@ -65,26 +65,26 @@ def _named(named: str) -> str | None:
         why = " ".join(str(error).split())
     if why is not None:
         raise ConfigError(
-            f"{VARIABLE} is {named!r}, and no Ray answers there ({why}); start that cluster, set {VARIABLE} to one "
-            "that runs, or unset it to start a Ray on this machine"
+            f"{VARIABLE} is {named!r}, but no Ray answers there ({why}); start that cluster, set {VARIABLE} to one "
+            f"that runs, or unset it to start Ray on this machine"
         )
     return address
 
 
 def silence_at(address: str) -> str | None:
-    """Why no Ray can be joined at ``host:port``; None: a server answers there in HTTP/2, as Ray's does.
+    """Why no Ray can be joined at ``host:port``; None if a server answers there in HTTP/2, as Ray's does.
 
-    A connection alone says little: the kernel takes it for a process that is stopped, too."""
+    A connection alone proves little, because the kernel accepts it for a stopped process too."""
     parsed = parse_address(address)
     if parsed is None or not parsed[1].isdigit():
         return "it is not HOST:PORT"
     try:
         with socket.create_connection((parsed[0].strip("[]"), int(parsed[1])), timeout=_ANSWER_S) as connection:
-            return None if _encrypted() or _speaks_http2(connection) else "what listens there is not Ray"
+            return None if _encrypted() or _speaks_http2(connection) else "the program that listens there is not Ray"
     except TimeoutError:
         return f"no answer within {_ANSWER_S:g} s"
     except OverflowError:
-        return "there is no such port"
+        return "the port is out of range"
     except OSError as error:
         return error.strerror or str(error)
 

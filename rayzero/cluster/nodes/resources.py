@@ -1,4 +1,4 @@
-"""What each process of a run gets, and what is missing when a cluster is too small. Pure arithmetic, no Ray.
+"""Plans the resources of a run's processes, and finds what a cluster lacks. Pure arithmetic, no Ray.
 
 A run is placed as *groups* of processes that are reserved together. With ``placement="beside_rank"`` a group is a rank
 worker and the optimizer actors beside it on the same node (optimizer ``k`` beside rank ``k % num_workers``); otherwise
@@ -38,7 +38,7 @@ Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What one node of the cluster has in all, used or not."""
+    """All resources of one node of the cluster, used or not."""
 
     cpus: float
     gpus: float = 0.0
@@ -48,11 +48,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one process gets."""
+    """The resources of one process."""
 
     cpus: float  # that Ray reserves
     gpus: int  # that Ray reserves
-    threads: int  # that compute in it
+    threads: int  # computing threads
     memory: int = 0  # bytes that Ray reserves; 0: none are asked for
 
 
@@ -82,7 +82,7 @@ class Group:
         return sum(share.memory for share in self.shares)
 
     def pieces(self) -> Iterator[tuple[Share, ...]]:
-        """Its processes, cut where they may be on different nodes."""
+        """Its processes, in parts that may be on different nodes."""
         if self.strategy == "STRICT_PACK":
             yield self.shares
         else:
@@ -91,7 +91,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourcePlan:
-    """The share of every process of a run, and which processes stand together."""
+    """The share of every process of a run, and which processes are placed together."""
 
     worker: Share
     optimizer: Share
@@ -126,9 +126,9 @@ class ResourcePlan:
 def plan_resources(scaling: ScalingConfig, nodes: Sequence[Node], placement: Placement = "beside_rank") -> ResourcePlan:
     """Shares for every process of a run on these nodes.
 
-    CPUs that the config leaves open are the largest equal share with which all groups fit (whole CPUs, or
-    hundredths of one on a small cluster); where nothing fits it is one CPU, so that ``missing_resources`` can say
-    what one would need.
+    If the config sets no CPU count, every process gets the largest equal share with which all groups fit (whole CPUs,
+    or hundredths on a small cluster). If nothing fits, the share is one CPU, so that ``missing_resources`` can name
+    what is needed.
     """
 
     def planned(share: float) -> ResourcePlan:
@@ -138,8 +138,8 @@ def plan_resources(scaling: ScalingConfig, nodes: Sequence[Node], placement: Pla
 
 
 def plan_optimizers(scaling: ScalingConfig) -> ResourcePlan:
-    """Shares for optimizer actors alone, close together, of a run whose ranks others place. ``cpus_per_optimizer``: 1
-    where the config leaves it open."""
+    """Shares for only the optimizer actors, packed together, for a run whose ranks another library places.
+    ``cpus_per_optimizer`` is 1 if the config does not set it."""
     plan = _plan(scaling, 1.0, "packed")
     return replace(plan, num_workers=0, groups=tuple(group for group in plan.groups if group.rank is None))
 
@@ -150,14 +150,14 @@ def missing_resources(plan: ResourcePlan, nodes: Sequence[Node]) -> str | None:
         return None
     if plan.gpus > (gpus := sum(node.gpus for node in nodes)):
         need = f"{count(plan.gpus, 'GPU')} (scaling_config.use_gpu: 1 for each of {count(plan.num_workers, 'rank')})"
-        return f"the run needs {need}, the cluster has {gpus:g}; lower num_workers or set use_gpu=False"
+        return f"the run needs {need}, but the cluster has {gpus:g}; lower num_workers or set use_gpu=False"
     for group in plan.groups:
         if not any(matches(group.labels, node.labels) for node in nodes):
             return _no_such_node(group, nodes)
     if plan.cpus > (cpus := sum(node.cpus for node in nodes)):
-        return f"the run needs {_cpu_demand(plan)}, the cluster has {count(cpus, 'CPU')}; {_LOWER}"
+        return f"the run needs {_cpu_demand(plan)}, but the cluster has {count(cpus, 'CPU')}; {_LOWER}"
     if plan.memory > (memory := sum(node.memory for node in nodes)):
-        return f"the run needs {_memory_demand(plan)}, the cluster has {format_bytes(int(memory))}; {_LESS_MEMORY}"
+        return f"the run needs {_memory_demand(plan)}, but the cluster has {format_bytes(int(memory))}; {_LESS_MEMORY}"
     together = "a rank and the optimizers beside it need one node" if _stand_together(plan) else "each needs one node"
     demand = _cpu_demand(plan) + (f" and {_memory_demand(plan)}" if plan.memory else "")
     return (
@@ -218,7 +218,7 @@ def _groups_selector_text(plan: ResourcePlan) -> str:
 
 
 def _plan(scaling: ScalingConfig, share: float, placement: Placement) -> ResourcePlan:
-    """The plan in which open CPU counts are ``share``."""
+    """The plan with ``share`` for CPU counts that the config does not set."""
     worker = _share(
         scaling.cpus_per_worker or share,
         scaling.threads_per_worker,
@@ -266,7 +266,7 @@ def _largest_share(scaling: ScalingConfig, nodes: Sequence[Node], planned: Calla
     left_open = scaling.num_workers * (scaling.cpus_per_worker is None)
     left_open += scaling.num_optimizers * (scaling.cpus_per_optimizer is None)
     cpus = sum(node.cpus for node in nodes)
-    possible = [share for share in shares if share * left_open <= cpus + 1e-9]  # laying out thousands of groups is slow
+    possible = [share for share in shares if share * left_open <= cpus + 1e-9]  # planning thousands of groups is slow
     fitting = (share for share in sorted(possible, reverse=True) if _fits(planned(share).groups, nodes))
     return next(fitting, 1.0)
 

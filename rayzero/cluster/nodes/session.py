@@ -1,4 +1,4 @@
-"""Being on a Ray cluster for the length of a run: the one at hand, or a local one that we start and end."""
+"""Connects to Ray for the length of a run: to a running cluster, or to a local one that we start and end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from rayzero.errors import RunFailedError
 
 __all__ = ["alive_nodes", "free_resources", "ray_answers", "ray_session", "started_here"]
 
-_CONNECT_S = 5.0  # for the answer of a Ray that is there
+_CONNECT_S = 5.0  # how long a running Ray may take to answer
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
-    """Join Ray, and leave it as it was found. ``say`` hears what is done, in a few words, before it is done.
+    """Join Ray, and leave it as it was. ``say`` is called with a short description before each thing that is done.
 
-    In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS``
-    (as under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without
-    dashboard, which ends with the session; that one, too, where what ``ray start`` left is a file only. Raises
-    ConfigError where nobody answers at ``RAY_ADDRESS``, RunFailedError when the cluster cannot be reached, and what a
-    signal raises (KeyboardInterrupt, SystemExit(143)): at once while a cluster is joined, and once Ray has started
-    where it is started here.
+    In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS`` (as
+    under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without dashboard,
+    which ends with the session; that one, too, where what ``ray start`` left is a file only. Raises ConfigError if no
+    Ray answers at ``RAY_ADDRESS``, RunFailedError if the cluster cannot be reached, and what a signal raises
+    (KeyboardInterrupt, SystemExit(143)): at once while joining a cluster; after the start if Ray is started here.
     """
     if ray.is_initialized():
         yield
@@ -50,28 +49,29 @@ def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
 
 
 def _start() -> None:
-    """Signals wait: what a raylet has just started stays for ever when its driver goes away in the middle."""
+    """Start or join Ray with signals postponed: if a driver dies midway, the processes that a raylet has just started
+    stay for ever."""
     with postponed(), _handlers_kept():
         _init("local", "the local machine")
 
 
 def _join(address: str) -> None:
     with interruptible(), _handlers_kept():
-        _init(None, address)  # it is found once more, by Ray: only then does Ray look for a token by itself
+        _init(None, address)  # Ray finds it again itself, because only then does it look for a token
 
 
 def _init(address: str | None, where: str) -> None:
     try:
         ray.init(address=address, include_dashboard=False, namespace=NAMESPACE, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises a bare Exception where a node does not start in time
+    except Exception as error:  # Ray raises a bare Exception if a node does not start in time
         said = " ".join(str(error).split()) or type(error).__name__
         raise RunFailedError(f"cannot join Ray at {where}: {said}") from error
 
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray's own handlers for SIGTERM, which it sets while it starts, exit in the middle of that, and what a raylet has
-    just started then stays for ever."""
+    """Keep our signal handlers while Ray starts. Ray would set its own for SIGTERM, which exit midway and leave the
+    processes that a raylet has just started for ever."""
     theirs, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
     try:
         yield
@@ -80,9 +80,9 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def ray_answers() -> bool:
-    """Whether something still listens where the cluster's GCS was. A signal to the whole process group (``timeout``, a
-    service manager) ends a Ray that this process started, too. Asked without Ray, whose own calls would wait a minute
-    and then end the process."""
+    """Whether something still listens at the address of the cluster's GCS. A signal to the whole process group
+    (``timeout``, a service manager) also ends a Ray that this process started. Does not ask Ray, whose own calls would
+    wait a minute and then end the process."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
@@ -99,12 +99,12 @@ def started_here() -> bool:
 
 
 def alive_nodes() -> list[Node]:
-    """What each node of the cluster has in all."""
+    """All resources of each node of the cluster, used or not."""
     return [_node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
 
 
 def free_resources() -> Node:
-    """What nobody uses just now, all nodes together."""
+    """The free resources of all nodes together."""
     return _node(ray.available_resources(), {})
 
 

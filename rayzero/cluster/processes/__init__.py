@@ -1,1 +1,1 @@
-"""The processes of a run: coordinator, rank workers, optimizer actors, and what each tells of itself."""
+"""The processes of a run (coordinator, rank workers, optimizer actors) and the exporters that serve their metrics."""

@@ -1,7 +1,7 @@
-"""The coordinator: one named actor a run, which knows where everything is and how far the run has come.
+"""The coordinator: one named actor per run that keeps the routing table, the run's state and the ranks' reports.
 
-It is told, it never acts: the driver writes the routing table and the run's state, ranks send their reports, which it
-writes to metrics.jsonl, and ``rayzero status`` reads. No training step waits for it.
+It only records. The driver writes the routing table and the run's state; ranks send reports, which it writes to
+metrics.jsonl; ``rayzero status`` reads. No training step waits for it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
 __all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunLedger", "this_process"]
 
-LATE_S = 10.0  # a process that was not heard of for as long is late
-REPORTS_KEPT = 10_000  # between two reads of the driver; older ones are dropped, counted in `reports_dropped`
+LATE_S = 10.0  # a process without a heartbeat for this long is late
+REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped and counted in `reports_dropped`
 
 
 _S = RunState
@@ -48,7 +48,7 @@ def this_process(who: str) -> Member:
 
 
 class RunLedger:
-    """What is known of one run: state, members, routing, each rank's last metrics, checkpoints, unread reports.
+    """The record of one run: state, members, routing, each rank's last metrics, checkpoints, unread reports.
 
     The plain object behind the actor. Knows values; not Ray, files or time zones (times are seconds since 1970)."""
 
@@ -65,7 +65,7 @@ class RunLedger:
         self._dropped = 0
 
     def move(self, state: RunState, error: str | None = None) -> None:
-        """Change the run's state; raises ``ValueError`` on a move that cannot happen."""
+        """Change the run's state. Raises ``ValueError`` for a transition that is not allowed."""
         if state not in _MOVES[self._state]:
             raise ValueError(f"run {self._run!r} cannot go from {self._state} to {state}")
         self._state, self._error = state, error
@@ -112,25 +112,25 @@ class RunLedger:
 
 
 class Heartbeats:
-    """The last heartbeat of each process, and what owners have worked.
+    """The last heartbeat of each process, and the owners' update seconds.
 
     Knows names such as "rank 0"; not what a late process means for the run (supervision.py)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._heard: dict[str, float] = {}  # by process
-        self._worked: dict[str, float] = {}  # owners: update seconds, all told
-        self._before: dict[str, float] = {}  # the same when the imbalance was last taken
+        self._worked: dict[str, float] = {}  # owners: update seconds in total
+        self._before: dict[str, float] = {}  # the same when the imbalance was last computed
         self._imbalance: float | None = None
 
     def enlist(self, everyone: Sequence[str]) -> None:
-        """Who is to be heard of from now on."""
+        """Set the processes that must send heartbeats from now on."""
         now = self._clock()
         self._heard = {who: self._heard.get(who, now) for who in everyone}
         self._worked = {who: seconds for who, seconds in self._worked.items() if who in self._heard}
 
     def beat(self, who: str, update_seconds: float | None) -> None:
-        """A process is there; ``update_seconds``: an owner's, since its start."""
+        """Record a heartbeat. ``update_seconds``: of an owner, since its start."""
         if who not in self._heard:
             return
         self._heard[who] = self._clock()
@@ -139,7 +139,7 @@ class Heartbeats:
             self._compare()
 
     def _compare(self) -> None:
-        """Once every owner has told of more work: how uneven it was."""
+        """Compute the imbalance once every owner has reported more work."""
         owners = [who for who in self._heard if kind_of(who) == "optimizer"]
         done = [self._worked.get(who, 0.0) - self._before.get(who, 0.0) for who in owners]
         if done and min(done) > 0:
@@ -147,7 +147,7 @@ class Heartbeats:
             self._before = dict(self._worked)
 
     def readings(self) -> Iterator[Reading]:
-        """What the coordinator exports of it."""
+        """The coordinator's gauges for it."""
         now, states = self._clock(), Counter[tuple[str, str]]()
         for who, heard in list(self._heard.items()):
             age = now - heard
@@ -167,10 +167,10 @@ def kind_of(who: str) -> str:
 
 
 class Coordinator:
-    """The actor: an event loop around a :class:`RunLedger`. Its calls are short, but for ``next_reports``."""
+    """The actor: an event loop around a :class:`RunLedger`. All its calls but ``next_reports`` are short."""
 
     def __init__(self, run: str, log: MetricsLog | None) -> None:
-        """``log``: where reports are written, by this process alone; None where ranks report to somebody else."""
+        """``log``: where only this process writes reports; None if ranks report to another library."""
         self._ledger = RunLedger(run, started_at=time.time())
         self._log = log
         self._heartbeats = Heartbeats()
@@ -180,7 +180,7 @@ class Coordinator:
         self._ended = False
 
     async def hello(self) -> Member:
-        """Who and where this is."""
+        """This process's name, host and pid."""
         return this_process("coordinator")
 
     async def open_exporter(self, settings: ExporterSettings) -> Target:
@@ -202,7 +202,7 @@ class Coordinator:
     async def enlist(
         self, members: Sequence[Member], addresses: Sequence[str], targets: Sequence[Target] = ()
     ) -> Routing:
-        """See :meth:`RunLedger.enlist` and :meth:`RunLedger.route`; ``targets``: the exporters that discovery tells of
+        """See :meth:`RunLedger.enlist` and :meth:`RunLedger.route`; ``targets``: the exporters that discovery lists
         from now on."""
         self._ledger.enlist(members)
         self._heartbeats.enlist([member.who for member in members])
@@ -210,7 +210,7 @@ class Coordinator:
         return self._ledger.route(addresses)
 
     async def report(self, reports: Sequence[Report]) -> None:
-        """Take a batch of one rank's reports; they are in metrics.jsonl when this returns."""
+        """Take a batch of one rank's reports. They are in metrics.jsonl when this returns."""
         if self._log is not None:
             self._log.add(reports)
         self._ledger.add(reports)
@@ -224,7 +224,7 @@ class Coordinator:
         return self._ledger.take_unread()
 
     async def end_news(self) -> None:
-        """From now on ``next_reports`` does not wait: every loop has ended."""
+        """Every loop has ended: make ``next_reports`` return without waiting."""
         self._ended = True
         self._news.set()
 

@@ -39,10 +39,11 @@ _PLAN_STEPS = 20  # after which every page has been used
 class OptimizerActor:
     """One owner, alone in its process.
 
-    Born idle: ``serve`` opens the port, ``watch`` lasts until ``stop``."""
+    It starts idle: ``serve`` opens the port, and ``watch`` lasts until ``stop``."""
 
     def __init__(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> None:
-        """``measure_bandwidth``: of the host's memory, when it starts. ``bind_numa``: to one node's CPUs."""
+        """``measure_bandwidth``: measure the host's memory bandwidth at the start. ``bind_numa``: bind to one node's
+        CPUs."""
         if bind_numa:
             bind(optimizer_name(settings.owner), settings.owner, settings.threads)
         self._settings = settings
@@ -63,7 +64,7 @@ class OptimizerActor:
         return self._owner.serve(host)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
-        """Know where all owners listen, itself included: before the first rank attaches."""
+        """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
         self._owner.connect_peers(addresses)
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
@@ -84,11 +85,11 @@ class OptimizerActor:
         return self._exporter.target
 
     def watch(self) -> None:
-        """Last as long as the owner serves: who waits for this call learns of the process's death at once."""
+        """Return when the owner stops serving. A caller that waits for this learns of the process's death at once."""
         self._stopped.wait()
 
     def stop(self) -> Measurements:
-        """Close the port, free the shards, end ``watch``; what was measured. Idempotent."""
+        """Close the port, free the shards and end ``watch``; returns the measurements. Idempotent."""
         if not self._stopped.is_set():
             self._owner.stop()
             if self._exporter is not None:
@@ -98,7 +99,7 @@ class OptimizerActor:
 
 
 def _process_readings(models: HostedModels, before: int) -> Iterator[Reading]:
-    """Processor time; and, once all of the planned memory is in use for certain, what the plan was worth."""
+    """Processor time and, once all of the planned memory is certainly in use, measured over planned memory."""
     yield Reading(OPTIMIZER_CPU_SECONDS, time.process_time(), {})
     if models.planned_bytes and models.decided_steps >= _PLAN_STEPS:
         grown = own_bytes() - before

@@ -1,4 +1,4 @@
-"""What a process of a run needs to be an owner: its prepared models' shards, and the server in front."""
+"""An owner inside a process of a run: the shards of its prepared models, and the server in front of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["OwnerSettings", "ServedOwner"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerSettings:
-    """What one owner is started with."""
+    """The settings of one owner."""
 
     owner: int
     num_owners: int
@@ -27,11 +27,11 @@ class OwnerSettings:
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
-    token: str = field(repr=False)  # every call to the owner carries it
+    token: str = field(repr=False)  # every call to the owner must carry it
 
 
 class ServedOwner:
-    """An owner in this process. Born idle: ``serve`` opens the port."""
+    """An owner in this process. It starts idle: ``serve`` opens the port."""
 
     def __init__(self, settings: OwnerSettings, recorder: Recorder) -> None:
         self._settings = settings
@@ -54,7 +54,7 @@ class ServedOwner:
         return self._server.address
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
-        """Know where all owners listen, itself included: before the first rank attaches."""
+        """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
         assert self._server is not None, "serve() comes first"
         self._server.connect_peers(addresses)
 

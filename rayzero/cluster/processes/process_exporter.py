@@ -1,4 +1,4 @@
-"""What one process of a run shows to Prometheus: its recorder, its memory and its node's, behind one port."""
+"""Serves one process's metrics to Prometheus on one port: its recorder, its memory and its node's memory."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = ["BEAT_S", "LOOPBACK", "ExporterSettings", "MemorySource", "ProcessExp
 LOOPBACK = "127.0.0.1"
 BEAT_S = 2.0  # between two heartbeats of a process
 
-_MEASURE_S = 5.0  # a process's pages are counted at most as often: the kernel walks all of them
+_MEASURE_S = 5.0  # a process's pages are counted at most this often: the kernel walks all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExporterSettings:
-    """What one process's exporter is opened with."""
+    """The settings of one process's exporter."""
 
     run: str
     role: Role
@@ -53,17 +53,18 @@ class ExporterSettings:
     host: str  # to listen on
     port: int  # 0: any free one
     slab_dir: Path  # where this run's slabs are made
-    trace: bool  # keep spans all along, not only while somebody asks for them
+    trace: bool  # keep spans from the start, not only on request
 
     def target(self, address: str) -> Target:
-        """What discovery says of it."""
+        """The exporter as discovery describes it."""
         return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index)
 
 
 def plan_exporters(
     run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path
 ) -> dict[str, ExporterSettings]:
-    """Who listens where. ``members``: the coordinator first, then the others in the order of their ports."""
+    """Each process's exporter settings. ``members``: the coordinator first, then the others in the order of their
+    ports."""
     everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
     found: dict[str, ExporterSettings] = {}
     for number, (who, member) in enumerate(members.items()):
@@ -84,14 +85,15 @@ def plan_exporters(
 
 
 class MemorySource:
-    """This process's and its node's memory, counted when somebody looks. See ``Recorder.watch``.
+    """Measures this process's and its node's memory at each scrape. See ``Recorder.watch``.
 
-    Puts into the ledger what nobody else can tell of: what the process was before, and its heap. [Note: the ledger]"""
+    Adds to the memory ledger what no other source reports: the process before the run, and the rest of its heap. [Note:
+    the ledger]"""
 
     def __init__(
         self, slab_dir: Path, told: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``told()``: bytes of the heap that the ledger has from others; none at first."""
+        """``told()``: bytes of the heap that other sources report."""
         self._slab_dir = slab_dir
         self._told = told
         self._clock = clock
@@ -99,10 +101,10 @@ class MemorySource:
         self._measured = clock()
 
     def begin_run(self, model_bytes: int) -> None:
-        """What the process is now, less ``model_bytes`` of its heap, is what it was before the run."""
-        give_back_freed()  # else it would be the process's for ever
+        """Take the process's present memory, less ``model_bytes`` of its heap, as its memory before the run."""
+        give_back_freed()  # else it would count as the process's for ever
         self._before = without_model(self._before, LedgerCount(process_memory(), heap_use(), 0.0), model_bytes)
-        self._measured = -_MEASURE_S  # who looks next sees both of the same time
+        self._measured = -_MEASURE_S  # the next scrape sees both values of the same moment
 
     def __call__(self) -> Iterator[Reading]:
         now = self._count()
@@ -127,7 +129,7 @@ class MemorySource:
 
 
 class ProcessExporter:
-    """One process's exporter and, where there is a coordinator to tell, its heartbeat."""
+    """One process's exporter and, if there is a coordinator, its heartbeat."""
 
     def __init__(
         self,
@@ -138,10 +140,10 @@ class ProcessExporter:
         update_seconds: Callable[[], float] | None = None,
         pages: Mapping[str, Page] | None = None,
     ) -> None:
-        """Listen; ``target`` says where. Also serves the recorder's spans: who asks for them has them kept for a while.
+        """Listen; ``target`` has the address. Also serves the recorder's spans; a request makes it keep spans for a
+        while.
 
-        ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError where
-        the port cannot be had."""
+        ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError if the port is not available."""
         if settings.trace:
             recorder.spans.keep()
         all_pages = {TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {})
@@ -163,7 +165,7 @@ class ProcessExporter:
 
 
 class Pulse:
-    """Tells the coordinator, every ``BEAT_S``, that this process is there; waits for no answer."""
+    """Sends the coordinator a heartbeat every ``BEAT_S`` and does not wait for an answer."""
 
     def __init__(self, who: str, coordinator: Any, update_seconds: Callable[[], float] | None) -> None:
         """``coordinator``: its actor handle. ``update_seconds``: see :meth:`Heartbeats.beat`."""
@@ -180,13 +182,13 @@ class Pulse:
                 return
 
     def close(self) -> None:
-        """Be silent. Idempotent."""
+        """Stop the heartbeat. Idempotent."""
         self._ended.set()
         self._thread.join()
 
 
 def _told(recorder: MemoryRecorder, memory: MemorySource) -> float:
-    """Bytes of the heap whose purpose the recorder's other sources tell."""
+    """Bytes of the heap that the recorder's other sources report by purpose."""
     series = recorder.gauges(without=memory).get(MEMORY_BYTES, {})
     return sum(size for labels, size in series.items() if dict(labels)["tier"] == "ram")
 

@@ -1,4 +1,4 @@
-"""What the programs of a run take by their imports alone: measured in this process as it imports the same."""
+"""Measures the memory that a run's programs take for their imports, by importing the same modules in this process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from rayzero.plan.programs import Imported
 
 
 def coordinator_memory() -> ProcessMemory:
-    """This process's memory once it has imported what the coordinator does. What it had imported before counts too, so
-    call it before anything imports torch, which the coordinator does not."""
+    """This process's memory after it has imported the coordinator's modules. Earlier imports count too, so call it
+    before anything imports torch, which the coordinator does not."""
     import_module("rayzero.cluster.processes.coordinator")
     return process_memory()
 
 
 def imported_memory(coordinator: ProcessMemory | None = None) -> Imported:
-    """This process's memory as it imports what owners and ranks do, then what a plan needs beyond that: torch.compile's
-    compiler. ``coordinator``: what ``coordinator_memory`` found earlier; None: measured now."""
+    """This process's memory after it has imported the modules of owners and ranks, and again after torch.compile's
+    compiler, which only a plan needs. ``coordinator``: an earlier result of ``coordinator_memory``; None: measure
+    now."""
     coordinator = coordinator or coordinator_memory()
     import_module("rayzero.cluster.processes.owner_process")
     owner = process_memory()

@@ -30,12 +30,12 @@ from rayzero.telemetry.recorder import Measurements, MemoryRecorder
 
 __all__ = ["RankSettings", "RankWorker"]
 
-_FLUSH_S = 30.0  # the longest a finished loop waits for its last reports to be taken
+_FLUSH_S = 30.0  # how long a finished loop waits for its last reports to be sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """What one rank's loop is run with."""
+    """The settings of one rank's loop."""
 
     rank: int
     world_size: int
@@ -47,22 +47,22 @@ class RankSettings:
     bind_numa: bool
     config: ZeroConfig
     addresses: tuple[str, ...]  # of the owners, by index
-    token: str = field(repr=False)  # owners ask for it in every call
+    token: str = field(repr=False)  # every call to an owner must carry it
 
 
 class RankWorker:
-    """One rank: a context, the user's loop in it, the channel its reports leave by; and, where a part of the optimizer
-    stays on its device, the owner of that part."""
+    """One rank: a context, the user's loop in it and the channel for its reports; also an owner, if part of the
+    optimizer stays on the rank's device."""
 
     def __init__(self, rank: int, threads: int, owner: OwnerSettings | None) -> None:
-        """``owner``: of the owner beside it; None: there is none."""
+        """``owner``: settings of the owner beside this rank; None: there is none."""
         self._rank = rank
         self._threads = threads
         self._recorder = MemoryRecorder()
         self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
         self._context: RankContext | None = None
         self._channel: ReportChannel | None = None
-        self._exporter: ProcessExporter | None = None  # until the process ends: a loop that has returned is still shown
+        self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
     def hello(self) -> Member:
         """Who and where this is."""
@@ -89,7 +89,7 @@ class RankWorker:
             self._owner.stop()
 
     def run(self, settings: RankSettings, packed_loop: PackedLoop, coordinator: Any) -> RankOutcome:
-        """Run the loop to its end, well or not; what it raises is in the outcome, never raised from here."""
+        """Run the loop to its end. An exception of the loop is part of the outcome and is not raised here."""
         if settings.bind_numa:
             near = cpus_near_gpu(0) if settings.use_gpu else None
             bind(rank_name(self._rank), self._rank, self._threads, near)
@@ -102,13 +102,13 @@ class RankWorker:
         try:
             with running_in(context):
                 unpack_loop(packed_loop)()
-        except BaseException as error:  # supervision: the driver is told, whatever the user's loop raised
+        except BaseException as error:  # supervision: report to the driver whatever the user's loop raised
             failure = failure_of(rank_name(self._rank), error)
         channel.close(_FLUSH_S)
         return RankOutcome(rank=self._rank, failure=failure, measured=Measurements.of(self._recorder))
 
     def stop(self, reason: str) -> None:
-        """Make the loop end: its reports are refused and everything it waits for fails with ``reason``."""
+        """Make the loop end: refuse its reports, and fail everything it waits for with ``reason``."""
         if self._channel is not None:
             self._channel.refuse()
         if self._context is not None:

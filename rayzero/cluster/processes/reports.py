@@ -1,4 +1,4 @@
-"""What a rank's training loop reports, on its way out: numbers to Prometheus, everything to the coordinator.
+"""Sends what a rank's training loop reports: numbers to Prometheus, everything to the coordinator.
 
 A report is queued at once and sent in order by a thread; no step waits for it."""
 
@@ -43,7 +43,7 @@ def _is_one(value: Tensor | np.generic | np.ndarray[Any, Any]) -> bool:
 
 
 class ReportGauges:
-    """Shows the numbers that a loop reports to Prometheus; a metric called loss is the rank's training loss.
+    """Exports the numbers that a loop reports; the one called loss is the rank's training loss.
 
     Knows one rank's recorder; not steps or files."""
 
@@ -53,7 +53,7 @@ class ReportGauges:
         self._refused = False
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Set the gauge of each number. A name beyond the first MAX_REPORTED has none, which is said once."""
+        """Set the gauge of each number. Only the first MAX_REPORTED names have one; a warning says so once."""
         for name, value in metrics.items():
             if isinstance(value, int | float) and self._has_room(name):
                 self._recorder.set(REPORTED, float(value), name=name)
@@ -66,17 +66,19 @@ class ReportGauges:
         known = name in self._names
         if not known and not self._refused:
             log.warning(
-                "report: %r and further names are not shown to Prometheus, which has %d already", name, MAX_REPORTED
+                "report: %r and later names are not shown in Prometheus, which takes at most %d names",
+                name,
+                MAX_REPORTED,
             )
             self._refused = True
         return known
 
 
 class ReportChannel:
-    """Carries one rank's reports away from its training loop.
+    """Sends one rank's reports without holding up its training loop.
 
-    ``put`` only queues; one thread sends what has gathered, one batch at a time. At most ``limit`` reports wait: with
-    a receiver that is slower than the loop, ``put`` then waits for it. Knows ``send``; not who is behind it."""
+    ``put`` only queues; a thread sends what is queued, one batch at a time. At most ``limit`` reports are queued: if
+    the receiver is slower than the loop, ``put`` waits for it. Knows ``send``; not who receives."""
 
     def __init__(self, send: Callable[[list[Report]], None], *, limit: int = 1000) -> None:
         self._send = send
@@ -89,7 +91,7 @@ class ReportChannel:
         self._thread.start()
 
     def put(self, report: Report) -> None:
-        """Queue a report. Raises what sending raised before, and StoreClosedError after close()."""
+        """Queue a report. Raises the error of an earlier send, and StoreClosedError after close()."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self._limit or self._over)
             if self._error is not None:
@@ -118,14 +120,14 @@ class ReportChannel:
         while batch := self._next_batch():
             try:
                 self._send(batch)
-            except Exception as error:  # the edge to Ray: whatever it raises belongs to the loop that reports
+            except Exception as error:  # the edge to Ray: any error is raised in the loop that reports
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
 
     def _next_batch(self) -> list[Report]:
-        """Everything queued, once there is something; empty when closed and all is sent."""
+        """Everything queued; waits until there is something. Empty once closed and all is sent."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             batch = list(self._waiting)
