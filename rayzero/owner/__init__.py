@@ -1,1 +1,1 @@
-"""An optimizer owner's part: gradients come in, are reduced, update the masters, and are published. No transport."""
+"""The owner: receives gradients, reduces them, updates the masters and publishes the parameters. Knows no transport."""

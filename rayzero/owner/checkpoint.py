@@ -1,4 +1,4 @@
-"""An owner's file of a checkpoint: when it is written, what is in it, and its way back."""
+"""Writes an owner's file of a checkpoint, and restores shards from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from rayzero.telemetry.recorder import Recorder
 
 
 class CheckpointWriter:
-    """Writes an owner's file of each version that is asked for, once the version is there and before a later update.
+    """Writes an owner's file of each requested version, once that version is published and before a later update.
 
-    Knows shards and versions; not who asks, or what else belongs to a checkpoint. Any thread may ask; files are
-    written in the updater's thread, in which versions come."""
+    Knows shards and versions; not what else belongs to a checkpoint. Any thread may ask; the updater's thread, which
+    makes versions, writes the files."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class CheckpointWriter:
         *,
         version: int,
     ) -> None:
-        """``version``: what the shards start at."""
+        """``version``: the version that the shards start at."""
         self._owner, self._shards, self._rule = owner, shards, rule
         self._updater, self._recorder = updater, recorder
-        self._version = version  # the newest one whose update has run
+        self._version = version  # the newest version whose update has run
         self._lock = threading.Lock()
         self._asked: dict[int, list[tuple[Path, Future[FileEntry]]]] = {}  # by version
         self._error: StoreError | None = None
@@ -64,7 +64,7 @@ class CheckpointWriter:
         return future
 
     def reached(self, version: int) -> None:
-        """Every shard is published at ``version``. In the updater's thread, before a later update."""
+        """Every shard is published at ``version``. Called in the updater's thread, before a later update."""
         self._version = version
         self._write_due()
 
@@ -104,7 +104,7 @@ class CheckpointWriter:
         return write_tensors(staging_path(directory), owner_file_name(self._owner), tensors, content)
 
     def fail(self, error: StoreError, last_version: int) -> None:
-        """Versions after ``last_version`` never come: whoever asked for one of them, or asks from now on, gets
+        """No version after ``last_version`` will be made: every request for one, made before or later, fails with
         ``error``."""
         with self._lock:
             self._error = self._error or error
@@ -115,7 +115,7 @@ class CheckpointWriter:
 
 
 def _entries(owned: OwnedShard, rule: UpdateRule) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """Name in the file, 1D values, and what they are."""
+    """(name in the file, 1D values, their description) of each entry."""
     for index, part in enumerate(owned.slices):
         slot = owned.unit.slots[part.slot]
         described: dict[str, Any] = {
@@ -136,13 +136,13 @@ def _entries(owned: OwnedShard, rule: UpdateRule) -> Iterator[tuple[str, Tensor,
 
 
 def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
-    """Fill shards from a checkpoint, whatever owners and grid it was written with; returns its step.
+    """Fill shards from a checkpoint that any number of owners wrote, with any shard size; returns its step.
 
-    ``optimizer``: this run's class, as ``ModelSpec.optimizer`` has it. Raises CheckpointError, before anything is
-    filled, where a parameter of these shards is missing there, has another shape, or is frozen on one side and
-    trained on the other, and where the optimizer's class differs; then where its states do. Hyper-parameters and the
-    number of parameter groups may differ: they come with each decision from the run's own optimizer, and what is
-    restored here belongs to parameters, not to groups."""
+    ``optimizer``: this run's class, as in ``ModelSpec.optimizer``. Raises CheckpointError, before anything is filled,
+    if a parameter of these shards is missing, has another shape, or is frozen in one and trained in the other, or if
+    the optimizer's class differs; later if its states do. Hyper-parameters and the number of parameter groups may
+    differ: they come with each decision from the run's own optimizer, and the restored values belong to parameters, not
+    to groups."""
     with CheckpointReader(path) as reader:
         _check_optimizer(reader, optimizer)
         _check_parameters(reader, shards)
@@ -157,7 +157,7 @@ def _check_optimizer(reader: CheckpointReader, ours: str) -> None:
     saved = reader.spec.optimizer
     if saved != ours:
         raise CheckpointError(
-            f"{reader.directory} was written with optimizer {saved!r}, this run has {ours!r}; use the same class"
+            f"{reader.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"
         )
 
 
@@ -188,7 +188,8 @@ def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule
     part = owned.slices[index]
     slot = owned.unit.slots[part.slot]
     start, stop = part.param_start, part.param_start + part.numel
-    wanted = MASTER if MASTER in reader.kinds(slot.name) else COMPUTE  # what is kept of frozen ones may have changed
+    # whether frozen parameters have masters may have changed since the save
+    wanted = MASTER if MASTER in reader.kinds(slot.name) else COMPUTE
     target = owned.params if owned.master is None else owned.master
     target[part.start : part.stop].copy_(reader.read_slice(slot.name, wanted, start, stop))
     if owned.trainable:
@@ -197,13 +198,13 @@ def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule
         if rule.state_kinds:
             _check_states(reader, slot.name, states, rule.state_kinds)
         rule.restore(owned, index, {kind: reader.read_slice(slot.name, kind, start, stop) for kind in states})
-        if not rule.state_kinds:  # the class makes its own: known once they are there
+        if not rule.state_kinds:  # the class creates these states itself, so they are known only now
             _check_states(reader, slot.name, states, rule.slice_states(owned, index))
 
 
 def _check_states(reader: CheckpointReader, param: str, saved: Iterable[str], ours: Iterable[str]) -> None:
     if sorted(saved) != sorted(ours):
         raise CheckpointError(
-            f"{reader.directory} has the optimizer states {sorted(saved)} of {param!r}, this run keeps {sorted(ours)}; "
-            "use the options that make the same states (amsgrad, momentum, ...)"
+            f"{reader.directory} has the optimizer states {sorted(saved)} of {param!r}, but this run keeps "
+            f"{sorted(ours)}; use the options that give the same states (amsgrad, momentum, ...)"
         )

@@ -1,4 +1,4 @@
-"""Where an owner's tensors lie."""
+"""Allocates an owner's tensors: private memory, or a device's."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ Sizes = Sequence[tuple[int, int]]  # (key, elements); elements are multiples of 
 
 
 class ShardJournal(Protocol):
-    """What happens to a trained shard, noted where it outlives the process, before what follows it."""
+    """A write-ahead record of a trained shard's life, in memory that outlives the process."""
 
     stamps: Tensor  # for kernels/stamps.py
 
     def decided(self, version: int) -> None:
-        """The decision that makes ``version`` was taken in."""
+        """The decision that makes ``version`` was accepted."""
         ...
 
     def applied(self, version: int) -> None:
-        """All bytes are of ``version``, which is not published yet."""
+        """Every byte is of ``version``, which is not published yet."""
         ...
 
 
 class HostMemory(Protocol):
     """Zeroed host memory for one owner's tensors, each 1D. It lives as long as they do, or until ``close``."""
 
-    tier: str  # of what is published, "shm" or "ram": see ``names.MEMORY_BYTES``
+    tier: str  # tier of published parameters, "shm" or "ram": see ``names.MEMORY_BYTES``
     state_tier: str  # of masters and moments
-    apart: bool  # masters of fp32 units are not what is published, but state
+    apart: bool  # True: masters of fp32 units are separate state, not the published memory
 
     def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
-        """What is published. Groups are shards of one unit that follow each other there: they do here too."""
+        """Memory for published parameters. ``groups``: shards that are neighbours in a unit and so lie side by side
+        here."""
         ...
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Masters and moments: the owner's alone."""
+        """Memory for masters and moments, which only the owner reads."""
         ...
 
     def journal(self, shard: int) -> ShardJournal | None:
-        """Where to note what happens to a trained shard; None: this memory ends with the process."""
+        """The journal of a trained shard; None: this memory ends with the process."""
         ...
 
     def close(self) -> None:
-        """The owner needs it no more. Idempotent."""
+        """Release the memory. Idempotent."""
         ...
 
 
@@ -57,7 +58,7 @@ class MemoryMaker(Protocol):
     """Makes an owner's host memory, once its plan is known to fit."""
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> HostMemory:
-        """``kernel``: the name of the one that updates; ``plan``: what will be asked for."""
+        """``kernel``: the name of the update kernel; ``plan``: what will be allocated."""
         ...
 
 
@@ -91,9 +92,9 @@ class PrivateMemoryMaker:
 
 
 class DeviceMemory:
-    """Masters and moments in a device's memory; what is published stays on the host, where ranks read it.
+    """Masters and moments in a device's memory; published parameters stay on the host, where ranks read them.
 
-    Nothing is noted of its shards: what they need to go on ends with the process."""
+    Its shards have no journal, because their states end with the process."""
 
     apart = True
 

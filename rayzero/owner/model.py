@@ -1,4 +1,4 @@
-"""Everything an owner keeps for a run: made at the first attach, from a plan that fits the host."""
+"""An owner's part of a model: created at the first attach, from a plan that fits the host."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class OwnedModel:
     """One owner's part of a model."""
 
     spec: ModelSpec
-    attached_by: int  # the rank whose spec this is
+    attached_by: int  # the rank that sent the spec
     rule: UpdateRule
     square_sum: Squares
     shards: Mapping[int, OwnedShard]  # by shard index, ascending
     plan: OwnerPlan
     memory: HostMemory
-    version: int  # what the shards start at: 0, or the checkpoint's step
+    version: int  # the version that the shards start at: 0, or the checkpoint's step
 
     @property
     def needs_load(self) -> bool:
@@ -55,10 +55,10 @@ def build_model(
     measures_norms: bool,
     device: torch.device,
 ) -> OwnedModel:
-    """Plan, check, allocate, and restore where the spec says so.
+    """Plan, check and allocate; restore from a checkpoint if the spec names one.
 
-    ``maker``: of host memory. ``own_gradients``, ``measures_norms``: see ``plan_owner``. ``device``: where an owner
-    beside a rank (``ShardMap.on_device``) has its states.
+    ``maker``: allocates host memory. ``own_gradients``, ``measures_norms``: see ``plan_owner``. ``device``: for the
+    states of an owner beside a rank (``ShardMap.on_device``).
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
@@ -93,8 +93,8 @@ def build_model(
 
 
 def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRule:
-    """Tile kernels for exactly Adam and AdamW, the generic path for every other class, subclasses included.
-    ``device``: where states lie; None: the host."""
+    """The update rule of a spec: tile kernels for exactly Adam and AdamW, the generic rule for every other class,
+    subclasses included. ``device``: where states lie; None: the host."""
     cls = resolve_optimizer(spec.optimizer)
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
@@ -110,13 +110,13 @@ def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int) -> None
         if canonical_json(was) != canonical_json(now):
             what = _hyper_difference(was, now) if name == "hyper" else f"{name}: {now!r} against {was!r}"
             raise HandshakeError(
-                f"optimizer {owner}: rank {rank} differs from rank {ours.attached_by} in {what}; "
-                "all ranks must run the same model and config"
+                f"optimizer {owner}: rank {rank} differs from rank {ours.attached_by} in {what}; all ranks must run "
+                f"the same model and config"
             )
 
 
 def _hyper_difference(ours: Sequence[Hyper], theirs: Sequence[Hyper]) -> str:
-    """The options that differ, in words: theirs against ours, by parameter group."""
+    """A description of the options that differ, by parameter group: theirs against ours."""
     if len(ours) != len(theirs):
         return f"hyper: {len(theirs)} against {len(ours)} parameter groups"
     found = []
@@ -132,7 +132,7 @@ def _hyper_difference(ours: Sequence[Hyper], theirs: Sequence[Hyper]) -> str:
 
 
 def _layout_difference(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, str]:
-    """What differs first, in words; two equal texts when nothing does."""
+    """Descriptions of the first difference, ours and theirs; two equal texts if nothing differs."""
     if ours.digest == theirs.digest:
         return "", ""
     ours_units, their_units = ours.to_json()["units"], theirs.to_json()["units"]

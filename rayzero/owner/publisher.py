@@ -1,4 +1,5 @@
-"""Versions of an owner's shards: which one can be read now, who waits for the next, and who is told of it."""
+"""Publishes versions of an owner's shards: answers reads of the present one, queues reads of the next, and notifies
+listeners."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ _READABLE = (ShardState.PUBLISHED, ShardState.DECIDED)
 
 
 class Publisher:
-    """The only one that moves shards through their life, and tells of each version.
+    """The only writer of a shard's state; notifies listeners of each published version.
 
-    Knows versions and who waits for them; not how one comes to be. Thread-safe: no future is settled and no listener is
-    called under its lock. Listeners are called in the updater's thread."""
+    Knows versions and the reads that wait for them; not how a version is made. Thread-safe: settles no future and calls
+    no listener under its lock. Listeners are called in the updater's thread."""
 
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
@@ -35,23 +36,23 @@ class Publisher:
         self._waiting: dict[int, list[_Read]] = {}  # by shard
         self._listeners: list[Listener] = []
         self._error: StoreError | None = None
-        self._last = -1  # after an error: the last version that still comes
+        self._last = -1  # after an error: the last version that will still be published
 
     def open(self, rule: UpdateRule) -> None:
-        """The owner has its shards. ``rule``: what keeps states of its own, asked in the updater's thread."""
+        """The owner has its shards. ``rule``: asked, in the updater's thread, for states that it keeps itself."""
         self._rule = rule
 
     # ---- the life of a shard
 
     def begin_load(self, owned: OwnedShard) -> bool:
-        """Whether a shard's first values may be copied into it: the first caller's alone."""
+        """Whether the caller may copy first values into a shard: only the first caller may."""
         with self._lock:
             begins = owned.state is ShardState.EMPTY and owned.shard.index not in self._loading
             self._loading.add(owned.shard.index)
         return begins
 
     def loaded(self, shards: Sequence[OwnedShard], version: int) -> None:
-        """Shards have their first values, which are of ``version``."""
+        """Shards have their first values, of ``version``."""
         with self._lock:
             for owned in shards:
                 owned.published = owned.content = version
@@ -59,7 +60,7 @@ class Publisher:
         self._updater.submit(lambda: self._announce(shards))
 
     def decided(self, shards: Iterable[OwnedShard], version: int) -> None:
-        """A decision was taken in that will make ``version``."""
+        """A decision that will make ``version`` was accepted."""
         with self._lock:
             for owned in shards:
                 owned.pending += 1
@@ -69,12 +70,12 @@ class Publisher:
                     owned.move(ShardState.DECIDED)
 
     def updating(self, owned: OwnedShard) -> None:
-        """A shard's tiles are overwritten from here on."""
+        """An update begins to overwrite a shard's tiles."""
         with self._lock:
             owned.move(ShardState.UPDATING)
 
     def publish(self, shards: Sequence[OwnedShard], version: int) -> None:
-        """Shards have ``version``, be it with unchanged content. In the updater's thread."""
+        """Publish ``version`` of shards, whether or not their content changed. Called in the updater's thread."""
         with self._lock:
             for owned in shards:
                 if owned.state is ShardState.UPDATING:
@@ -89,8 +90,8 @@ class Publisher:
     # ---- readers
 
     def read(self, owned: OwnedShard, version: int, kind: str) -> Future[Tensor]:
-        """Done when ``version`` is there. Raises StoreError where it is gone, and the error after which it will not
-        come."""
+        """A future of the shard's memory of ``kind``, done when ``version`` is published. Raises StoreError if that
+        version is gone, or the error after which it will never be published."""
         future: Future[Tensor] = Future()
         with self._lock:
             if self._error is not None and version > max(self._last, owned.published):
@@ -108,19 +109,21 @@ class Publisher:
         return future
 
     def content_at(self, owned: OwnedShard, version: int) -> int | None:
-        """The version that a shard's content is from while it has exactly ``version``; None while it has not."""
+        """The version that a shard's content is from, if the shard has exactly ``version`` now; else None."""
         with self._lock:
             return owned.content if _is_readable(owned, version) else None
 
     def listen(self, listener: Listener, shards: Iterable[OwnedShard]) -> None:
-        """Tell ``listener`` what these have published, then of every version. In the updater's thread."""
+        """Call ``listener`` with what these shards have published, and then with every version. Called in the updater's
+        thread."""
         present = [owned for owned in shards if owned.published >= 0]
         if present:
             listener(_published(present))
         self._listeners.append(listener)
 
     def _announce(self, shards: Sequence[OwnedShard]) -> None:
-        """Answer the reads that wait for what these have published, and tell listeners. In the updater's thread."""
+        """Answer the reads that wait for what these shards have published, and notify listeners. Called in the
+        updater's thread."""
         for owned in shards:
             with self._lock:
                 waiting = self._waiting.pop(owned.shard.index, [])
@@ -134,7 +137,7 @@ class Publisher:
                 listener(published)
 
     def _answer(self, owned: OwnedShard, reads: Sequence[_Read]) -> None:
-        """Settle reads; what the optimizer's class keeps for itself is copied in the updater's thread."""
+        """Settle reads. States that the optimizer class keeps itself are copied, in the updater's thread."""
         planned = {COMPUTE, MASTER, *owned.states}
         _settle(owned, [read for read in reads if read[1] in planned], OwnedShard.read)
         others = [read for read in reads if read[1] not in planned]
@@ -151,7 +154,7 @@ class Publisher:
     # ---- the end
 
     def fail(self, error: StoreError, last_version: int) -> None:
-        """Versions after ``last_version`` never come: whoever waits for one, now or later, gets ``error``."""
+        """No version after ``last_version`` will be published: reads of one, waiting or later, fail with ``error``."""
         with self._lock:
             self._last = last_version if self._error is None else min(last_version, self._last)
             self._error = self._error or error
@@ -171,10 +174,13 @@ def _published(shards: Sequence[OwnedShard]) -> list[Published]:
 
 
 def _settle(owned: OwnedShard, reads: Iterable[_Read], read: Callable[[OwnedShard, str], Tensor]) -> None:
-    """Answer reads of the version that ``owned`` has now; those of versions that were passed over fail."""
+    """Answer reads of the version that ``owned`` has now; reads of versions that were skipped fail."""
     for version, kind, future in reads:
         if version != owned.published:
-            fail(future, StoreError(f"{owned.unit.name!r} v{version} was never readable: v{owned.published} is there"))
+            fail(
+                future,
+                StoreError(f"{owned.unit.name!r} v{version} was never readable; v{owned.published} is published"),
+            )
             continue
         try:
             settle(future, read(owned, kind))

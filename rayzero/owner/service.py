@@ -1,4 +1,4 @@
-"""The owner side of the store as one plain object: no Ray, no gRPC, no clock of its own."""
+"""The owner as one plain object: no Ray, no gRPC, no clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """What an owner consists of once the first rank has attached. Each is the only writer of its own state."""
+    """The parts of an owner, created when the first rank attaches. Each is the only writer of its own state."""
 
     model: OwnedModel
     contributions: Contributions
@@ -62,7 +62,7 @@ class _Parts:
     writes: StagedWrites
 
     def fail(self, error: StoreError, last_version: int) -> None:
-        """No step will be decided any more, and nothing after ``last_version`` will come."""
+        """No further step will be decided, and no version after ``last_version`` will be published."""
         self.writes.fail(error)
         self.checkpoints.fail(error, last_version)
         self.contributions.fail(error)
@@ -71,9 +71,9 @@ class _Parts:
 class ShardService:
     """One owner: the only writer of its shards.
 
-    Knows its parts and what passes between them: contributions come in, a decision turns them into updates, updates
-    are published. Never makes a decision, and knows neither who carries bytes nor who asks. Thread-safe. Everything
-    that computes on shards runs in one updater thread, in the order in which it was asked for."""
+    Knows its parts and what passes between them: contributions come in, a decision turns them into updates, and updates
+    are published. Makes no decisions; knows neither transports nor callers. Thread-safe. One updater thread does all
+    computing on shards, in the order of the calls."""
 
     def __init__(
         self,
@@ -88,20 +88,21 @@ class ShardService:
         norms_every: int | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: what
-        the host has free. ``memory_taken``: bytes of the budget that other models have. ``memory``: makes its tensors;
-        None: in this process alone. ``norms_every``: steps between measurements of norms by layer group; None: never.
-        ``device``: where masters and states lie if it is one of the owners beside ranks (``offload_fraction``)."""
+        """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: the host's
+        free memory. ``memory_taken``: bytes of the budget that other models use. ``memory``: allocates its tensors;
+        None: private memory of this process. ``norms_every``: steps between measurements of norms by layer group; None:
+        never. ``device``: where masters and states lie if it is one of the owners beside ranks
+        (``offload_fraction``)."""
         self.owner = owner
         self.num_owners = num_owners
         self.recorder = recorder or NullRecorder()
-        self.failed: Future[StoreError] = Future()  # done with the reason once the open step will never be decided
+        self.failed: Future[StoreError] = Future()  # set to the reason when the open step will never be decided
         self._memory_budget, self._memory_taken = memory_budget, memory_taken
         self._memory = memory or PrivateMemoryMaker()
         self._norms_every, self._device = norms_every, device
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
-        self._deciding = threading.Lock()  # one decision after the other: updates are queued in their order
+        self._deciding = threading.Lock()  # serialises decisions, so that updates are queued in their order
         self._parts: _Parts | None = None
         self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
@@ -109,11 +110,11 @@ class ShardService:
     # ---- attach and initial values
 
     def attach(self, rank: int, spec: ModelSpec, *, own_gradients: bool = False) -> Attached:
-        """Shake hands with a rank. The first call allocates, and restores from ``spec.restore_from``: it may take
-        long, so call it off an event loop.
+        """Shake hands with a rank. The first call allocates memory and restores from ``spec.restore_from``. That may
+        take long, so do not call it on an event loop.
 
-        own_gradients: the rank keeps its gradients in memory of its own on this host: ``map_gradients`` comes next,
-        and it tells of its pushes by ``observe``. Otherwise they are kept here: ``reserve`` and ``landed``.
+        own_gradients: the rank keeps its gradients in its own memory on this host: it calls ``map_gradients`` next, and
+            announces its pushes by ``observe``. Otherwise this owner keeps them: ``reserve`` and ``landed``.
 
         Raises HandshakeError naming what differs between two ranks, MemoryPlanError, UnsupportedError,
         CheckpointError."""
@@ -148,41 +149,41 @@ class ShardService:
         updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._norms_every)
         self._publisher.open(model.rule)
         self._parts = _Parts(model, contributions, updates, checkpoints, StagedWrites(shards, model.rule, updater))
-        if self.failed.done():  # before anybody attached
+        if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if not model.needs_load:
             self._publisher.loaded(list(shards.values()), version)
         self._unwatch = recorder.watch(self._readings)
 
     def map_gradients(self, rank: int, flats: Mapping[int, Tensor] | None) -> None:
-        """Read a rank's gradients from ``flats``: per unit 1D, unit.numel elements, fp32 with accumulation, else the
+        """Read a rank's gradients from ``flats``: unit -> 1D, unit.numel elements, fp32 with accumulation, else the
         unit's dtype. None: keep memory for them here. A repeat changes nothing."""
         self._attached().contributions.add_rank(rank, flats)
 
     @property
     def decided_steps(self) -> int:
-        """Decisions taken in since the first attach."""
+        """Decisions accepted since the first attach."""
         parts = self._parts
         return 0 if parts is None else parts.contributions.open_step - parts.model.version
 
     @property
     def planned_bytes(self) -> int:
-        """What this owner's plan says it needs; 0 before the first attach."""
+        """Bytes that this owner's plan needs; 0 before the first attach."""
         return 0 if self._parts is None else self._parts.model.plan.total
 
     @property
     def is_loaded(self) -> bool:
-        """Whether every shard has values; also before the first attach, when there is none."""
+        """Whether every shard has values; true before the first attach, when there are none."""
         shards = self._parts.model.shards if self._parts is not None else {}
         return all(owned.state is not ShardState.EMPTY for owned in shards.values())
 
     @property
     def kernel(self) -> str:
-        """Who computes updates here, after the first attach."""
+        """The name of the update kernel; valid after the first attach."""
         return self._attached().model.rule.kernel
 
     def _readings(self) -> Iterator[Reading]:
-        """What this owner holds and has to do now; from any thread."""
+        """Measurements of this owner's memory and work now. Any thread may call it."""
         parts = self._attached()
         shards = list(parts.model.shards.values())
         yield Reading(SHARDS, len(shards), {})
@@ -201,8 +202,9 @@ class ShardService:
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
 
     def load(self, shard: int, values: Tensor) -> None:
-        """Initial values of a shard (1D, its elements, fp32 or the unit's dtype): copied before this returns, then
-        version 0 is published. A repeat changes nothing."""
+        """Load a shard's initial values (1D, the shard's elements, fp32 or the unit's dtype): copies them before it
+        returns; then version 0 is published. A repeat changes nothing. Raises StoreError for a wrong number of
+        elements."""
         owned = self._shard(shard)
         if values.shape != owned.params.shape:
             raise StoreError(
@@ -213,20 +215,21 @@ class ShardService:
             self._publisher.loaded([owned], 0)
 
     def left(self, rank: int, reason: str) -> None:
-        """A rank goes. Rank 0 takes with it the values that it has not loaded: whoever waits for them, now or later,
-        fails."""
+        """A rank has left. If rank 0 leaves before it has loaded all values, everything that waits for them, now or
+        later, fails."""
         if rank == 0 and not self.is_loaded:
             self._fail(
-                RankLeftError(f"rank 0 left before it had given optimizer {self.owner} all of its values ({reason})"),
+                RankLeftError(f"rank 0 left before it had loaded all values of optimizer {self.owner} ({reason})"),
                 -1,
             )
 
     # ---- reads
 
     def read(self, shard: int, version: int, kind: str) -> Future[Tensor]:
-        """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding
-        included. Waits for the version; stable until the reading rank's finish. States that a generic optimizer
-        keeps for itself come as a copy."""
+        """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding included;
+        the unit's dtype for COMPUTE, else fp32. The future waits for the version; the memory is stable until the
+        reading rank's finish. States that a generic optimizer keeps itself come as a copy. Raises StoreError if the
+        version is gone."""
         try:
             return self._publisher.read(self._shard(shard), version, kind)
         except StoreError as exc:
@@ -237,44 +240,45 @@ class ShardService:
         return self._shard(shard).content
 
     def content_at(self, shard: int, version: int) -> int | None:
-        """``content`` of a shard that is published at exactly ``version`` now; None where it is not, or not yet."""
+        """``content`` of a shard, if it is published at exactly ``version`` now; else None."""
         return self._publisher.content_at(self._shard(shard), version)
 
     def on_publish(self, listener: Listener) -> None:
-        """Tell ``listener`` of published versions, from the updater's thread; what is published already comes first."""
+        """Call ``listener`` with every published version, first with those published so far, in the updater's
+        thread."""
         self._updater.submit(lambda: self._publisher.listen(listener, self._shards().values()))
 
     # ---- contributions
 
     def reserve(self, contribution: Contribution, shard: int) -> Tensor | None:
-        """Memory of the pushing rank for its part of the shard: 1D, the unit's dtype, to be filled and then
-        ``landed``. None: a repeat or stale, drop it.
+        """Memory of the pushing rank for its part of the shard: 1D, the shard's elements, the unit's dtype. Fill it,
+        then call ``landed``. None: the push is a repeat or stale; drop it.
 
-        Waits for that rank's own earlier pushes and for nothing of other ranks; see ``reserve_when_free``. A
-        transport retries a push only after its earlier try has ended."""
+        Waits for that rank's own earlier pushes, never for other ranks; see ``reserve_when_free``. A transport retries
+        a push only after its earlier try has ended."""
         return self.reserve_when_free(contribution, shard).result()
 
     def reserve_when_free(self, contribution: Contribution, shard: int) -> Future[Tensor | None]:
-        """``reserve`` that waits nowhere, for event loops. Fails with AccumulationError for an unplanned second
-        push of a 16-bit unit."""
+        """``reserve`` as a future, for event loops. Fails with AccumulationError for an unplanned second push of a
+        16-bit unit."""
         try:
             return self._attached().contributions.reserve(contribution, self._shard(shard))
         except StoreError as exc:
             return failed(exc)
 
     def landed(self, contribution: Contribution, shard: int, came: Tensor | None = None) -> None:
-        """The bytes of a reservation are all there. Adds them to the rank's sum where there is one: call it off an
-        event loop, in a thread with its torch thread count set.
+        """All bytes of a reservation are there. Adds them to the rank's sum if there is one, so do not call it on an
+        event loop, but in a thread whose torch thread count is set.
 
-        ``came``: the bytes where they are not in the reserved memory yet, 1D in any dtype. They are copied when no
-        other try of the push can have that memory, or memory that was it, any more."""
+        ``came``: the bytes, if they are not in the reserved memory yet: 1D, the shard's elements, any dtype. They are
+        copied once no other try of the push can still use that memory."""
         excess = self._attached().contributions.landed(contribution, self._shard(shard), came)
         if excess is not None:
             self.abort(excess)
 
     def observe(self, rank: int, unit: int, pushed: Pushed) -> None:
-        """``rank`` tells what it has of a unit in its own memory, where it stays until the unit's next version is
-        published. Later news replaces earlier; what is not of the open step is dropped."""
+        """``rank`` announces what it has of a unit in its own memory, which stays there until the unit's next version
+        is published. A later announcement replaces an earlier one; one that is not of the open step is dropped."""
         excess = self._attached().contributions.observe(rank, unit, pushed)
         if excess is not None:
             self.abort(excess)
@@ -282,8 +286,8 @@ class ShardService:
     # ---- decisions
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        """The norm parts of a step, once every push that ``reports`` count is there. Idempotent; other attempts
-        replace what was collected before."""
+        """The norm parts of a step, once every push that ``reports`` count has landed. Idempotent; reports of other
+        attempts replace an earlier collect."""
         try:
             return self._attached().contributions.collect(step, reports)
         except StoreError as exc:
@@ -292,7 +296,7 @@ class ShardService:
     def apply(self, decision: Decision) -> None:
         """Act on a decision: queue the update, in forward order. Idempotent by step.
 
-        Raises StepMismatchError for a step after the next, or attempts other than the collected ones."""
+        Raises StepMismatchError for a later step than the open one, or for other attempts than the collected ones."""
         parts = self._attached()
         with self._deciding:
             work = parts.contributions.decide(decision)
@@ -305,25 +309,25 @@ class ShardService:
     # ---- writes and checkpoints
 
     def stage(self, shard: int, version: int, kind: str, values: Tensor) -> None:
-        """Keep values (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) for a write to come. They stay
-        as they are until it is made."""
+        """Keep values (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) for a later write. The caller
+        must not change them until then."""
         self._attached().writes.stage(self._shard(shard), version, kind, values)
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Make a write whose values are staged: in the updater thread, after the decisions there are so far, where
-        ``write.version`` is that of the open step. Idempotent by ``number``."""
+        """Make a write whose values are staged, in the updater thread, after the decisions accepted so far.
+        ``write.version`` must be the open step's. Idempotent by ``number``."""
         try:
             parts = self._attached()
             step = parts.contributions.open_step
             if write.version != step and not self.failed.done():
-                raise StoreError(f"optimizer {self.owner} is in step {step}, asked to write v{write.version}")
+                raise StoreError(f"optimizer {self.owner} is in step {step}, but was asked to write v{write.version}")
         except StoreError as exc:
             return failed(exc)
         return parts.writes.write(number, write)
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published, and before
-        any later update. The time that updates wait for it is recorded."""
+        any later update. Records how long updates wait for it."""
         try:
             return self._attached().checkpoints.ask(step, directory)
         except StoreError as exc:
@@ -332,14 +336,15 @@ class ShardService:
     # ---- failures and the end
 
     def abort(self, error: StoreError) -> None:
-        """The open step will never be decided: everything that waits for it, now or later, fails with ``error``.
+        """End the open step: it will never be decided, and everything that waits for it, now or later, fails with
+        ``error``.
 
-        What is decided goes on: its updates finish and its versions stay readable."""
+        Decided steps are not affected: their updates finish and their versions stay readable."""
         self._fail(error, self._parts.contributions.open_step if self._parts is not None else 0)
 
     def _fail(self, error: StoreError, last_version: int) -> None:
-        """Nothing after ``last_version`` will come."""
-        settle(self.failed, error)  # first: parts that are being made now look at it
+        """No version after ``last_version`` will be published."""
+        settle(self.failed, error)  # first: parts that are being created now check it
         self._publisher.fail(error, last_version)
         if self._parts is not None:
             self._parts.fail(error, last_version)
@@ -347,14 +352,15 @@ class ShardService:
     def _on_task_error(self, exc: BaseException) -> None:
         error = StoreError(f"optimizer {self.owner} failed: {exc!r}")
         error.__cause__ = exc
-        self._fail(error, -1)  # what is queued behind the failed task may never be published
+        self._fail(error, -1)  # tasks queued behind the failed one may never publish
 
     def describe(self, shard: int) -> str:
-        """What this owner is doing for a shard, for messages about waits."""
+        """A description of what a shard is waiting for, for errors about waits."""
         return self._attached().updates.describe(self._shard(shard))
 
     def close(self) -> None:
-        """Finish what is decided, then stop. Everything still waiting fails with StoreClosedError. Idempotent."""
+        """Finish the decided updates, then stop. Everything that still waits fails with StoreClosedError.
+        Idempotent."""
         error = StoreClosedError(f"optimizer {self.owner} was closed")
         self.abort(error)
         self._updater.close()

@@ -1,4 +1,4 @@
-"""One shard of an owner: its memory, its version, and where it is in its life."""
+"""One shard of an owner: its memory, its version and its state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ S = ShardState
 _MOVES = {
     S.EMPTY: {S.PUBLISHED},
     S.PUBLISHED: {S.DECIDED},
-    S.DECIDED: {S.UPDATING, S.PUBLISHED},  # straight to PUBLISHED: the content does not change
+    S.DECIDED: {S.UPDATING, S.PUBLISHED},  # straight to PUBLISHED if the content does not change
     S.UPDATING: {S.PUBLISHED},
 }
 
@@ -42,8 +42,8 @@ _MOVES = {
 class OwnedShard:
     """A shard of this owner.
 
-    Knows its memory, version and state; not gradients, other shards, or who computes the update. ``Publisher`` alone
-    writes where it is in its life; the updater's thread alone its tensors, ``steps`` and ``groups``."""
+    Knows its memory, version and state; not gradients, other shards, or who computes the update. Only ``Publisher``
+    writes its state and version; only the updater's thread writes its tensors, ``steps`` and ``groups``."""
 
     shard: Shard
     unit: UnitLayout
@@ -52,9 +52,9 @@ class OwnedShard:
     params: Tensor  # 1D, unit dtype: what COMPUTE reads
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Tensor]  # kind -> 1D fp32; on a device where the master is
-    journal: ShardJournal | None = None  # of a trained shard in memory that outlives the process
+    journal: ShardJournal | None = None  # only for a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
-    steps: list[int] = field(init=False)  # updates each slice's parameter has had
+    steps: list[int] = field(init=False)  # per slice: how often its parameter was updated
     padding: tuple[tuple[int, int], ...] = field(init=False)  # ranges from a slice's end to a multiple of 64 elements
     state: ShardState = field(default=S.EMPTY, init=False)
     published: int = field(default=-1, init=False)
@@ -73,7 +73,8 @@ class OwnedShard:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What it keeps, by kind; published parameters that are the master are told as that."""
+        """Kind -> tensor, for memory reports; published parameters that share the master's memory count as the
+        master."""
         apart = {} if self.params is self.master else {"param": self.params}
         master = {} if self.master is None else {"master": self.master}
         return {**apart, **master, **self.states}
@@ -85,11 +86,12 @@ class OwnedShard:
         self.state = state
 
     def stamps(self, version: int) -> TileStamps | None:
-        """For the update that makes ``version``."""
+        """The tile stamps for the update that makes ``version``; None if nothing outlives the process."""
         return TileStamps(self.journal.stamps, version) if self.journal is not None else None
 
     def fill(self, values: Tensor) -> None:
-        """Take initial values (1D, the shard's elements): the master, and from it the published parameters."""
+        """Take initial values (1D, the shard's elements, any floating dtype) as the master, and round the published
+        parameters from it."""
         target = self.params if self.master is None else self.master
         target.copy_(values)
         for start, stop in self.padding:
@@ -97,20 +99,20 @@ class OwnedShard:
         self.publish_master()
 
     def publish_master(self) -> None:
-        """Write the published parameters from the master, where they are two."""
+        """Round the master into the published parameters, if these are separate memory."""
         if self.master is not None and self.master is not self.params:
             self.params.copy_(self.master)
 
     def step_counts(self) -> Tensor:
-        """How many updates each slice's parameter has had, all over its range: 1D fp32, the shard's elements."""
+        """Each slice's count of updates, repeated over its range: 1D fp32, the shard's elements."""
         counts = torch.zeros(self.shard.numel)
         for part, steps in zip(self.slices, self.steps, strict=True):
             counts[part.start : part.stop] = steps
         return counts
 
     def read(self, kind: str) -> Tensor:
-        """The memory that holds ``kind``, or a copy of what is on a device; raises StoreError naming the kinds there
-        are."""
+        """The memory that holds ``kind`` (1D, the shard's elements), or a host copy if it is on a device. Raises
+        StoreError, naming the kinds that exist."""
         if kind == COMPUTE:
             return self.params
         found = self.master if kind == MASTER else self.states.get(kind)
@@ -122,10 +124,10 @@ class OwnedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWork:
-    """What one decision does to one shard whose content changes."""
+    """What one decision does to a shard whose content changes."""
 
     gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
-    version: int  # that it makes
+    version: int  # the version that it makes
     contributors: Contributors
     scale: float
     limit: float = math.inf  # every element of the scaled gradient is clamped to within +- this

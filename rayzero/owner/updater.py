@@ -1,4 +1,4 @@
-"""The thread that computes: one task after the other, in the order they were handed in."""
+"""The thread that computes: runs one task after the other, in the order of submission."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Task = Callable[[], None]
 class Updater:
     """One thread with its own torch thread count.
 
-    Knows tasks and their order; not what they do. A task that raises ends nothing: the error goes to ``on_error``."""
+    Knows tasks and their order; not what they do. If a task raises, the thread goes on, and ``on_error`` gets the
+    error."""
 
     def __init__(self, name: str, threads: int, on_error: Callable[[BaseException], None]) -> None:
         """``threads``: torch threads of each task, at least 1."""
@@ -28,20 +29,20 @@ class Updater:
 
     @property
     def queued(self) -> int:
-        """Tasks that wait for the one that runs."""
+        """Tasks that wait behind the running one."""
         return self._tasks.qsize()
 
     def submit(self, task: Task) -> None:
-        """Queue a task; tasks submitted after ``close`` are not run."""
+        """Queue a task. Tasks submitted after ``close`` do not run."""
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Let the queued tasks finish, then end the thread. Idempotent; not from a task."""
+        """Run the queued tasks, then end the thread. Idempotent; must not be called from a task."""
         self._tasks.put(None)
         self._thread.join()
 
     def abandon(self) -> None:
-        """Wait for the task that runs; no other begins. Idempotent; not from a task."""
+        """Wait for the running task and start no other. Idempotent; must not be called from a task."""
         self._abandoned = True
         self._tasks.put(None)
         self._thread.join()

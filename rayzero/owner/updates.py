@@ -1,4 +1,4 @@
-"""What a decision does to an owner's shards: the update of each, its publication, and what is measured of it."""
+"""Applies a decision to an owner's shards: updates each, publishes it, and records measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayzero.telemetry.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """What is being worked on, for people."""
+    """The update in progress, for messages."""
 
     owned: OwnedShard
     tile: int
@@ -28,9 +28,9 @@ class _Progress:
 
 
 class StepUpdates:
-    """Updates shards and publishes them, in forward order, so that ranks' next forward can begin with the first.
+    """Updates shards and publishes them in forward order, so that the ranks' next forward can begin with the first.
 
-    Knows shards and the rule; not who made a decision, nor who reads. ``run`` is called in the updater's thread."""
+    Knows shards and the rule; not who made a decision, nor who reads. ``run`` runs in the updater's thread."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class StepUpdates:
         self._model, self._recorder = model, recorder
         self._contributions, self._publisher, self._checkpoints = contributions, publisher, checkpoints
         self._norms_every = norms_every
-        self._norms: GroupNorms | None = None  # made at the first measured step
+        self._norms: GroupNorms | None = None  # created at the first measured step
         self._progress: _Progress | None = None
 
     @property
     def scratch_bytes(self) -> int:
-        """What measuring norms keeps between steps."""
+        """Bytes that measuring norms keeps between steps."""
         return 0 if self._norms is None else self._norms.scratch_bytes
 
     def run(self, step: StepWork) -> None:
-        """Update and publish; neighbours that do not change go together."""
+        """Update and publish the shards; neighbours that do not change are published together."""
         started = time.perf_counter()
         norms = self._measured_norms(step)
         for changes, group in groupby(
@@ -66,7 +66,7 @@ class StepUpdates:
             for owned in alike if changes else ():
                 self._update(owned, step.shards[owned.shard.index], norms)
                 self._publish([owned], step.version)
-        if norms is not None:  # after the last publication: nobody waits for it
+        if norms is not None:  # after the last publication, so that nothing waits for it
             norms.tell(step.parts.result())
         self._recorder.observe(OPTIMIZER_UPDATE_SECONDS, time.perf_counter() - started)
         self._checkpoints.reached(step.version)
@@ -111,7 +111,7 @@ class StepUpdates:
             over()
 
     def describe(self, owned: OwnedShard) -> str:
-        """What is being done for a shard, for messages about waits."""
+        """A description of what a shard is waiting for, for errors about waits."""
         progress = self._progress
         if owned.state is ShardState.EMPTY:
             return "waiting for rank 0 to load it"
@@ -127,7 +127,7 @@ class StepUpdates:
 
 
 def _name(first: OwnedShard, *others: OwnedShard) -> str:
-    """What people call a shard, or neighbours of it."""
+    """The name of a shard, or of several neighbours, for messages."""
     more = f" and {len(others)} more" if others else ""
     return f"{first.unit.name} shard {first.shard.index}{more}"
 
@@ -143,7 +143,7 @@ def _tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None
 
 def _elements(owned: OwnedShard, contributors: Contributors) -> Counter[tuple[int, ...]]:
     """Updated elements by contributors."""
-    if len(set(contributors)) == 1:  # as it mostly is; models have many parameters
+    if len(set(contributors)) == 1:  # the usual case; models have many parameters
         return Counter({contributors[0]: owned.filled if contributors[0] else 0})
     updated = Counter[tuple[int, ...]]()
     for part, ranks in zip(owned.slices, contributors, strict=True):

@@ -1,4 +1,5 @@
-"""Writes of users into parameters and optimizer states, at an owner: values are staged, then put into its shards."""
+"""A user's writes to parameters and optimizer states, at an owner: stages the values, then copies them into its
+shards."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write
 
 
 class StagedWrites:
-    """Values that wait for their write, and the write that was asked for last.
+    """Values that wait for their write, and the last write that was requested.
 
-    Knows shards' memory; not who asks, or when a step is decided. Any thread may ask; shards are changed in the
-    updater's thread, after the decisions that were queued before."""
+    Knows shards' memory; not who writes, or when a step is decided. Any thread may call it; the updater's thread
+    changes the shards, after decisions that were queued earlier."""
 
     def __init__(self, shards: Mapping[int, OwnedShard], rule: UpdateRule, updater: Updater) -> None:
         self._shards, self._rule, self._updater = shards, rule, updater
@@ -33,7 +34,7 @@ class StagedWrites:
         self._error: StoreError | None = None
 
     def stage(self, owned: OwnedShard, version: int, kind: str, values: Tensor) -> None:
-        """Keep ``values`` (1D, the shard's elements) until they are written; a repeat replaces them."""
+        """Keep ``values`` (1D, the shard's elements) until they are written. A repeat replaces them."""
         if values.shape != owned.params.shape:
             raise StoreError(
                 f"shard {owned.shard.index} of {owned.unit.name!r} has {owned.shard.numel} elements, got "
@@ -43,7 +44,7 @@ class StagedWrites:
             self._staged[owned.shard.index] = version, kind, values
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Change the unit's shards; a repeat of ``number`` is the same write."""
+        """Change the unit's shards. A repeat of ``number`` is the same write."""
         with self._lock:
             if self._error is not None:
                 return failed(self._error)
@@ -77,14 +78,14 @@ class StagedWrites:
             overwrite(owned, self._rule, kind, values)
 
     def fail(self, error: StoreError) -> None:
-        """No further write is taken; what is queued is still made."""
+        """Refuse further writes with ``error``; queued ones are still made."""
         with self._lock:
             self._error = self._error or error
 
 
 def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) -> None:
-    """Put ``values`` (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) in place of what a shard has of
-    ``kind``. Raises StoreError for a kind that it does not have."""
+    """Replace what a shard has of ``kind`` by ``values`` (1D, the shard's elements; COMPUTE: the unit's dtype, else
+    fp32). Raises StoreError for a kind that it does not have."""
     if kind == COMPUTE and owned.master is not None and owned.master is not owned.params:
         kept = same_bits(values, owned.params)
         owned.fill(torch.where(kept, owned.master.cpu(), values.float()))

@@ -186,9 +186,17 @@ def checkpoint(tmp_path: Path) -> Path:
         ({"hidden": 16}, {}, r"'0.weight' has shape \(8, 4\) in .*/ck, but \(16, 4\) in the model"),
         ({"bias": False}, {}, r"/ck has a parameter '1.bias' of shape \(4,\), but the model has none"),
         ({"frozen": True}, {}, r"'0.weight' is trained in .*/ck, but frozen in this run"),
-        ({}, {"cls": torch.optim.Adam}, "with optimizer 'torch.optim.adamw:AdamW', this run has 'torch.optim.adam:A"),
-        ({}, {"cls": torch.optim.SGD}, "with optimizer 'torch.optim.adamw:AdamW', this run has 'torch.optim.sgd:SGD'"),
-        ({}, {"amsgrad": True}, r"states \['exp_avg', 'exp_avg_sq'\] of '0..*', this run keeps .*'max_exp_avg_sq'"),
+        (
+            {},
+            {"cls": torch.optim.Adam},
+            "with optimizer 'torch.optim.adamw:AdamW', but this run has 'torch.optim.adam:A",
+        ),
+        (
+            {},
+            {"cls": torch.optim.SGD},
+            "with optimizer 'torch.optim.adamw:AdamW', but this run has 'torch.optim.sgd:SGD'",
+        ),
+        ({}, {"amsgrad": True}, r"states \['exp_avg', 'exp_avg_sq'\] of '0..*', but this run keeps .*'max_exp_avg_sq'"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(checkpoint: Path, model, options, message) -> None:
@@ -211,7 +219,7 @@ def test_states_of_a_generic_optimizer_must_be_the_same(tmp_path: Path) -> None:
         optimizer = prepared(model, torch.optim.SGD)
         one_step(model, optimizer)
         rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
-    message = r"states \[\] of '0.*', this run keeps \['momentum_buffer'\]"
+    message = r"states \[\] of '0.*', but this run keeps \['momentum_buffer'\]"
     with running_in(RankContext(resume=tmp_path / "ck")), pytest.raises(CheckpointError, match=message):
         prepared(mlp(), torch.optim.SGD, momentum=0.9)
 

@@ -108,8 +108,8 @@ def test_a_run_that_has_no_place_says_what_is_missing_and_ends(cluster: Cluster,
     done = submit(cluster, working_dir, *TRAIN, *wanted, "scaling.placement_timeout=5.0")
     assert done.returncode == 1
     said = done.stdout + done.stderr
-    assert re.search(r"the run needs 3\d.* CPUs \(9 ranks x 4 \+ 1 optimizer x .*\), but the cluster has 4 CPUs", said), (
-        said
-    )
+    assert re.search(
+        r"the run needs 3\d.* CPUs \(9 ranks x 4 \+ 1 optimizer x .*\), but the cluster has 4 CPUs", said
+    ), said
     assert not (tmp_path / "large").exists()
     assert time.monotonic() - started < 120

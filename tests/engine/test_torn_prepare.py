@@ -93,7 +93,7 @@ def test_what_rank_0_did_not_give_is_waited_for_by_nobody(transport, earlier, mo
     knew, said = run_ranks(loop, 2, 2, transport)
     assert knew == "True"
     assert re.search(
-        r"rank 0 left before it had given optimizer \d all of its values \(prepare failed: out of memory\)", said
+        r"rank 0 left before it had loaded all values of optimizer \d \(prepare failed: out of memory\)", said
     ), said
 
 

@@ -265,13 +265,13 @@ def test_apply_is_idempotent_by_step() -> None:
 def test_decisions_that_do_not_fit_are_refused() -> None:
     spec = make_spec(1)
     with owner_of(spec) as owner:
-        with pytest.raises(StepMismatchError, match=r"is in step 0 \(not collected\), got the decision of step 0"):
+        with pytest.raises(StepMismatchError, match=r"is in step 0 \(not collected\), but got the decision of step 0"):
             owner.service.apply(owner.decision(0))
         owner.push(0, random_grads(spec, 1))
         owner.collect().result(WAIT)
-        with pytest.raises(StepMismatchError, match=r"is in step 0 \(collected\), got the decision of step 1"):
+        with pytest.raises(StepMismatchError, match=r"is in step 0 \(collected\), but got the decision of step 1"):
             owner.service.apply(owner.decision(1))
-        with pytest.raises(StepMismatchError, match=r"counts attempts \(1,\), optimizer 0 collected \(0,\)"):
+        with pytest.raises(StepMismatchError, match=r"counts attempts \(1,\), but optimizer 0 collected \(0,\)"):
             owner.service.apply(replace(owner.decision(), attempts=(1,)))
 
 
@@ -285,9 +285,9 @@ def test_a_collect_may_be_repeated_and_replaced() -> None:
             first.result(WAIT)
         owner.push(0, random_grads(spec, 1), attempt=1)
         assert second.result(WAIT).parts
-        with pytest.raises(StepMismatchError, match="is in step 0, asked to collect 5"):
+        with pytest.raises(StepMismatchError, match="is in step 0, but was asked to collect step 5"):
             owner.collect(5).result(WAIT)
-        with pytest.raises(StoreError, match="rank 0 counted 1 unit, the layout has 3"):
+        with pytest.raises(StoreError, match="rank 0 counted 1 unit, but the layout has 3"):
             owner.service.collect(0, counted(owner.reports(), (1,))).result(WAIT)
 
 

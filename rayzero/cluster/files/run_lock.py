@@ -39,8 +39,8 @@ class RunLock:
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(
-                f"{directory} is in use by a run that is still running ({_holder(directory)}); wait until it ends, stop it, or "
-                f"choose another run directory"
+                f"{directory} is in use by a run that is still running ({_holder(directory)}); wait until it ends, "
+                "stop it, or choose another run directory"
             ) from None
         except OSError as error:
             os.close(descriptor)

@@ -1,1 +1,1 @@
-"""Gradients at the owner: where they land, what was counted, their norm."""
+"""Gradients at the owner: the memory they land in, the count of contributions, and their norm."""

@@ -1,4 +1,4 @@
-"""What the lead has asked an owner to collect: the pushes that ranks counted, and what is still missing of them."""
+"""One collect of the lead at an owner: the pushes that ranks counted, and which of them are still missing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rayzero.quantities import count
 
 @dataclass(eq=False)
 class Collection:
-    """A collect that waits: for counted pushes, then for norm parts.
+    """A collect that waits for counted pushes, then for norm parts.
 
-    Knows what was counted; not where gradients lie, nor who adds them up."""
+    Knows the counts; not where gradients lie, nor who sums them."""
 
     step: int
     reports: Mapping[int, FinishReport]  # by rank
     future: Future[NormParts] = field(default_factory=Future)
-    missing: dict[int, set[int]] = field(default_factory=dict)  # shard -> ranks with a counted push not there yet
+    missing: dict[int, set[int]] = field(default_factory=dict)  # shard -> ranks whose counted pushes have not landed
     unsummed: set[int] = field(default_factory=set)  # shards without a valid norm part
 
     @property
@@ -32,12 +32,12 @@ class Collection:
 
     @property
     def clamp(self) -> Clamp | None:
-        """What is done to the sums before they are squared."""
+        """The clamp on the sums before they are squared; None if there is none."""
         return next(iter(self.reports.values())).clamp
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks with counted pushes that are not there."""
+        """Ranks with counted pushes that have not landed."""
         return sorted({rank for ranks in self.missing.values() for rank in ranks})
 
     def ranks_of(self, owned: OwnedShard) -> list[int]:
@@ -46,8 +46,8 @@ class Collection:
         return [rank for rank in sorted(self.reports) if self.reports[rank].counts[unit]]
 
     def begin(self, shards: Mapping[int, OwnedShard], ranks: Mapping[int, RankGradients]) -> None:
-        """Note what is still missing. ``ranks``: those that have attached. Raises StepMismatchError where more arrived
-        than was counted."""
+        """Note what is still missing. ``ranks``: the attached ranks' gradients. Raises StepMismatchError if more pushes
+        arrived than were counted."""
         for index, owned in shards.items():
             missing = {rank for rank in self.reports if not self._is_there(owned, rank, ranks)}
             if missing:
@@ -55,8 +55,8 @@ class Collection:
         self.unsummed = set(shards)
 
     def arrived(self, owned: OwnedShard, rank: int, ranks: Mapping[int, RankGradients]) -> bool:
-        """A push landed: True when it was the last one that ``owned`` missed. Raises StepMismatchError where more
-        arrived than was counted."""
+        """A push landed; returns whether it was the last one missing for ``owned``. Raises StepMismatchError if more
+        pushes arrived than were counted."""
         missing = self.missing.get(owned.shard.index)
         if missing is None or rank not in missing or not self._is_there(owned, rank, ranks):
             return False
@@ -82,7 +82,7 @@ class Collection:
 
 
 def check_reports(step: int, reports: Sequence[FinishReport], spec: ModelSpec) -> None:
-    """Raise unless there is one report of each rank, of this step, with a count for every unit."""
+    """Raise StepMismatchError unless there is one report of each rank, for this step, with a count for every unit."""
     ranks = sorted(report.rank for report in reports)
     alike = all(report.step == step and report.clamp == reports[0].clamp for report in reports)
     if ranks != list(range(spec.world_size)) or not alike:
@@ -93,6 +93,6 @@ def check_reports(step: int, reports: Sequence[FinishReport], spec: ModelSpec) -
     for report in reports:
         if len(report.counts) != len(spec.layout.units):
             raise StoreError(
-                f"rank {report.rank} counted {count(len(report.counts), 'unit')}, "
-                f"the layout has {len(spec.layout.units)}"
+                f"rank {report.rank} counted {count(len(report.counts), 'unit')}, but the layout has "
+                f"{len(spec.layout.units)}"
             )

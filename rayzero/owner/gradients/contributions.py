@@ -1,8 +1,7 @@
-"""What the ranks have contributed to the open step, and the norm parts of all they counted.
+"""The ranks' contributions to the open step, and the norm parts of the counted ones.
 
-Reservations and arrivals come from any thread; squares are summed in the updater's thread, early where a shard has as
-many pushes as in the step before. A part is kept with what it was computed from, so that none is handed out that is
-out of date.
+Reservations and arrivals come from any thread. The updater's thread sums squares; it does so early if a shard has as
+many pushes as in the step before. A part is kept with what it was computed from, so that an outdated one is never used.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from rayzero.protocol.messages import (
 from rayzero.telemetry.recorder import Recorder
 from rayzero.telemetry.spans import Over, nothing
 
-EARLY = 1 << 20  # elements: summing fewer (0.1 ms) can wait for the finish
+EARLY = 1 << 20  # elements: summing fewer takes 0.1 ms and can wait for the finish
 
 _NOTHING = torch.empty(0)
-# What a norm part was computed from: how the sum was clamped, and (rank, generation of its landing) of each summed.
+# What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand.
 _PartKey = tuple[Clamp | None, tuple[tuple[int, int], ...]]
 _Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
 
 
 class Contributions:
-    """All ranks' gradients of one owner's shards: the only one that moves on to the next step.
+    """All ranks' gradients for one owner's shards, and the only writer of which step is open.
 
-    Knows ranks, shards and counts; not versions, nor how a decision comes to be. Thread-safe: no future is settled and
-    nothing is computed under its lock."""
+    Knows ranks, shards and counts; not versions, nor how a decision is made. Thread-safe: settles no future and
+    computes nothing under its lock."""
 
     def __init__(
         self,
@@ -61,9 +60,9 @@ class Contributions:
         *,
         step: int,
     ) -> None:
-        """``squares``: used in the thread of ``updater`` alone. ``step``: the first one that is open."""
-        self.open_step = step  # whose contributions are taken
-        self.ranks: dict[int, RankGradients] = {}  # those that have attached
+        """``squares``: used only in the thread of ``updater``. ``step``: the first open step."""
+        self.open_step = step  # the step whose contributions are accepted
+        self.ranks: dict[int, RankGradients] = {}  # ranks that have attached
         self._owner, self._spec, self._every = owner, spec, shards
         self._squares, self._updater, self._recorder = squares, updater, recorder
         self._lock = threading.Lock()
@@ -71,15 +70,15 @@ class Contributions:
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
-        self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have yet to read a shard's gradients
+        self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have not read a shard's gradients yet
         self._waiting: list[_Reservation] = []
         counts = (spec.accumulation_steps,) * len(spec.layout.units)
-        self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: a hint, never a rule
+        self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: only a hint
         self._collection: Collection | None = None  # of the open step, once its reports are here
         self._parts: dict[int, tuple[_PartKey, tuple[float, ...]]] = {}  # by shard
-        self._ripe: list[OwnedShard] = []  # expected pushes are all there, and no task was made for their parts yet
+        self._ripe: list[OwnedShard] = []  # shards with all expected pushes, whose parts no task computes yet
         self._ripe_numel = 0
-        self._deciding: Over = nothing  # span of the open step, from its first collect on
+        self._deciding: Over = nothing  # span of the open step, from its first collect
         self._error: StoreError | None = None
 
     # ---- memory for pushes
@@ -105,7 +104,7 @@ class Contributions:
         return future
 
     def _try_reserve(self, reservation: _Reservation) -> None:
-        """Answer a reservation, or let it wait."""
+        """Answer a reservation, or queue it."""
         push, owned, future = reservation
         with self._lock:
             if self._error is not None:
@@ -117,7 +116,7 @@ class Contributions:
             settle(future, memory)
 
     def _memory_for(self, push: Contribution, owned: OwnedShard) -> tuple[bool, Tensor | None]:
-        """(answered, memory): not answered means that the push has to wait for its own rank's memory."""
+        """(answered, memory). If it is not answered, the push has to wait for its own rank's memory."""
         check_push(push, owned)
         if push.step < self.open_step:
             return True, None
@@ -140,7 +139,7 @@ class Contributions:
         return True, memory
 
     def retry(self) -> None:
-        """Something became free: answer the reservations that can be answered now."""
+        """Memory was freed: answer the reservations that can be answered now."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for reservation in waiting:
@@ -150,7 +149,8 @@ class Contributions:
                 fail(reservation[2], exc)
 
     def landed(self, push: Contribution, owned: OwnedShard, came: Tensor | None) -> StepMismatchError | None:
-        """See ``ShardService.landed``. What it returns fails the step: more pushes than were counted."""
+        """See ``ShardService.landed``. Returns the error that fails the step if there are more pushes than were
+        counted."""
         rank = self.ranks[push.rank]
         landing = rank.landings[owned.shard.index]
         with self._lock:
@@ -165,7 +165,8 @@ class Contributions:
         return excess
 
     def observe(self, rank: int, unit: int, pushed: Pushed) -> StepMismatchError | None:
-        """See ``ShardService.observe``. What it returns fails the step: more pushes than were counted."""
+        """See ``ShardService.observe``. Returns the error that fails the step if there are more pushes than were
+        counted."""
         excess = None
         with self._lock:
             for owned in self._by_unit.get(unit, ()) if pushed.step == self.open_step else ():
@@ -174,7 +175,7 @@ class Contributions:
         return excess
 
     def _arrived(self, owned: OwnedShard, rank: int) -> StepMismatchError | None:
-        """A push of ``rank`` is there: sum the shard if it was the last one that is counted, or expected."""
+        """A push of ``rank`` is there. Sum the shard if this was the last push that was counted or expected."""
         try:
             if self._collection is not None:
                 if self._collection.arrived(owned, rank, self.ranks):
@@ -186,7 +187,7 @@ class Contributions:
         return None
 
     def _looks_complete(self, owned: OwnedShard) -> bool:
-        """Whether every rank has pushed as often as in the last step: its norm part may be computed early."""
+        """Whether every rank has pushed as often as in the last step, so that the norm part may be computed early."""
         if len(self.ranks) < self._spec.world_size:
             return False
         for rank, gradients in self.ranks.items():
@@ -196,7 +197,8 @@ class Contributions:
         return True
 
     def _ripen(self, owned: OwnedShard) -> None:
-        """Sum early, some shards at a time: waking the updater's thread takes as long as summing many elements."""
+        """Sum early, several shards at a time, because waking the updater's thread takes as long as summing many
+        elements."""
         self._ripe.append(owned)
         self._ripe_numel += owned.shard.numel
         if self._ripe_numel >= EARLY:
@@ -206,14 +208,16 @@ class Contributions:
     # ---- collect and decide
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        """The parts of ``step``, which is open; other reports than before replace what was asked for.
+        """The norm parts of ``step``, which is open. Different reports replace those of an earlier call.
 
-        Raises StepMismatchError or StoreError where reports do not fit each other or what has arrived."""
+        Raises StepMismatchError or StoreError if reports contradict each other or what has arrived."""
         with self._lock:
             if self._error is not None:
                 raise self._error
             if step != self.open_step:
-                raise StepMismatchError(f"{self._who} is in step {self.open_step}, asked to collect {step}")
+                raise StepMismatchError(
+                    f"{self._who} is in step {self.open_step}, but was asked to collect step {step}"
+                )
             check_reports(step, reports, self._spec)
             new, old = Collection(step, {report.rank: report for report in reports}), self._collection
             if old is not None and old.reports == new.reports:
@@ -229,8 +233,8 @@ class Contributions:
         return new.future
 
     def decide(self, decision: Decision) -> StepWork | None:
-        """Take a decision in: the next step is open, and what the decision does to each shard is returned. None: it
-        was taken in before. Raises StepMismatchError for one that does not fit what was collected."""
+        """Accept a decision: open the next step and return what the decision does to each shard. None: it was accepted
+        before. Raises StepMismatchError for a decision that contradicts what was collected."""
         with self._lock:
             if decision.step < self.open_step:
                 return None
@@ -246,18 +250,18 @@ class Contributions:
         return StepWork(decision=decision, shards=shards, parts=collection.future)
 
     def _counted(self, decision: Decision) -> Collection:
-        """The collection whose pushes ``decision`` counts. Raises StepMismatchError where it was decided too early, or
-        counts something else than what was collected."""
+        """The collection whose pushes ``decision`` counts. Raises StepMismatchError if the decision came too early or
+        counts other attempts than were collected."""
         collection = self._collection
         if decision.step > self.open_step or collection is None:
             raise StepMismatchError(
                 f"{self._who} is in step {self.open_step} ({'collected' if collection else 'not collected'}), "
-                f"got the decision of step {decision.step}"
+                f"but got the decision of step {decision.step}"
             )
         if decision.attempts != collection.attempts:
             raise StepMismatchError(
-                f"the decision of step {decision.step} counts attempts {decision.attempts}, "
-                f"{self._who} collected {collection.attempts}"
+                f"the decision of step {decision.step} counts attempts {decision.attempts}, but {self._who} "
+                f"collected {collection.attempts}"
             )
         if any(owned.state is ShardState.EMPTY for owned in self._every.values()):
             raise StepMismatchError(f"step {decision.step} was decided before {self._who} was loaded")
@@ -279,7 +283,7 @@ class Contributions:
         )
 
     def release(self, owned: OwnedShard) -> None:
-        """The update that a decision asked for has read the shard's gradients: ranks may write there again."""
+        """The decision's update has read the shard's gradients: ranks may write there again."""
         with self._lock:
             self._to_be_read[owned.shard.index] -= 1
         self.retry()
@@ -291,7 +295,8 @@ class Contributions:
             return self._collection.missing_ranks if self._collection is not None else []
 
     def fail(self, error: StoreError) -> None:
-        """The open step will never be decided: who waits for it, now or later, gets the first error."""
+        """The open step will never be decided: everything that waits for it, now or later, fails with the first
+        error."""
         with self._lock:
             error = self._error = self._error or error
             collection = self._collection
@@ -315,7 +320,7 @@ class Contributions:
         self._updater.submit(sum_all)
 
     def _sum_missing(self, collection: Collection) -> None:
-        """Compute the parts that nobody computed early; completes a collection that has no shards at all."""
+        """Compute the parts that were not computed early. Completes a collection that has no shards."""
         over = self._recorder.spans.begin("norm", "sums of squares", collection.step)
         with self._lock:
             for index in tuple(collection.unsummed):
@@ -327,7 +332,7 @@ class Contributions:
         over()
 
     def _sum(self, owned: OwnedShard, step: int) -> None:
-        """Compute a shard's part, unless the one that is kept will do."""
+        """Compute a shard's part, unless the one that is kept is still valid."""
         with self._lock:
             collection = self._collection
             known = collection is not None and self._has_part(owned, collection)
@@ -337,7 +342,7 @@ class Contributions:
             gradients = self._gradients(owned)
         squares = None if known else self._squares_of(owned, gradients, contributors, clamp)
         with self._lock:
-            if squares is not None and key == self._key(owned, ranks, clamp):  # else a push came meanwhile
+            if squares is not None and key == self._key(owned, ranks, clamp):  # else a push came in the meantime
                 self._parts[owned.shard.index] = (key, squares)
             if self._collection is not None:
                 self._check_off(owned, self._collection)
@@ -346,7 +351,8 @@ class Contributions:
     def _squares_of(
         self, owned: OwnedShard, gradients: Sequence[Tensor], contributors: Contributors, clamp: Clamp | None
     ) -> tuple[float, ...]:
-        """Per slice; neighbours with the same contributors in one call, because models have many parameters."""
+        """One sum of squares per slice. Neighbours with the same contributors share a call, because models have many
+        parameters."""
         squares: list[float] = []
         for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
             ranges = tuple((part.start, part.stop) for _, part in group)
@@ -371,7 +377,7 @@ class Contributions:
         return NormParts(step=collection.step, parts=tuple(found))
 
     def _check_off(self, owned: OwnedShard, collection: Collection) -> None:
-        """Where all counted pushes of a shard are there and its part is valid, the collection waits for it no more."""
+        """Remove a shard from the collection's waits if its counted pushes are there and its part is valid."""
         if owned.shard.index not in collection.missing and self._has_part(owned, collection):
             collection.unsummed.discard(owned.shard.index)
 
@@ -380,7 +386,7 @@ class Contributions:
         return kept is not None and kept[0] == self._key(owned, collection.ranks_of(owned), collection.clamp)
 
     def _landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
-        """The ranks that have something of this shard now, whatever will be counted."""
+        """The ranks that have landed gradients for this shard so far, counted or not."""
         found = {rank: self.ranks[rank].landings[owned.shard.index].sum for rank in sorted(self.ranks)}
         return [rank for rank, here in found.items() if here.count_of(step, here.attempt)]
 
@@ -397,7 +403,7 @@ class Contributions:
         return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
 
     def _gradients(self, owned: OwnedShard) -> list[Tensor]:
-        """Per rank, its memory for this shard; empty for one that has not attached and so has no gradient."""
+        """Per rank, its gradient memory for this shard; an empty tensor for a rank that has not attached."""
         index, gradients = owned.shard.index, self.ranks
         ranks = range(self._spec.world_size)
         return [gradients[rank].landings[index].sum.memory if rank in gradients else _NOTHING for rank in ranks]

@@ -1,8 +1,9 @@
-"""Where gradients land: memory that belongs to one rank, so that its pushes wait for no other rank.
+"""The memory that gradients land in. It belongs to one rank, so that its pushes wait for no other rank.
 
-[Note: whose memory] A rank on this host gathers and adds its gradients in memory of its own, which the owner maps and
-only reads; the rank tells what is there (``observe``). For a rank on another host the owner keeps that memory: bytes
-are reserved for, copied in and ``landed``. What has to be added is staged first, so that nobody sees half a sum.
+[Note: whose memory] A rank on this host gathers and adds its gradients in its own memory, which the owner maps and only
+reads; the rank announces what is there (``observe``). For a rank on another host the owner keeps that memory: a push
+reserves it, copies its bytes in and reports them as ``landed``. Bytes that have to be added are staged first, so that
+no reader sees half a sum.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ class Admission(Enum):
     """What happens to a push that asks for memory."""
 
     DROP = auto()  # stale, or a repeat of what has landed
-    WAIT = auto()  # an earlier push of the same rank is not there yet
-    LAND = auto()  # straight into the rank's memory
-    STAGE = auto()  # into staging, to be added
+    WAIT = auto()  # an earlier push of the same rank has not landed yet
+    LAND = auto()  # write straight into the rank's memory
+    STAGE = auto()  # write into staging, to be added
 
 
 class Landing:
     """One rank's gradients of one shard.
 
-    Knows what has landed of which attempt; not other ranks, or when a step is decided. Whoever holds a reservation
-    writes the memory; all else is ``Contributions``'s to write."""
+    Knows which pushes of which attempt have landed; not other ranks, or when a step is decided. The holder of a
+    reservation writes the memory; only ``Contributions`` writes everything else."""
 
     def __init__(self, owned: OwnedShard, memory: Tensor) -> None:
         self.owned = owned
         self.sum = GradientSum(owned.unit, memory, owned.slices)
-        self.generation = 0  # grows whenever the memory may change: a norm part of another generation is void
-        self.staged: Tensor | None = None  # bytes on their way into the sum. released by: complete(), _open()
-        self.present: Sequence[bool] = (False,) * len(owned.slices)  # per slice, whether it has a gradient here
+        self.generation = 0  # grows whenever the memory may change, which invalidates norm parts of earlier generations
+        self.staged: Tensor | None = None  # bytes being added to the sum. released by: complete(), _open()
+        self.present: Sequence[bool] = (False,) * len(owned.slices)  # per slice: whether it has a gradient here
         self._adding = False
 
     def admit(self, push: Contribution) -> Admission:
-        """What to do with a push of the open step. Raises AccumulationError for one that does not fit."""
+        """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
         if self.sum.is_stale(push):
             return Admission.DROP
         if push.seq > self.sum.count_of(push.step, push.attempt) or self._adding:
@@ -53,12 +54,12 @@ class Landing:
         return Admission.LAND if self.sum.lands(push) else Admission.STAGE
 
     def open(self, push: Contribution) -> None:
-        """Take note that ``push`` may now write: a higher attempt voids what was here."""
+        """Note that ``push`` may write now. A higher attempt discards what was here."""
         self.sum.open(push)
         self._look()
 
     def begin(self, push: Contribution) -> bool:
-        """The bytes of ``push`` are there; False when they are of no use (a repeat, or stale)."""
+        """The bytes of ``push`` are there. Returns False if they are not used (a repeat, or stale)."""
         here = self.sum.step, self.sum.attempt, self.sum.count
         if here != (push.step, push.attempt, push.seq) or self._adding:
             return False
@@ -67,8 +68,8 @@ class Landing:
         return True
 
     def absorb(self, push: Contribution, came: Tensor | None = None) -> None:
-        """Put the landed bytes into the sum: those that ``came`` elsewhere, those that were staged, or those that lie
-        in the memory already. It computes: call it outside of any lock."""
+        """Add the landed bytes to the sum: ``came`` if given, else the staged bytes, else those already in the memory.
+        Call it outside any lock, because it computes."""
         values = self.staged if came is None else came
         if values is not None:
             self.sum.add(push, values)
@@ -76,7 +77,7 @@ class Landing:
             self.sum.clear_padding()
 
     def complete(self, push: Contribution) -> Tensor | None:
-        """Count ``push``; returns the staging memory that is free now."""
+        """Count ``push``; returns the staging memory that it frees."""
         self.sum.close(push)
         self._look()
         self._adding = False
@@ -84,7 +85,7 @@ class Landing:
         return staged
 
     def observe(self, pushed: Pushed) -> bool:
-        """Take note of what the rank has in its own memory; False where that is no news."""
+        """Note what the rank has in its own memory; returns False if that is already known."""
         if self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt):
             return False
         self.sum.replace(pushed)
@@ -110,12 +111,12 @@ class RankGradients:
         accumulate: bool,
         own_memory: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """``accumulate``: more than one backward a step is planned. ``own_memory``: per unit, the rank's own flat
-        gradients (1D, unit.numel elements of ``gradient_dtype``), which are read in place; None: allocate."""
+        """``accumulate``: a step may have several backwards. ``own_memory``: unit -> the rank's own flat gradients (1D,
+        unit.numel elements of ``gradient_dtype``), read in place; None: allocate memory here."""
         self.rank = rank
         trained = [owned for owned in shards if owned.trainable]
         self._free: list[Tensor] = []
-        self.landing_bytes = self.staging_bytes = 0  # of memory that was allocated here
+        self.landing_bytes = self.staging_bytes = 0  # bytes of memory allocated here
         if own_memory is not None:
             self.landings = {o.shard.index: Landing(o, _part(own_memory, o)) for o in trained}
             return
@@ -147,8 +148,8 @@ def _part(memory: Mapping[int, Tensor], owned: OwnedShard) -> Tensor:
 
 
 def staging_entries(trained: Sequence[OwnedShard], accumulate: bool) -> tuple[int, int]:
-    """Staging entries of a rank and the bytes of one: two largest units with accumulation, else two shards where
-    fp32 memory can add a second push."""
+    """(a rank's staging entries, bytes of one): room for two of the largest units with accumulation, else for two
+    shards if fp32 memory can add a second push."""
     if not trained or not (accumulate or any(o.unit.dtype is torch.float32 for o in trained)):
         return 0, 0
     per_unit: dict[int, int] = {}
@@ -159,7 +160,7 @@ def staging_entries(trained: Sequence[OwnedShard], accumulate: bool) -> tuple[in
 
 
 def check_push(push: Contribution, owned: OwnedShard) -> None:
-    """Raise StoreError when a push cannot belong to this shard."""
+    """Raise StoreError if a push cannot belong to this shard."""
     expected = (len(owned.unit.slots) + 7) // 8
     if push.unit != owned.unit.index or not owned.trainable or len(push.presence) != expected:
         raise StoreError(

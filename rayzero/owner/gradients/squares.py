@@ -1,8 +1,8 @@
-"""Sums of squares whose bits depend on the gradients alone.
+"""Sums of squares whose bits depend only on the gradients.
 
 [Note: fixed leaves] A slice is cut, from its own start, into leaves of 65,536 elements and a leaf into rows of 256.
-Squares are fp64; a row is one reduction, a leaf is one reduction of its rows, leaves are added in order. No cut
-depends on torch's threads, on tiles, on how many owners there are, or on when gradients arrive.
+Squares are fp64. A row is one reduction, a leaf one reduction of its rows, and leaves are added in order. The cuts do
+not depend on torch's threads, on tiles, on the number of owners, or on when gradients arrive.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ _TILE = 8 * LEAF  # elements squared at once; any multiple of LEAF gives the sam
 
 
 class Squares(Protocol):
-    """Who sums squares. One instance belongs to one thread."""
+    """Sums squares. One instance belongs to one thread."""
 
     def parts(
         self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
     ) -> list[float]:
-        """For each ``[start, stop)`` of ``ranges`` the sum of the squares of the sum of ``gradients[r]`` over ``ranks``
-        (not empty), of what ``clamp`` leaves of it as the update does, where that is given. Without it inf or nan
-        where a summed gradient is."""
+        """For each ``[start, stop)`` of ``ranges``: add ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (not
+        empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
+        result is inf or NaN if a summed gradient is."""
         ...
 
 
 def choose_squares(kernel: str) -> Squares:
-    """Who sums squares where ``kernel`` computes updates: C beside C. The bits differ, as the order of adding does."""
+    """The implementation that goes with an update kernel: C for the C kernel. The two add in different orders and give
+    different bits."""
     return NativeSquareSum() if kernel == NativeKernel.name else SquareSum()
 
 
 class SquareSum:
-    """Sums of squares of rank-summed gradients, in scratch memory it owns: one instance per thread."""
+    """Sums squares of gradients added over ranks, in its own scratch memory: one instance per thread."""
 
     def __init__(self, tile: int = _TILE) -> None:
-        """``tile``: elements worked on at once, a multiple of ``LEAF``."""
+        """``tile``: elements per pass, a multiple of ``LEAF``."""
         assert tile % LEAF == 0, tile
         self._tile = tile
         self._ranks = RankSum(tile)

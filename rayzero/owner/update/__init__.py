@@ -1,1 +1,1 @@
-"""From a decision to new masters: the optimizers and what they change."""
+"""The update rules: how a decision becomes new masters."""

@@ -1,4 +1,4 @@
-"""Any element-wise torch optimizer, run as it is on the slices an owner has."""
+"""Runs any element-wise torch optimizer class, unchanged, on an owner's slices."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rayzero.protocol.messages import STEP, Hyper, ModelSpec
 class ElementwiseRule:
     """Runs one instance of the class per shard, on fp32 parameters that are views of the shard's master.
 
-    Knows the class and each shard's instance; nothing about what the class computes. Its states are created by the
-    class itself, at a parameter's first update, as torch does: they are outside the planned memory."""
+    Knows the class and each shard's instance; nothing about what the class computes. The class creates its states
+    itself at a parameter's first update, as in torch, so they are outside the planned memory."""
 
     kernel = "elementwise"
     state_kinds: tuple[str, ...] = ()
@@ -61,11 +61,12 @@ class ElementwiseRule:
         return {kind: torch.zeros(owned.shard.numel) for kind in self._kinds} | self._of(owned).gathered()
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
-        """Every tensor or number the class keeps for the slice, but the step count; numbers fill the slice."""
+        """Every tensor or number that the class keeps for the slice, except the step count; a number fills the
+        slice."""
         return self._of(owned).states_of(index)
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
-        """See ``UpdateRule.restore``. The step count comes back from the shard's own."""
+        """See ``UpdateRule.restore``. The step count is restored from the shard's."""
         self._of(owned).restore(index, values, owned.steps[index])
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
@@ -75,7 +76,7 @@ class ElementwiseRule:
         self._of(owned).write(kind, values)
 
     def regroup(self, owned: OwnedShard) -> None:
-        """A new instance over the new groups takes over the states."""
+        """Create an instance over the new groups, which takes over the states."""
         was = self._shards.pop(owned.shard.index, None)
         if was is not None:
             self._of(owned).take_states(was)
@@ -85,7 +86,8 @@ class _ShardOptimizer:
     """One shard's instance of the class."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], owned: OwnedShard) -> None:
-        """``hyper``: what it is built with; each step brings its own options, also of groups that were added later."""
+        """``hyper``: options to build the instance with; each step brings its own options, those of later groups
+        included."""
         assert owned.master is not None
         self._owned = owned
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
@@ -144,7 +146,7 @@ class _ShardOptimizer:
                 state[kind].reshape(-1)[: part.numel].copy_(new)
 
     def _restart(self, index: int, step: int) -> None:
-        """The state of a parameter after ``step`` updates, its values still to come."""
+        """Set a parameter's state to that after ``step`` updates; its values are written later."""
         param = self.params[index]
         self._optimizer.state.pop(param, None)
         if step:

@@ -1,4 +1,4 @@
-"""Norms of gradients, updates and weights by layer group, in the owner's own pass over its shards, every so many steps.
+"""Measures norms of gradients, updates and weights by layer group, every few steps, in the owner's update pass.
 
 [Note: what it costs] A measured step copies each shard's master before its update (8 bytes a parameter), subtracts
 (12) and sums two squares (8). Native kernel, 16 shards of 2 Mi parameters, 2 threads, 15 pairs on a busy machine: such
@@ -26,7 +26,7 @@ _Sums = dict[str, float]  # by group
 
 
 class GroupNorms:
-    """Measures one step's update in one owner. Used by the updater thread alone, one ``GroupNorms`` an owner.
+    """Measures one step's update in one owner. Only the updater thread uses it; one ``GroupNorms`` per owner.
 
     Knows shards and the groups they are of; not when an update is due."""
 
@@ -42,16 +42,16 @@ class GroupNorms:
 
     @property
     def scratch_bytes(self) -> int:
-        """What it keeps between steps."""
+        """Bytes that it keeps between steps."""
         return self._before.nbytes
 
     def before(self, owned: OwnedShard) -> None:
-        """A shard's update comes next."""
+        """Call it before a shard's update."""
         assert owned.master is not None
         self._scratch(owned).copy_(owned.master)
 
     def after(self, owned: OwnedShard) -> None:
-        """It is done."""
+        """Call it after the shard's update."""
         assert owned.master is not None
         change = self._scratch(owned)
         torch.sub(owned.master.cpu(), change, out=change)
@@ -68,7 +68,7 @@ class GroupNorms:
         sums[group] = sums.get(group, 0.0) + square
 
     def tell(self, parts: NormParts) -> None:
-        """All shards are updated. ``parts``: the step's sums of squares of gradients, over ranks."""
+        """All shards are updated: report the norms. ``parts``: the step's sums of squares of gradients, over ranks."""
         gradients: _Sums = {}
         for shard, _, square in parts.parts:
             group = self._group_of[shard]

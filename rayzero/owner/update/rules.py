@@ -1,4 +1,4 @@
-"""How a shard is updated: Adam by a tile kernel, or any other element-wise torch optimizer as it is."""
+"""How a shard is updated: Adam by a tile kernel; any other element-wise torch optimizer by its own code."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_deca
 
 
 class UpdateRule(Protocol):
-    """The optimizer of a run, as an owner applies it to one shard at a time. Used by the updater thread alone."""
+    """A run's optimizer, applied to one shard at a time. Only the updater thread uses it."""
 
-    kernel: str  # who computes, for handshakes and reports
+    kernel: str  # name of the kernel, for handshakes and reports
     state_kinds: tuple[str, ...]  # fp32 states that live in the owner's planned memory
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
@@ -31,7 +31,7 @@ class UpdateRule(Protocol):
         ...
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
-        """Kind -> 1D fp32 over the shard's elements, for kinds outside planned memory; a copy."""
+        """Kind -> 1D fp32, the shard's elements; copies of the states outside planned memory."""
         ...
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
@@ -39,12 +39,13 @@ class UpdateRule(Protocol):
         ...
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
-        """The inverse of ``slice_states``; ``owned.steps`` is restored already."""
+        """The inverse of ``slice_states``; ``owned.steps`` is already restored."""
         ...
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
-        """Replace one state of a shard (``values``: 1D fp32, its elements). STEP comes first, and is in
-        ``owned.steps`` already: a parameter without updates has no state. Raises StoreError for an unknown kind."""
+        """Replace one state of a shard (``values``: 1D fp32, the shard's elements). STEP is written first and is then
+        already in ``owned.steps``, because a parameter without updates has no state. Raises StoreError for an unknown
+        kind."""
         ...
 
     def regroup(self, owned: OwnedShard) -> None:
@@ -58,7 +59,8 @@ class AdamRule:
     def __init__(self, spec: ModelSpec, *, decoupled: bool, device: torch.device | None = None) -> None:
         """``decoupled``: AdamW's weight decay. ``device``: where masters and moments lie; None: the host.
 
-        On CUDA torch's fused kernel computes, with its own rounding; ``kernel`` is who sums squares on the host."""
+        On CUDA torch's fused kernel computes, with its own rounding; ``kernel`` then names what sums squares on the
+        host."""
         host = choose_kernel(spec.kernel)
         on_cuda = device is not None and device.type == "cuda"
         self._kernel = TorchKernel(DEVICE_TILE, threads=1, device=device) if on_cuda else host
@@ -95,7 +97,7 @@ class AdamRule:
         self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
-        """None: all of Adam's states are planned."""
+        """Empty: all of Adam's states are in planned memory."""
         return {}
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
@@ -104,16 +106,16 @@ class AdamRule:
         return {kind: state[part.start : part.stop] for kind, state in owned.states.items()}
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
-        """Moments back in place."""
+        """Copy the moments back."""
         for kind, view in self.slice_states(owned, index).items():
             view.copy_(values[kind])
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
-        """Moments in place; step counts are the shard's own."""
+        """Copy moments in place; the shard keeps step counts itself."""
         if kind != STEP:
             state = owned.states[kind] if kind in owned.states else owned.read(kind)  # which raises
             for part in owned.slices:
                 state[part.start : part.stop].copy_(values[part.start : part.stop])
 
     def regroup(self, owned: OwnedShard) -> None:
-        """Options are looked up at every update."""
+        """Nothing to do: options are looked up at every update."""
