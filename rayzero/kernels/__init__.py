@@ -1,4 +1,5 @@
-"""Adam over tiles: the kernels and their choice; and what any other torch optimizer class does."""
+"""Update kernels: Adam over tiles in several implementations and the choice among them; support for other torch
+optimizer classes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 def choose_kernel(name: str) -> Kernel:
-    """A kernel by name; "auto" takes the fastest there is here. Its ``name`` says which. Each call makes a new
-    one, for one thread. Raises ConfigError on an unknown name, UnsupportedError where "native" was not built."""
+    """Create a kernel by name, for use by one thread; "auto" chooses the fastest one available (see its ``name``).
+    Raises ConfigError for an unknown name, UnsupportedError if "native" was not built."""
     if name == "auto":
         name = _fastest()
     if name == NativeKernel.name:
@@ -33,7 +34,7 @@ def choose_kernel(name: str) -> Kernel:
     raise ConfigError(f"kernel is {name!r} but must be one of {', '.join(KERNELS)}")
 
 
-@functools.cache  # so that the reason is said once
+@functools.cache  # so that the reason is logged once
 def _fastest() -> str:
     reason = native.why_not()
     if reason is None:

@@ -1,4 +1,4 @@
-"""What a kernel is: Adam over a table of segments of one shard, in one pass over memory."""
+"""The kernel protocol: Adam over a table of segments of one shard, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -59,11 +59,12 @@ class AdamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of a shard that is updated alike. Offset and length are multiples of ``ALIGN``: no kernel sees a tail."""
+    """A range of a shard with the same options, ranks and step count. Offset and length are multiples of ``ALIGN``, so
+    that kernels need no tail."""
 
     offset: int  # elements from the shard's start
     length: int  # elements, padding included
-    ranks: tuple[int, ...]  # who has gradients for it, ascending
+    ranks: tuple[int, ...]  # ranks with gradients for it, ascending
     options: AdamOptions
     step: int  # updates including this one, from 1
 
@@ -80,12 +81,12 @@ class AdamMemory:
     exp_avg: Tensor  # fp32
     exp_avg_sq: Tensor  # fp32
     max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
-    params: Tensor | None  # published parameters; None: the master is what is published
-    stamps: TileStamps | None = None  # brought up to date tile by tile; None: nobody will look
+    params: Tensor | None  # published parameters, in the unit's dtype; None: the master itself is published
+    stamps: TileStamps | None = None  # updated tile by tile; None: the memory ends with the process
 
 
 class Kernel(Protocol):
-    """Who computes the update of a shard. One instance belongs to one thread: it owns its scratch memory."""
+    """Computes the update of a shard. An instance belongs to one thread and owns its scratch memory."""
 
     name: str
 

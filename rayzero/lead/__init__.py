@@ -1,1 +1,1 @@
-"""The lead: from the inputs of all ranks to one decision a step. Knows no transport."""
+"""The lead: turns the inputs of all ranks into one decision per step. Knows no transport."""

@@ -1,4 +1,4 @@
-"""Checkpoints that ranks ask for: gathered, written by every owner, committed by one rename."""
+"""Checkpoints at the lead: collects the ranks' requests, has every owner write its file, and commits by one rename."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from rayzero.telemetry.recorder import Recorder, timed
 
 @dataclass(eq=False)
 class CheckpointRequest:
-    """One checkpoint on its way."""
+    """One requested checkpoint, until it is committed or has failed."""
 
     step: int
     directory: Path
     files: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)  # per rank that asked
     futures: dict[int, Future[CheckpointInfo]] = field(default_factory=dict)
-    writing: bool = False  # owners have been asked
-    asked: tuple[Future[FileEntry], ...] = ()  # those, by index
+    writing: bool = False  # the owners were asked to write
+    asked: tuple[Future[FileEntry], ...] = ()  # the owners' answers, by index
 
     def fail(self, error: BaseException) -> None:
-        """Tell the ranks that asked for it."""
+        """Fail the request for the ranks that made it."""
         for future in self.futures.values():
             fail(future, error)
 
 
 class CheckpointRequests:
-    """The checkpoint the ranks are asking for, at most one at a time.
+    """The checkpoint that ranks request, at most one at a time.
 
-    Knows who asked, and owners as peers; not steps, or when a decision may go on. Thread-safe."""
+    Knows which ranks asked, and owners as peers; not steps, or when the next decision may be made. Thread-safe."""
 
     def __init__(self, peers: Sequence[OwnerPeer], recorder: Recorder) -> None:
         """``peers``: every owner, by owner index."""
@@ -54,7 +54,7 @@ class CheckpointRequests:
     def ask(
         self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> tuple[CheckpointRequest, Future[CheckpointInfo]]:
-        """Note that a rank asks. Raises StepMismatchError when another asked for something else."""
+        """Note a rank's request. Raises StepMismatchError if another rank requested something else."""
         with self._lock:
             request = self._open = self._open or CheckpointRequest(step, directory)
             if (request.step, request.directory) != (step, directory):
@@ -66,16 +66,16 @@ class CheckpointRequests:
             return request, request.futures.setdefault(rank, Future())
 
     def holds(self, step: int) -> bool:
-        """True while version ``step`` is asked for and not yet written by every owner."""
+        """True while version ``step`` is requested and some owner has not written it yet."""
         return self._open is not None and self._open.step == step
 
     def asked(self) -> tuple[int, frozenset[int]] | None:
-        """The version asked for, and the ranks that have asked."""
+        """(the requested version, the ranks that requested it); None if there is no request."""
         with self._lock:
             return (self._open.step, frozenset(self._open.files)) if self._open is not None else None
 
     def waits_for(self, world_size: int) -> str:
-        """Who is waited for, for messages about waits."""
+        """The ranks or owners that the checkpoint waits for, for errors about waits."""
         with self._lock:
             missing = [rank for rank in range(world_size) if self._open and rank not in self._open.files]
             asked = self._open.asked if self._open is not None else ()
@@ -88,17 +88,17 @@ class CheckpointRequests:
         hyper_at: Callable[[int], tuple[Hyper, ...]],
         over: Callable[[], None],
     ) -> None:
-        """Ask every owner to write. Once all have answered, ``over`` is called, and a thread commits the manifest or
-        discards what was staged; only then do ranks hear of it, and may try again.
+        """Ask every owner to write. Once all have answered, calls ``over``, and a thread commits the manifest or
+        discards the staged files. Only then do ranks get the result, and may try again.
 
-        ``hyper_at``: the hyper-parameters that a version was made with; raises where they are gone."""
+        ``hyper_at``: the hyper-parameters that made a version; raises if they are no longer kept."""
         if not self._begin(request):
             return
 
         def then(owner_files: list[FileEntry]) -> None:
             try:
                 hyper = hyper_at(request.step)
-            except (OSError, RayZeroError) as exc:  # the checkpoint that the run began with is gone
+            except (OSError, RayZeroError) as exc:  # the checkpoint that the run started from is gone
                 otherwise(exc)
                 return
             self._end(request, _commit, request, spec, hyper, owner_files, self._recorder)
@@ -113,25 +113,25 @@ class CheckpointRequests:
         when_ended(request.asked, then, otherwise)
 
     def _begin(self, request: CheckpointRequest) -> bool:
-        """False for a request that was abandoned, or is being written: a rank that gave up waiting asked again."""
+        """False for a request that was abandoned or is being written already: a rank that had given up asked again."""
         with self._lock:
             begins = self._open is request and not request.writing
             request.writing = request.writing or begins
             return begins
 
     def _end(self, request: CheckpointRequest, action: Callable[..., None], *args: Any) -> None:
-        """Owners have answered: ``action`` in the committing thread, unless the run has failed meanwhile."""
+        """Owners have answered: run ``action`` in the committing thread, unless the run has failed in the meantime."""
         with self._lock:
             goes_on = self._open is request
             self._open = None
-        if goes_on:  # from here on a rank that hears of a failure can ask for the next one
+        if goes_on:  # from here on, a rank that gets a failure can request the next one
             self._committer.submit(action, *args)
         else:
             discard_staging(request.directory)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail those who ask for a checkpoint that will not be. While owners write, their files are left to ``_end``:
-        ranks need not wait for an owner that may be gone."""
+        """Fail the ranks that wait for a checkpoint. While owners write, ``_end`` cleans up their files, so that ranks
+        need not wait for an owner that may be gone."""
         with self._lock:
             request, self._open = self._open, None
         if request is None:

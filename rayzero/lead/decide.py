@@ -1,4 +1,5 @@
-"""What a step does, as pure functions: reports, inputs and norm parts go in; a norm, decision or error comes out."""
+"""Decides what a step does, in pure functions: from reports, inputs and norm parts to a norm, a decision or an
+error."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
-    """Raise where a step's hyper-parameters cannot be applied to what was attached: groups came or went,
-    ``amsgrad`` was switched, a number became something else, or an option is out of range."""
+    """Raise if a step's hyper-parameters do not fit the spec: groups were removed, ``amsgrad`` was switched on, a
+    number became something else, or an option is out of range."""
     if len(hyper) < len(spec.hyper):
         raise StepMismatchError(
             f"step inputs have {len(hyper)} parameter groups, the run was attached with {len(spec.hyper)}; "
-            "groups may be added, but not taken away"
+            "groups may be added, but not removed"
         )
     like = (*spec.hyper, *[spec.hyper[0]] * (len(hyper) - len(spec.hyper)))  # added groups have the same options
     for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
@@ -48,9 +49,9 @@ def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
 
 
 def total_norm(step: int, parts: Iterable[NormParts], world_size: int) -> Norm:
-    """The L2 norm of the averaged gradients: parts of all owners, added in shard and slot order.
+    """The L2 norm of the averaged gradients: adds the parts of all owners in shard and slot order, in fp64.
 
-    ``world_size``: 1 for parts of gradients that are averaged already."""
+    ``world_size``: 1 if the parts are of gradients that are already averaged."""
     total = 0.0
     for _, _, square in sorted(part for owner in parts for part in owner.parts):
         total += square
@@ -64,15 +65,15 @@ class Edited:
 
     scale: float  # multiplies the rank-summed gradient ...
     limit: float  # ... whose elements are then clamped to within +- this
-    norm: float | None  # None: known only after another pass over the gradients
+    norm: float | None  # None: needs another pass over the gradients
 
 
 def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Edited:
     """Fold a rank's edits into one: clamping and then scaling is scaling and then clamping to the scaled limit, so any
     order of calls is one multiplication and one clamp.
 
-    ``norms``: of the averaged gradients, then of each pass that clipping by norm after clipping by value asked for.
-    Clip factors are torch's."""
+    ``norms``: of the averaged gradients, then of each further pass that clipping by norm after clipping by value
+    needed. Clip factors are torch's."""
     later = iter(norms)
     norm: float | None = next(later)
     factor, limit = 1.0, math.inf
@@ -90,19 +91,19 @@ def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Ed
 
 
 def unscaling(edits: Iterable[Edit]) -> float:
-    """What the gradients were multiplied by for the loss scale: one over it; 1 without."""
+    """The factor for the loss scale: one over it; 1 without a scaler."""
     return math.prod(edit.value for edit in edits if edit.kind is EditKind.UNSCALE)
 
 
 def clip_factor(decision: Decision, edits: Iterable[Edit], world_size: int) -> float:
-    """What clipping by norm multiplied the gradients of an applied step by; 1, but for rounding, where it did not."""
+    """The factor by which clipping by norm scaled an applied step's gradients; 1, up to rounding, if it did not."""
     rest = unscaling(edits) / world_size
     return decision.scale / rest if rest else 1.0
 
 
 def decide(norms: Sequence[Norm], reports: Mapping[int, FinishReport], inputs: StepInputs, world_size: int) -> Decision:
-    """The decision of a step whose ranks agree; a norm that is not finite skips it for all, whatever clipping made of
-    it. ``norms``: as ``edited`` takes them."""
+    """The decision of a step whose ranks agree. If a norm is not finite, all ranks skip the step, whatever clipping
+    made of it. ``norms``: as for ``edited``."""
     first = norms[0]
     what = edited(inputs.edits, [norm.total for norm in norms], world_size) if first.finite else None
     return Decision(
@@ -117,7 +118,7 @@ def decide(norms: Sequence[Norm], reports: Mapping[int, FinishReport], inputs: S
 
 
 def agreed(step: int, inputs: Mapping[int, StepInputs]) -> StepInputs:
-    """The inputs all ranks sent. Raises StepMismatchError naming the ranks and what differs."""
+    """The inputs that all ranks sent. Raises StepMismatchError, naming the ranks and what differs."""
     first_rank = min(inputs)
     first = inputs[first_rank]
     for rank in sorted(inputs):
@@ -142,7 +143,8 @@ def _difference(ours: StepInputs, theirs: StepInputs) -> str:
 
 
 def nonfinite_error(step: int, parts: Iterable[NormParts], layout: ModelLayout) -> NonFiniteGradientError:
-    """What ``nonfinite="raise"`` raises, naming the first parameter in forward order whose gradient is inf or nan."""
+    """The error for ``nonfinite="raise"``; names the first parameter, in forward order, whose gradient is inf or
+    NaN."""
     for shard, slot, square in sorted((s, i, v) for owner in parts for s, i, v in owner.parts):
         if not math.isfinite(square):
             name = layout.units[layout.shards[shard].unit].slots[slot].name

@@ -1,6 +1,7 @@
-"""Steps that can never be decided, as pure functions: what ranks have said in; None, or the error that names them, out.
+"""Detects steps that can never be decided, in pure functions: from what ranks have sent to None or the error that names
+them.
 
-They do not know what becomes of the error: the lead fails the step with it, for all."""
+The lead fails the step with that error for all ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Asked = tuple[int, frozenset[int]] | None  # the version that is to be saved, an
 def impasse(
     current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
 ) -> StepMismatchError | None:
-    """Some ranks wait for what others will not do any more. ``asked``: for a checkpoint; ``in_means``: the ranks that
-    wait in each mean over ranks that is open."""
+    """The error if some ranks wait for what others will not do any more. ``asked``: who requested a checkpoint;
+    ``in_means``: the ranks that wait in each open mean over ranks."""
     return (
         _gone_on_without_saving(current, asked, spec)
         or _gone_on_without_writing(current, asked, writes, spec)
@@ -29,8 +30,8 @@ def impasse(
 
 
 def _gone_on_without_saving(current: Round, asked: Asked, spec: ModelSpec) -> StepMismatchError | None:
-    """A rank that has not asked for a checkpoint has committed its step, or waits for the norm that those who ask have
-    yet to finish."""
+    """The error if a rank that has not requested the checkpoint has committed its step, or waits for a norm that the
+    requesting ranks have not finished."""
     if asked is None or asked[0] != current.step or len(asked[1]) == spec.world_size:
         return None
     step, savers = asked
@@ -46,7 +47,7 @@ def _gone_on_without_saving(current: Round, asked: Asked, spec: ModelSpec) -> St
 def _gone_on_without_writing(
     current: Round, asked: Asked, writes: WriteRequests, spec: ModelSpec
 ) -> StepMismatchError | None:
-    """A rank has finished the step, or waits for a checkpoint, without a write that others ask for."""
+    """The error if a rank has finished the step, or waits for a checkpoint, without a write that others requested."""
     writers = writes.ranks
     if not writers or len(writers) == spec.world_size:
         return None
@@ -64,11 +65,12 @@ def _gone_on_without_writing(
 def _waits_in_a_mean(
     current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
 ) -> StepMismatchError | None:
-    """A rank waits for the others in a mean, and one that has not called it waits for that rank in something else."""
+    """The error if a rank waits for the others in a mean, while one that has not called it waits for that rank in
+    another call."""
     last = current.passes[-1]
     reported = frozenset(last.reports) if last.norm is None else frozenset()
     saving = asked[1] if asked is not None else frozenset()
-    waits = (  # who has asked, who of them stands still until all have, and for what
+    waits = (  # ranks that have asked, those of them that wait until all have, and for what
         (reported, reported - current.inputs.keys(), f"asked for the norm of step {current.step}"),
         (saving, saving, f"asked to save v{asked[0]}" if asked is not None else ""),
         (writes.ranks, writes.ranks, writes.action(spec.layout) if writes.ranks else ""),
@@ -104,7 +106,7 @@ def _left_behind(current: Round) -> StepMismatchError | None:
 
 
 def clipped_unlike(asked: Pass, report: FinishReport) -> StepMismatchError | None:
-    """A rank asks for the norm of other gradients than those before it did."""
+    """The error if a rank asks for the norm of other gradients than an earlier rank did."""
     for other in asked.reports.values():
         if other.clamp != report.clamp:
             return StepMismatchError(
@@ -115,10 +117,11 @@ def clipped_unlike(asked: Pass, report: FinishReport) -> StepMismatchError | Non
 
 
 def rank_left(current: Round, reasons: Mapping[int, str], writers: frozenset[int]) -> RankLeftError | None:
-    """A rank that others wait for has left, for one of ``reasons`` (by rank). ``writers``: ranks that wait in a write.
+    """The error if a rank that others wait for has left. ``reasons``: rank -> why it left. ``writers``: ranks that wait
+    in a write.
 
-    None as long as nobody has finished the step or waits in a write: others may still be reading the last decided
-    version, and be about to leave too."""
+    None as long as no rank has finished the step or waits in a write: others may still be reading the last decided
+    version and be about to leave too."""
     waited = {rank for rank in reasons if rank not in current.inputs and rank not in current.discarded}
     others = (current.reports.keys() | writers) - set(reasons)
     if not waited or not others:

@@ -1,4 +1,4 @@
-"""The decisions that were made: recorded, kept for those who ask, and measured."""
+"""The journal of decisions: records them, keeps the latest for later queries, and reports them as metrics."""
 
 from __future__ import annotations
 
@@ -19,58 +19,59 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import Recorder
 
-_KEPT = 8  # decisions kept for those who ask
-_ROUNDING = 1e-9  # of a clip factor that is 1
+_KEPT = 8  # decisions kept for later queries
+_ROUNDING = 1e-9  # rounding of a clip factor that is 1
 
 
 class DecisionRecord(Protocol):
     """Keeps decisions where they outlive this process."""
 
     def record(self, decision: Decision) -> None:
-        """Returns once the decision is kept."""
+        """Record the decision; returns once it is kept."""
         ...
 
 
 class DecisionJournal:
-    """The latest decisions, and who waits for the next ones.
+    """The latest decisions, and the futures that wait for the next ones.
 
-    Knows what was decided; not how, or who has to act on it. One thread at a time calls it."""
+    Knows what was decided; not how, or who acts on it. Only one thread at a time may call it."""
 
     def __init__(self, record: DecisionRecord | None) -> None:
-        """``record``: None where decisions end with this process."""
+        """``record``: None if decisions end with this process."""
         self._record = record
         self._decisions: dict[int, Decision] = {}  # by step
         self._waiting: dict[int, list[Future[Decision]]] = {}  # by step
 
     def write(self, decision: Decision) -> None:
-        """The commit point: from here on the step is decided so."""
+        """The commit point: from here on the step is decided."""
         if self._record is not None:
             self._record.record(decision)
         self._decisions[decision.step] = decision
         self._decisions.pop(decision.step - _KEPT, None)
 
     def decision(self, step: int) -> Decision | None:
-        """What was decided for ``step``; None before that, and long after."""
+        """The decision of ``step``; None if it is not made yet or no longer kept."""
         return self._decisions.get(step)
 
     def wait(self, step: int) -> Future[Decision]:
-        """What will be decided for ``step``."""
+        """A future of the decision of ``step``."""
         future: Future[Decision] = Future()
         self._waiting.setdefault(step, []).append(future)
         return future
 
     def take_waiting(self, step: int) -> list[Future[Decision]]:
-        """Take out those who wait for ``step``, to answer them."""
+        """Remove and return the futures that wait for ``step``, to answer them."""
         return self._waiting.pop(step, [])
 
     def take_all(self) -> list[Future[Decision]]:
-        """Take out everyone who waits: nothing will be decided any more."""
+        """Remove and return every future that waits: no further step will be decided."""
         waiting, self._waiting = self._waiting, {}
         return [future for futures in waiting.values() for future in futures]
 
 
 def tell_decision(recorder: Recorder, decision: Decision, edits: Sequence[Edit], world_size: int) -> None:
-    """What a step was decided to be, of gradients that ranks edited so; the lead alone tells it: once a run."""
+    """Report a decision, and the ranks' edits of its gradients, as metrics. Only the lead does, so each value exists
+    once per run."""
     recorder.add(DECIDED_STEPS)
     recorder.set(GRAD_NORM, decision.norm)
     back = unscaling(edits)

@@ -1,4 +1,4 @@
-"""The lead owner's part: from all ranks' reports and inputs to one decision record.
+"""The lead: turns all ranks' reports and inputs into one decision record per step.
 
 ::
 
@@ -45,10 +45,10 @@ T = TypeVar("T")
 
 
 class StepLead:
-    """Decides each step, once, and remembers what was decided.
+    """Decides each step exactly once, and keeps the latest decisions.
 
-    Knows when a step moves on, and owners as peers; no shard, gradient or transport, nor which steps can never be
-    decided (``impasse``). Thread-safe: no future is settled and no peer is called under its lock."""
+    Knows when a step can advance, and owners as peers; no shard, gradient or transport, nor which steps can never be
+    decided (``impasse``). Thread-safe: settles no future and calls no peer under its lock."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class StepLead:
         self._spec: ModelSpec | None = None
         self._left: dict[int, str] = {}  # rank -> reason
         self._round = Round(0)
-        self._next: Round | None = None  # reports for the next try, of ranks that discarded before others did
+        self._next: Round | None = None  # reports for the next attempt, from ranks that discarded before others did
         self._journal = DecisionJournal(record)
         self._ahead = CallsAhead()
-        self._telling: list[Future[Decision]] | None = None  # commits of the decision that owners are being told:
-        # until all of them know it, they cannot collect the next step
+        self._telling: list[Future[Decision]] | None = None  # commits of the decision that is being sent to owners:
+        # they cannot collect the next step until all of them have it
         self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
         self._recorder = recorder or NullRecorder()
         self._checkpoints = CheckpointRequests(self._peers, self._recorder)
@@ -77,21 +77,22 @@ class StepLead:
     # ---- membership
 
     def attach(self, rank: int, spec: ModelSpec, version: int = 0) -> None:
-        """A rank has shaken hands with every owner; ``version`` is what they start at."""
+        """A rank has shaken hands with every owner. ``version``: the version that they start at."""
         with self._lock:
             if self._spec is None:
                 self._spec, self._round = spec, Round(version)
             self._check_left()
 
     def leave(self, rank: int, reason: str) -> None:
-        """A rank goes. A step it has delivered everything for is still decided; the others' next one fails."""
+        """A rank has left. A step for which it has delivered everything is still decided; the others' next one
+        fails."""
         with self._lock:
             self._left.setdefault(rank, reason)
             self._check_left()
             self._end_means()
 
     def _check_left(self) -> None:
-        """Fail the open step if it waits for a rank that is gone."""
+        """Fail the open step if it waits for a rank that has left."""
         error = rank_left(self._round, self._left, self._writes.ranks) if self._failure is None else None
         if error is not None:
             self._fail(error)
@@ -99,7 +100,8 @@ class StepLead:
     # ---- a step
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """A rank has pushed all it counted; with ``inputs`` it commits too. Done when the norm is known."""
+        """A rank has pushed all that its report counts; with ``inputs`` it also commits. Done when the norm is
+        known."""
         try:
             with self._lock:
                 if self._is_ahead(report.rank, report.step):
@@ -119,7 +121,7 @@ class StepLead:
             return failed(exc)
 
     def _is_ahead(self, rank: int, step: int) -> bool:
-        """True when a rank has committed the open step and is already in a later one: it used no parameters."""
+        """True if a rank has committed the open step and is already in a later one, because it used no parameters."""
         return self._failure is None and step > self._round.step and rank in self._round.inputs
 
     def _open_round(self, step: int) -> None:
@@ -128,7 +130,8 @@ class StepLead:
             self._lock.defer(call)
 
     def _round_of(self, report: FinishReport) -> Round:
-        """The round a report belongs to. Raises StepMismatchError naming the ranks that are in another step."""
+        """The round that a report belongs to. Raises StepMismatchError, naming the ranks, if it belongs to another
+        step."""
         self._check_open(report.step, report.rank)
         if report.rank not in self._round.discarded:
             return self._round
@@ -156,7 +159,8 @@ class StepLead:
             raise error
 
     def _pass_of(self, current: Round, report: FinishReport) -> Pass:
-        """The pass a report belongs to. Raises StepMismatchError; ranks that clip differently fail the step for all."""
+        """The pass that a report belongs to. Raises StepMismatchError; ranks that clip differently fail the step for
+        all."""
         asked = current.pass_of(report)
         error = clipped_unlike(asked, report)
         if error is not None:
@@ -165,7 +169,7 @@ class StepLead:
         return asked
 
     def commit(self, rank: int, step: int, inputs: StepInputs) -> Future[Decision]:
-        """A rank wants the step decided, after a finish without inputs."""
+        """A rank commits the step after a finish without inputs."""
         try:
             with self._lock:
                 if (known := self._journal.decision(step)) is not None:
@@ -190,8 +194,8 @@ class StepLead:
             check_hyper(self._spec, inputs.hyper)
 
     def discard(self, rank: int, step: int, attempt: int) -> Future[None]:
-        """A rank takes back its finish. Once all ranks have, the step is open again; a rank that commits instead
-        fails it for all."""
+        """A rank discards its finish. Once all ranks have, the step is open again; if a rank commits instead, it fails
+        for all."""
         try:
             with self._lock:
                 self._check_open(step, rank)
@@ -209,8 +213,8 @@ class StepLead:
     # ---- writes
 
     def write(self, rank: int, write: Write) -> Future[None]:
-        """A rank wants a unit changed, before its commit. Once all ranks have asked for the same, owners do it; ranks
-        that differ fail the step for all."""
+        """A rank requests a write to a unit, before its commit. Once all ranks have requested the same write, owners
+        make it; different requests fail the step for all."""
         try:
             with self._lock:
                 if self._is_ahead(rank, write.version):
@@ -230,7 +234,7 @@ class StepLead:
             return failed(exc)
 
     def _begin_write(self) -> None:
-        """Have owners make the write that all ranks have asked for; they must know the last decision before."""
+        """Make the owners do the write that all ranks have requested; they must have the last decision first."""
         assert self._spec is not None
         begun = self._writes.begin(self._spec.world_size) if self._telling is None else None
         if begun is not None:
@@ -251,7 +255,7 @@ class StepLead:
     # ---- the state machine
 
     def _advance(self) -> None:
-        """Do what can be done now, after every event."""
+        """Do everything that has become possible; called after every event."""
         if self._spec is None or self._failure is not None:
             return
         current, everyone = self._round, self._spec.world_size
@@ -275,7 +279,7 @@ class StepLead:
             self._check_left()
 
     def _is_held(self, step: int) -> bool:
-        """Whether the version that the step changes is still being saved or written to."""
+        """Whether the step must wait because its version is still being saved or written to."""
         return self._checkpoints.holds(step) or bool(self._writes.ranks)
 
     def _agree(self, current: Round) -> bool:
@@ -309,7 +313,7 @@ class StepLead:
             self._advance()
 
     def _answer(self, future: Future[T], value: T, error: RayZeroError | None) -> None:
-        """Tell who waits, once the lock is free."""
+        """Settle a future once the lock is free."""
         if error is None:
             self._lock.defer(settle, future, value)
         else:
@@ -323,7 +327,7 @@ class StepLead:
         return nonfinite_error(current.step, current.passes[0].parts or (), self._spec.layout)
 
     def _decide(self, current: Round) -> None:
-        """Write the record, which is the commit point; only then tell owners and ranks."""
+        """Write the record, which is the commit point; only then send the decision to owners and ranks."""
         assert self._spec is not None
         assert current.norm is not None
         inputs = agreed(current.step, current.inputs)
@@ -351,7 +355,7 @@ class StepLead:
             self._advance()
 
     def decision(self, step: int) -> Future[Decision]:
-        """What was decided for ``step``, once it is recorded."""
+        """A future of the decision of ``step``, done once it is recorded."""
         with self._lock:
             if (known := self._journal.decision(step)) is not None:
                 return settled(known)
@@ -364,8 +368,9 @@ class StepLead:
     # ---- checkpoints
 
     def save(self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
-        """A rank wants version ``step`` written. When all do, owners write; the next decision waits for them, so
-        the content is exactly that version. A checkpoint that cannot be written fails its callers, not the run."""
+        """A rank requests a checkpoint of version ``step``. Once all ranks have, owners write. The next decision waits
+        for them, so that the content is exactly that version. A checkpoint that cannot be written fails its callers,
+        not the run."""
         try:
             with self._lock:
                 if self._failure is not None:
@@ -384,7 +389,7 @@ class StepLead:
             return failed(exc)
 
     def _hyper_at(self, version: int) -> tuple[Hyper, ...]:
-        """What version ``version`` was made with; before the first decision, what the run started with."""
+        """The hyper-parameters that made ``version``; before the first decision, those that the run started with."""
         assert self._spec is not None
         last = self._journal.decision(version - 1)
         if last is not None:
@@ -395,15 +400,15 @@ class StepLead:
             return reader.hyper
 
     def _checkpoint_over(self) -> None:
-        """Owners have written, or failed to: decisions go on."""
+        """Owners have written or failed: decisions may continue."""
         with self._lock:
             self._advance()
 
     # ---- means over ranks
 
     def mean(self, rank: int, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
-        """A rank's ``number``th mean, from 1. Done when all ranks have asked for it; waits for no step. What is wrong
-        with a mean fails those who ask for it, not the run."""
+        """A rank's ``number``th mean, counted from 1. Done when all ranks have requested it; waits for no step. An
+        error in a mean fails the ranks that request it, not the run."""
         try:
             with self._lock:
                 if self._failure is not None:
@@ -429,21 +434,21 @@ class StepLead:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
 
     def _fail(self, error: StoreError) -> None:
-        """The open step will never be decided: everyone who waits for it, here and at owners, is told."""
+        """The open step will never be decided: fail everything that waits for it, here and at the owners."""
         if self._failure is not None:
             return
         self._failure = error
         waiting = [*self._round.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
         for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._journal.take_all()):
             self._lock.defer(fail, future, error)
-        for call in self._ahead.take_all():  # they find the failure
+        for call in self._ahead.take_all():  # they will see the failure
             self._lock.defer(call)
         self._lock.defer(self._checkpoints.abandon, error)
         for peer in self._peers:
             self._lock.defer(peer.abort, error)
 
     def describe(self) -> str:
-        """Who is waited for, for messages about waits."""
+        """The ranks or owners that the lead waits for, for errors about waits."""
         with self._lock:
             return self._waits_for()
 
@@ -451,17 +456,19 @@ class StepLead:
         if self._spec is None:
             return "no rank has attached"
         if self._telling is not None:
-            return f"{owing(self._told)} not taken in the decision of step {self._round.step - 1}"
-        if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # those who wait there do nothing else
+            return f"{owing(self._told)} not accepted the decision of step {self._round.step - 1}"
+        if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # ranks that wait there do nothing else
             return ranks
-        if self._checkpoints.holds(self._round.step):  # before it is written, who asked for it does nothing else
+        if self._checkpoints.holds(
+            self._round.step
+        ):  # until it is written, the ranks that asked for it do nothing else
             return f"v{self._round.step} is being saved: {self._checkpoints.waits_for(self._spec.world_size)}"
         if self._writes.ranks:
             return self._writes.waits_for(self._spec.layout, self._spec.world_size)
         return self._round.waits_for(self._spec.world_size)
 
     def close(self) -> None:
-        """Fail whoever waits; finish the checkpoint that is being committed. Idempotent."""
+        """Fail everything that waits, and finish the checkpoint that is being committed. Idempotent."""
         with self._lock:
             self._fail(StoreClosedError("the store was closed"))
         self._checkpoints.close()

@@ -1,4 +1,4 @@
-"""Means over ranks: what each rank gives, and the one answer for all, of the same bits."""
+"""Means over ranks: collects every rank's values and gives all ranks the same bits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class _Call:
     number: int
     given: dict[int, MeanInput] = field(default_factory=dict)  # per rank that asked
     outcome: Future[Mean] = field(default_factory=Future)
-    over: bool = False  # the outcome is on its way
+    over: bool = False  # the outcome is being sent
 
     def missing(self, world_size: int) -> list[int]:
         return [rank for rank in range(world_size) if rank not in self.given]
 
 
 class Means:
-    """The means that ranks ask for: the ranks' nth calls belong together.
+    """The means that ranks request: the ranks' nth calls belong together.
 
-    Knows numbers and who gave them; not steps or owners. One thread at a time calls it."""
+    Knows numbers and who gave them; not steps or owners. Only one thread at a time may call it."""
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}  # by number. freed by: every rank's next call
@@ -39,19 +39,19 @@ class Means:
         self._forgotten = 0  # the highest number that is no longer kept
 
     def ask(self, rank: int, number: int, given: MeanInput) -> Future[Mean]:
-        """What becomes of a rank's ``number``th call. A repeat changes nothing and has the same answer; raises
-        StoreError for one whose answer every rank has had."""
+        """A future of the result of a rank's ``number``th call. A repeat changes nothing and gets the same result.
+        Raises StoreError if every rank has already had that result."""
         if number <= self._forgotten:
             raise StoreError(f"rank {rank} repeats call {number} of mean_over_ranks(), whose result is no longer kept")
         call = self._calls.setdefault(number, _Call(number))
         call.given.setdefault(rank, given)
         self._newest[rank] = max(number, self._newest.get(rank, 0))
         mine: Future[Mean] = Future()
-        chain(call.outcome, mine)  # a future of its own: a rank that gives up fails nobody else's
+        chain(call.outcome, mine)  # a separate future, so that a rank that gives up does not fail the others'
         return mine
 
     def end(self, world_size: int, left: Mapping[int, str]) -> list[tuple[Future[Mean], Mean | RayZeroError]]:
-        """The calls whose outcome is known now, each once: the future to settle, and with what. ``left``: rank -> why
+        """The calls whose outcome is now known, each returned once, as (future, result or error). ``left``: rank -> why
         it has left."""
         ended = []
         for call in [call for call in self._calls.values() if not call.over]:
@@ -63,14 +63,14 @@ class Means:
         return ended
 
     def _forget(self, world_size: int) -> None:
-        """Drop what no rank will ask for again: all have gone on to a later call."""
+        """Drop results that no rank will ask for again, because all have made a later call."""
         oldest = min(self._newest.get(rank, 0) for rank in range(world_size))
         for number in [number for number, call in self._calls.items() if number < oldest and call.over]:
             del self._calls[number]
             self._forgotten = max(self._forgotten, number)
 
     def end_all(self) -> list[Future[Mean]]:
-        """No mean will be made any more: the futures of those that are open."""
+        """No further mean will be computed: returns the futures of the open ones."""
         calls = [call for call in self._calls.values() if not call.over]
         for call in calls:
             call.over = True
@@ -85,7 +85,7 @@ class Means:
         ]
 
     def waits_for(self, world_size: int) -> str | None:
-        """Who is waited for, for messages about waits; None: nobody."""
+        """The ranks that open means wait for, for errors about waits; None if no mean waits."""
         call = next((call for call in self._calls.values() if not call.over), None)
         if call is None:
             return None
@@ -97,7 +97,7 @@ class Means:
 
 
 def _outcome(call: _Call, world_size: int, left: Mapping[int, str]) -> Mean | RayZeroError | None:
-    """What becomes of an open call; None: that is not known yet."""
+    """The outcome of an open call; None if it is not known yet."""
     error = _misfit(call) or _left(call, world_size, left)
     if error is not None:
         return error
@@ -105,7 +105,7 @@ def _outcome(call: _Call, world_size: int, left: Mapping[int, str]) -> Mean | Ra
 
 
 def _weighted(given: Mapping[int, MeanInput]) -> Mean | ConfigError:
-    """The means by weight; an error where the weights are 0 in sum."""
+    """The weighted means, or an error if all weights are 0."""
     counted = [given[rank] for rank in sorted(given) if given[rank].weight]  # the mean of no samples may well be NaN
     if not counted:
         return no_weight(given[0])
@@ -114,8 +114,8 @@ def _weighted(given: Mapping[int, MeanInput]) -> Mean | ConfigError:
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """fp64 sums in rank order over the sum of the weights (> 0). Where one of them overflows, the mean of finite
-    values, which is never past the largest of them, comes from exact fractions."""
+    """The fp64 sum in rank order over the sum of the weights (> 0). If a sum of finite values overflows, the mean,
+    which is never larger than the largest value, is computed with exact fractions."""
     total, so_far = 0.0, 0.0
     for value, weight in zip(values, weights, strict=True):
         total += weight
@@ -130,12 +130,12 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def no_weight(given: MeanInput) -> ConfigError:
-    """What a mean of nothing raises."""
+    """The error for a mean whose weights are all 0."""
     return ConfigError(f"mean_over_ranks() of {given}: the weights of all ranks add up to 0, so there is no mean")
 
 
 def _misfit(call: _Call) -> StepMismatchError | None:
-    """Two ranks gave what does not belong together."""
+    """The error if two ranks gave different names or shapes."""
     first = min(call.given)
     ours = call.given[first]
     for rank in sorted(call.given):
@@ -157,7 +157,7 @@ def _difference(first: int, ours: MeanInput, rank: int, theirs: MeanInput) -> st
 
 
 def _left(call: _Call, world_size: int, left: Mapping[int, str]) -> RankLeftError | None:
-    """A rank is gone that has not called."""
+    """The error if a rank left before it made the call."""
     gone = [rank for rank in call.missing(world_size) if rank in left]
     if not gone:
         return None

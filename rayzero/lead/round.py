@@ -1,4 +1,4 @@
-"""One try at one step: what ranks have said, who waits for an answer, and the calls of ranks that are ahead of it."""
+"""One attempt at one step: the ranks' reports, the futures that wait, and the calls of ranks that are ahead of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Pass:
-    """One norm that all ranks ask for: first that of the averaged gradients, then of what clipping by value left."""
+    """One norm that all ranks ask for: first that of the averaged gradients, then that after clipping by value."""
 
     reports: dict[int, FinishReport] = field(default_factory=dict)
     norms: dict[int, Future[Norm]] = field(default_factory=dict)  # each rank's finish
@@ -27,12 +27,12 @@ class Pass:
 
 @dataclass(eq=False)
 class Round:
-    """One try at one step: until it is decided, or every rank has discarded it.
+    """One attempt at one step, until it is decided or every rank has discarded it.
 
-    Knows what each rank has reported, committed or discarded; not owners, nor what is decided."""
+    Knows what each rank has reported, committed or discarded; not owners or decisions."""
 
     step: int
-    passes: list[Pass] = field(default_factory=lambda: [Pass()])  # at most the last one is not answered yet
+    passes: list[Pass] = field(default_factory=lambda: [Pass()])  # only the last one may be unanswered
     inputs: dict[int, StepInputs] = field(default_factory=dict)
     commits: dict[int, Future[Decision]] = field(default_factory=dict)  # each rank's commit
     discarded: dict[int, int] = field(default_factory=dict)  # rank -> attempt
@@ -44,7 +44,7 @@ class Round:
 
     @property
     def norm(self) -> Norm | None:
-        """That of the averaged gradients."""
+        """The norm of the averaged gradients; None if it is not known yet."""
         return self.passes[0].norm
 
     @property
@@ -56,11 +56,11 @@ class Round:
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """Everyone who waits for this round, or has waited."""
+        """Every future that waits for this round, or has waited."""
         return [norm for each in self.passes for norm in each.norms.values()] + list(self.commits.values())
 
     def pass_of(self, report: FinishReport) -> Pass:
-        """The pass a report belongs to: the one it repeats, or the rank's next. Raises StepMismatchError."""
+        """The pass that a report belongs to: the one that it repeats, or the rank's next. Raises StepMismatchError."""
         mine = [each for each in self.passes if report.rank in each.reports]
         if any(each.reports[report.rank] == report for each in mine):
             return next(each for each in mine if each.reports[report.rank] == report)
@@ -74,14 +74,14 @@ class Round:
         return self.passes[len(mine)]
 
     def gone_on_without(self, waiting: frozenset[int]) -> list[int]:
-        """Ranks that will not do what ``waiting`` ranks wait for all to do: they have committed, or wait for the norm
-        that those have yet to finish."""
+        """Ranks that will not join what the ``waiting`` ranks wait for: they have committed, or wait for a norm that
+        the waiting ranks have not finished."""
         tried = set(self.reports) - set(self.discarded)
         stuck = tried if self.norm is None and not waiting <= tried else set()
         return sorted((stuck | set(self.inputs)) - waiting)
 
     def waits_for(self, world_size: int) -> str:
-        """Who is waited for, for messages about waits."""
+        """The ranks or owners that the round waits for, for errors about waits."""
         for what, seen in (("finished", self.passes[-1].reports), ("committed", self.inputs)):
             missing = [rank for rank in range(world_size) if rank not in seen]
             if missing and not (what == "committed" and self.norm is None):
@@ -92,27 +92,27 @@ class Round:
 
 
 class CallsAhead:
-    """Calls about steps that are not open yet: a rank that uses no parameters waits for nobody, and may be ahead.
+    """Calls for steps that are not open yet: a rank that uses no parameters waits for no other rank and may be ahead.
 
-    Knows steps and the order of the calls; not what is asked. One thread at a time calls it."""
+    Knows steps and the order of the calls; not their content. Only one thread at a time may call it."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, Callable[[], None]]] = []  # step, call
 
     def wait(self, step: int, call: Callable[[], Future[T]]) -> Future[T]:
-        """What ``call`` will answer, which is made when ``step`` opens."""
+        """A future of the result of ``call``, which is made when ``step`` opens."""
         future: Future[T] = Future()
         self._calls.append((step, lambda: chain(call(), future)))
         return future
 
     def take(self, step: int) -> list[Callable[[], None]]:
-        """Take out the calls that ``step``, which opens, lets in."""
+        """Remove and return the calls for ``step``, which opens now."""
         ready = [call for at, call in self._calls if at <= step]
         self._calls = [(at, call) for at, call in self._calls if at > step]
         return ready
 
     def take_all(self) -> list[Callable[[], None]]:
-        """Take out all of them: no step will open any more."""
+        """Remove and return all calls: no further step will open."""
         calls, self._calls = self._calls, []
         return [call for _, call in calls]
 

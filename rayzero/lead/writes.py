@@ -1,4 +1,5 @@
-"""Writes of users into parameters and optimizer states, at the lead: made once every rank asks for the same one."""
+"""A user's writes to parameters and optimizer states, at the lead: made once every rank has requested the same
+write."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ class _Asked:
 
 
 class WriteRequests:
-    """The write that ranks are asking for, one at a time.
+    """The write that ranks request, one at a time.
 
-    Knows who asked for what; not steps or owners. One thread at a time calls it."""
+    Knows which rank requested what; not steps or owners. Only one thread at a time may call it."""
 
     def __init__(self) -> None:
         self._asked: _Asked | None = None
         self._count = 0
 
     def ask(self, rank: int, write: Write, layout: ModelLayout) -> Future[None]:
-        """Note that a rank asks. Raises StepMismatchError, naming both, where another asked for something else."""
+        """Note a rank's request. Raises StepMismatchError, naming both ranks, if another one requested something
+        else."""
         if self._asked is None:
             self._count += 1
             self._asked = _Asked(write, self._count)
@@ -41,11 +43,11 @@ class WriteRequests:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Who waits for a write."""
+        """The ranks that wait for a write."""
         return frozenset(self._asked.futures) if self._asked is not None else frozenset()
 
     def begin(self, world_size: int) -> tuple[int, Write] | None:
-        """The write that all ranks have asked for, with its number, once."""
+        """(number, write) once all ranks have requested it; returned only once."""
         asked = self._asked
         if asked is None or asked.begun or len(asked.futures) < world_size:
             return None
@@ -53,27 +55,27 @@ class WriteRequests:
         return asked.number, asked.write
 
     def told(self, owners: tuple[Future[None], ...]) -> None:
-        """Owners, by index, are making it."""
+        """The write was sent to the owners. ``owners``: their answers, by index."""
         if self._asked is not None:
             self._asked.asked = owners
 
     def end(self) -> list[Future[None]]:
-        """It is done, or will never be: the futures of those who asked."""
+        """The write is done, or will never be; returns the futures of the ranks that requested it."""
         asked, self._asked = self._asked, None
         return list(asked.futures.values()) if asked is not None else []
 
     def describe(self, layout: ModelLayout) -> str:
-        """Who asks for what, in words."""
+        """A description of who requested what."""
         return f"{have(sorted(self.ranks))} {self.action(layout)}"
 
     def action(self, layout: ModelLayout) -> str:
-        """What those who ask have done."""
+        """A description of the requested write."""
         assert self._asked is not None
         write = self._asked.write
         return f"written to {_what(write, layout)} at step {write.version}"
 
     def waits_for(self, layout: ModelLayout, world_size: int) -> str:
-        """Who is waited for, for messages about waits."""
+        """The ranks or owners that the write waits for, for errors about waits."""
         missing = [rank for rank in range(world_size) if rank not in self.ranks]
         owners = () if self._asked is None else self._asked.asked
         return f"{self.describe(layout)}, {have(missing) if missing else owing(owners)} not"

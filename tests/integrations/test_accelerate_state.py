@@ -170,8 +170,8 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(tmp_path: P
         before = loop.state
         with pytest.raises(
             CheckpointError,
-            match=r"a trained parameter of shape \(17, 16\) as '2.weight', but the model has a trained parameter of shape "
-            r"\(16, 16\); it is a checkpoint of another model",
+            match=r"a trained parameter of shape \(17, 16\) as '2.weight', but the model has a trained parameter of "
+            r"shape \(16, 16\); it is a checkpoint of another model",
         ):
             loop.accelerator.load_state(str(tmp_path))
         sgd = torch.optim.SGD(network().parameters(), lr=0.1)

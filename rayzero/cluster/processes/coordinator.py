@@ -25,7 +25,7 @@ from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, SHARD_IMBALANCE
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
-__all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunLedger", "this_process"]
+__all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunStatus", "this_process"]
 
 LATE_S = 10.0  # a process without a heartbeat for this long is late
 REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped and counted in `reports_dropped`
@@ -47,7 +47,7 @@ def this_process(who: str) -> Member:
     return Member(who=who, pid=os.getpid(), node=context.get_node_id(), host=ray.util.get_node_ip_address())
 
 
-class RunLedger:
+class RunStatus:
     """The record of one run: state, members, routing, each rank's last metrics, checkpoints, unread reports.
 
     The plain object behind the actor. Knows values; not Ray, files or time zones (times are seconds since 1970)."""
@@ -167,11 +167,11 @@ def kind_of(who: str) -> str:
 
 
 class Coordinator:
-    """The actor: an event loop around a :class:`RunLedger`. All its calls but ``next_reports`` are short."""
+    """The actor: an event loop around a :class:`RunStatus`. All its calls but ``next_reports`` are short."""
 
     def __init__(self, run: str, log: MetricsLog | None) -> None:
         """``log``: where only this process writes reports; None if ranks report to another library."""
-        self._ledger = RunLedger(run, started_at=time.time())
+        self._status = RunStatus(run, started_at=time.time())
         self._log = log
         self._heartbeats = Heartbeats()
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
@@ -196,24 +196,24 @@ class Coordinator:
         self._heartbeats.beat(who, update_seconds)
 
     async def move(self, state: RunState, error: str | None = None) -> None:
-        """See :meth:`RunLedger.move`."""
-        self._ledger.move(state, error)
+        """See :meth:`RunStatus.move`."""
+        self._status.move(state, error)
 
     async def enlist(
         self, members: Sequence[Member], addresses: Sequence[str], targets: Sequence[Target] = ()
     ) -> Routing:
-        """See :meth:`RunLedger.enlist` and :meth:`RunLedger.route`; ``targets``: the exporters that discovery lists
+        """See :meth:`RunStatus.enlist` and :meth:`RunStatus.route`; ``targets``: the exporters that discovery lists
         from now on."""
-        self._ledger.enlist(members)
+        self._status.enlist(members)
         self._heartbeats.enlist([member.who for member in members])
         self._targets = tuple(targets)
-        return self._ledger.route(addresses)
+        return self._status.route(addresses)
 
     async def report(self, reports: Sequence[Report]) -> None:
         """Take a batch of one rank's reports. They are in metrics.jsonl when this returns."""
         if self._log is not None:
             self._log.add(reports)
-        self._ledger.add(reports)
+        self._status.add(reports)
         self._news.set()
 
     async def next_reports(self) -> list[Report]:
@@ -221,7 +221,7 @@ class Coordinator:
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        return self._ledger.take_unread()
+        return self._status.take_unread()
 
     async def end_news(self) -> None:
         """Every loop has ended: make ``next_reports`` return without waiting."""
@@ -229,5 +229,5 @@ class Coordinator:
         self._news.set()
 
     async def describe(self) -> dict[str, Any]:
-        """See :meth:`RunLedger.describe`."""
-        return self._ledger.describe() | {"rows_lost": self._log.lost if self._log is not None else 0}
+        """See :meth:`RunStatus.describe`."""
+        return self._status.describe() | {"rows_lost": self._log.lost if self._log is not None else 0}
