@@ -159,7 +159,8 @@ class ZeroAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2
     ) -> Tensor:
-        """Clip the global norm of the prepared model's gradients; returns the norm before.
+        """Clip the global norm of the prepared model's gradients; returns the norm before the clip, a 0-dim fp32
+        tensor.
 
         ``parameters`` must be all that the optimizer trains: a part has no norm of its own with the owners."""
         optimizer = self._optimizer_of(parameters)

@@ -459,9 +459,7 @@ class StepLead:
             return f"{owing(self._told)} not accepted the decision of step {self._round.step - 1}"
         if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # ranks that wait there do nothing else
             return ranks
-        if self._checkpoints.holds(
-            self._round.step
-        ):  # until it is written, the ranks that asked for it do nothing else
+        if self._checkpoints.holds(self._round.step):  # until it is written, the ranks that asked do nothing else
             return f"v{self._round.step} is being saved: {self._checkpoints.waits_for(self._spec.world_size)}"
         if self._writes.ranks:
             return self._writes.waits_for(self._spec.layout, self._spec.world_size)

@@ -1,6 +1,8 @@
-"""What of a process's memory nobody accounts for tensor by tensor, from what the kernel and the allocator count.
+"""Computes the part of a process's memory that is not reported tensor by tensor, from the kernel's and the allocator's
+counts.
 
-[Note: the ledger] Whoever makes a tensor tells its bytes by purpose. The rest is measured, from sources of their own:
+[Note: the ledger] The code that allocates a tensor reports its bytes by purpose. The rest is measured from other
+sources:
 
 - ``process``: what the process was before the run (the kernel's count), with as much code as it has now. A rank is
   counted when its loop hands over its first model, without that model: what it imports and reads is the user's.

@@ -1,4 +1,4 @@
-"""Which processes Prometheus is to scrape, in the form that its http_sd and file_sd take."""
+"""Lists the processes for Prometheus to scrape, in the format of its http_sd and file_sd."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rayzero.telemetry.metric import Role
 
-_INDEX = {Role.RANK: "rank", Role.OPTIMIZER: "actor"}  # the label that tells processes of a role apart
+_INDEX = {Role.RANK: "rank", Role.OPTIMIZER: "actor"}  # the label that distinguishes processes of a role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One process's exporter, and what is said of all its series: see ``names.TARGET_LABELS``."""
+    """One process's exporter, and the labels of all its series: see ``names.TARGET_LABELS``."""
 
     address: str  # host:port
     run: str
@@ -23,7 +23,7 @@ class Target:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What Prometheus adds to every series of this process."""
+        """The labels that Prometheus adds to every series of this process."""
         own = {_INDEX[self.role]: str(self.index)} if self.role in _INDEX else {}
         return {"run": self.run, "role": str(self.role), "node": self.node} | own
 
@@ -34,7 +34,7 @@ class Target:
 
     @classmethod
     def of(cls, address: str, labels: Mapping[str, str]) -> Target:
-        """The target that discovery describes so; raises ValueError where labels are missing or wrong."""
+        """The target of a discovery entry. Raises ValueError if labels are missing or wrong."""
         try:
             role = Role(labels["role"])
             index = None if role not in _INDEX else int(labels[_INDEX[role]])
@@ -50,7 +50,7 @@ def service_discovery(targets: Iterable[Target]) -> bytes:
 
 
 def read_discovery(text: bytes) -> tuple[Target, ...]:
-    """The targets of what ``service_discovery`` made, in order; raises ValueError for anything else."""
+    """The targets in the output of ``service_discovery``, in order. Raises ValueError for anything else."""
     try:
         groups = json.loads(text)
         return tuple(Target.of(str(address), group["labels"]) for group in groups for address in group["targets"])

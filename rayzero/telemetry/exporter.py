@@ -22,7 +22,7 @@ METRICS_PATH = "/metrics"
 
 
 class RecorderCollector(Collector):
-    """What a recorder holds, as prometheus_client's families, read anew at every collection.
+    """A recorder's values as prometheus_client's families, read again at every collection.
 
     Knows metrics and series; not ports. Counters without labels that this role has are 0 before they are counted."""
 
@@ -31,12 +31,12 @@ class RecorderCollector(Collector):
         self._zeros = [m for m in METRICS if m.kind is Kind.COUNTER and role in m.roles and not (m.labels or m.only)]
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: what there will be is not known yet."""
+        """Nothing: the metrics are not known yet."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """A family for each metric that has series. What was counted is of one moment; only then are sources asked,
-        which may take long."""
+        """A family for each metric that has series. Counted values are read at one moment; sources, which may be slow,
+        afterwards."""
         sums: dict[Metric, Mapping[Labels, float]] = {metric: {(): 0.0} for metric in self._zeros}
         counters, histograms = self._recorder.counters(), self._recorder.timings()
         sums |= counters
@@ -70,8 +70,8 @@ def _values(metric: Metric, labels: Labels) -> list[str]:
 
 
 class Exporter:
-    """Serves one recorder on ``/metrics``, and other pages, until ``close``; with a registry of its own, so that two
-    runs in one process do not mix."""
+    """Serves one recorder on ``/metrics``, and other pages, until ``close``. Has its own registry, so that two runs in
+    one process do not mix."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Exporter:
         who: str = "an exporter",
         pages: Mapping[str, Page] | None = None,
     ) -> None:
-        """Listen on ``port`` (0: any free one); ``address`` says where. ``who``: what messages call this process.
+        """Listen on ``port`` (0: any free one); ``address`` says where. ``who``: this process's name in messages.
 
-        Raises ConfigError where the port cannot be had."""
+        Raises ConfigError if the port is not available."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RecorderCollector(recorder, role))
         page = Page(CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry))

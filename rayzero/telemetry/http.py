@@ -1,4 +1,4 @@
-"""Pages over HTTP for scrapers: one thread, whoever asks, however often, and whether or not they read.
+"""Serves pages to scrapers over HTTP from one thread, however many clients ask and whether or not they read.
 
 All connections belong to one event loop, as plain callbacks (50 us of processor time a scrape; by asyncio's streams
 90). A page is made at most once in ``REFRESH_S``, and a connection that does not move is cut. The server of
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 __all__ = ["Page", "PageServer", "listen"]
 
-REFRESH_S = 1.0  # a page asked for again within that time is not made anew
+REFRESH_S = 1.0  # a page requested again within this time is not made again
 IDLE_S = 150.0  # between two requests of a connection; Prometheus keeps them open, and asks once a minute
 WRITE_S = 10.0  # to take an answer
 MOST = 64  # connections; the oldest is cut for a new one
@@ -35,23 +35,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What is at one path."""
+    """The page at one path."""
 
     content_type: str
-    make: Callable[[], bytes]  # quick, waits for nothing
+    make: Callable[[], bytes]  # must be quick and not wait
 
     def answer(self, path: str) -> bytes:
-        """The page as it is now; where making it fails, that is what the answer says, and is logged."""
+        """The page as it is now. If making it fails, the answer says so, and the error is logged."""
         try:
             return _answer("200 OK", self.content_type, self.make())
-        except BaseException as error:  # whatever a source raises: scrapers are told, training and the server go on
+        except BaseException as error:  # whatever a source raises: the answer reports it, training and the server go on
             log.exception("cannot make %s", path)
-            said = "".join(traceback.format_exception_only(error))  # even of one that cannot say what it is
+            said = "".join(traceback.format_exception_only(error))  # even an error whose text cannot be made
             return _answer("500 Internal Server Error", "text/plain", said.encode(errors="backslashreplace"))
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket (``port`` 0: any free one) and its host:port. Raises OSError where that cannot be."""
+    """A listening socket (``port`` 0: any free one) and its host:port. Raises OSError if it cannot listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=128)
     bound = listening.getsockname()[1]
@@ -61,10 +61,10 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 class PageServer:
     """Serves pages until ``close``.
 
-    Knows paths and connections; not what pages say."""
+    Knows paths and connections; not the content of pages."""
 
     def __init__(self, listening: socket.socket, pages: Mapping[str, Page]) -> None:
-        """``listening``: the server's from now on."""
+        """``listening``: the server owns it from now on."""
         self._pages = dict(pages)
         self._made: dict[str, tuple[float, bytes]] = {}  # path -> when, answer
         self._connections: dict[_Connection, None] = {}  # oldest first
@@ -105,7 +105,7 @@ class PageServer:
         await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
 
     async def _sweep(self) -> None:
-        """Cut connections that do not move: one look at all of them is cheaper than a timer for each request."""
+        """Cut connections without progress: one check of all of them is cheaper than a timer per request."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = self._loop.time()
@@ -114,17 +114,17 @@ class PageServer:
                     connection.cut()
 
     def admit(self, connection: _Connection) -> None:
-        """A client has connected: the oldest goes where there are too many."""
+        """A client has connected; if there are too many, cut the oldest."""
         if len(self._connections) >= MOST:
             next(iter(self._connections)).cut()
         self._connections[connection] = None
 
     def dismiss(self, connection: _Connection) -> None:
-        """A connection is over."""
+        """A connection has ended."""
         self._connections.pop(connection, None)
 
     def answer(self, head: bytes) -> tuple[bytes, bool]:
-        """What a request is answered, and whether another may follow on its connection."""
+        """(the answer to a request, whether another request may follow on its connection)."""
         method, _, rest = head.partition(b" ")
         path = _PATH_ENDS.split(rest, 1)[0].decode("latin-1")
         if method not in (b"GET", b"HEAD") or b"\0" in head:
@@ -146,7 +146,7 @@ class PageServer:
 class _Connection(asyncio.Protocol):
     """One client: requests in, answers out, in order; called by the loop.
 
-    It reads no further while answers wait to be taken, so that one who asks and never reads holds one page."""
+    It stops reading while answers wait to be sent, so that a client that asks and never reads holds only one page."""
 
     def __init__(self, server: PageServer) -> None:
         self._server = server
@@ -156,7 +156,7 @@ class _Connection(asyncio.Protocol):
         self.stuck = False  # answers wait for the client to take them
 
     def cut(self) -> None:
-        """End it at once, whatever is on its way."""
+        """End the connection at once, even with data in flight."""
         self._server.dismiss(self)
         if self._transport is not None:
             _end(self._transport.get_extra_info("socket"))
@@ -207,12 +207,12 @@ class _Connection(asyncio.Protocol):
 
 
 def _unknown(pages: Mapping[str, Page]) -> bytes:
-    """What is said of a path that is not there."""
+    """The answer for an unknown path."""
     return _answer("404 Not Found", "text/plain", f"there is {', '.join(pages)}\n".encode())
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection, or listening, though a process forked off (a loader of data) holds the socket open too."""
+    """Shut down a socket, even if a forked process (a data loader) also holds it open."""
     with suppress(OSError):  # it has ended
         connection.shutdown(socket.SHUT_RDWR)
 

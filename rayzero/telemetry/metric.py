@@ -1,4 +1,4 @@
-"""What a measurement is called and what it means: one frozen value per name."""
+"""A metric's name and meaning: one frozen value per name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What Prometheus calls a metric's type."""
+    """A metric's type in Prometheus."""
 
     COUNTER = "counter"  # only grows
-    GAUGE = "gauge"  # what is now
-    HISTOGRAM = "histogram"  # how often a value was at most so much
+    GAUGE = "gauge"  # the value now
+    HISTOGRAM = "histogram"  # counts of values up to each bound
 
 
 class Role(StrEnum):
@@ -28,14 +28,14 @@ EVERY = tuple(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Metric:
-    """One measurement. Compared and hashed by identity: it is looked up in every call that counts."""
+    """One metric. Compared and hashed by identity, because every recording call looks it up."""
 
     name: str
     kind: Kind
     unit: str  # "s", "bytes", "bytes/s", "ratio", "unix s", "nats"; of counted things their plural
     help: str  # one sentence
     roles: tuple[Role, ...]  # the processes that export it
-    labels: tuple[str, ...] = ()  # beyond those of the process, see TARGET_LABELS
+    labels: tuple[str, ...] = ()  # besides those of the process, see TARGET_LABELS
     buckets: tuple[float, ...] = ()  # upper bounds, ascending, in ``unit``; of histograms only
     only: str = ""  # when a run has it; empty: each run, once it has done some steps
 
@@ -44,6 +44,6 @@ class Metric:
         assert tuple(sorted(set(self.buckets))) == self.buckets, self.name
 
     def check(self, labels: dict[str, str]) -> None:
-        """Raise ValueError unless these are the labels it has."""
+        """Raise ValueError unless these are exactly its labels."""
         if set(labels) != set(self.labels):
             raise ValueError(f"{self.name} has labels {sorted(self.labels)}, got {sorted(labels)}")

@@ -1,10 +1,10 @@
-"""Where measurements go: counters, gauges and histograms by metric and labels, in memory or nowhere.
+"""Records measurements: counters, gauges and histograms by metric and labels, in memory or nowhere.
 
-Whoever measures gets a ``Recorder`` handed in and calls it; who shows the numbers reads a ``MemoryRecorder``:
-Prometheus' form of it is telemetry/exporter.py. What is measured is one of ``telemetry/names.py``.
+Code that measures is given a ``Recorder`` and calls it; code that shows the values reads a ``MemoryRecorder`` (for
+Prometheus: telemetry/exporter.py). The metrics are those of ``telemetry/names.py``.
 
-[Note: one writer a cell] Each thread counts in cells of its own, which nobody else writes: no lock is taken or waited
-for in a call. A reader adds the threads' cells up; one that is written meanwhile counts with its old or its new value.
+[Note: one writer a cell] Each thread counts in its own cells, which no other thread writes, so a call takes no lock. A
+reader adds up the threads' cells; a cell that is written at that moment counts with its old or its new value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ End = Callable[[], None]
 
 
 class Reading(NamedTuple):
-    """A value as it is now, read when somebody looks: of a gauge, or of a counter that others keep."""
+    """A value read at scrape time: of a gauge, or of a counter that is kept outside the recorder."""
 
     metric: Metric
     value: float
@@ -38,11 +38,12 @@ Source = Callable[[], Iterable[Reading]]
 
 
 class Recorder(Protocol):
-    """Takes measurements from any thread and never blocks. Raises ValueError for labels that the metric has not."""
+    """Takes measurements from any thread and never blocks. Raises ValueError for labels that the metric does not
+    have."""
 
     @property
     def spans(self) -> Spans:
-        """Where goes what happened when, for a trace."""
+        """The spans for a trace."""
         ...
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
@@ -50,17 +51,17 @@ class Recorder(Protocol):
         ...
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Note one value (a duration, mostly) in a histogram."""
+        """Add one value, usually a duration, to a histogram."""
         ...
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """What a gauge is now."""
+        """Set a gauge."""
         ...
 
     def watch(self, source: Source) -> End:
-        """Have ``source`` called when somebody looks, in that thread, until the function that this returns is called.
+        """Call ``source`` at every scrape, in the scraping thread, until the returned function is called.
 
-        It must be quick, wait for nothing, and may be called at any moment until then."""
+        It must be quick and not wait, and may be called at any moment until then."""
         ...
 
 
@@ -79,13 +80,13 @@ class NullRecorder:
         """Nothing."""
 
     def watch(self, source: Source) -> End:
-        """Nothing: nobody looks."""
+        """Nothing: there are no scrapes."""
         return lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Values noted so far, in the metric's unit; all zero when there are none."""
+    """A histogram's values so far, in the metric's unit; all zero if there are none."""
 
     count: int = 0
     total: float = 0.0
@@ -93,7 +94,7 @@ class Timing:
     buckets: tuple[int, ...] = ()  # values up to each of the metric's bounds and above the one before, then the rest
 
     def merged(self, other: Timing) -> Timing:
-        """These and those; associative."""
+        """The union of both; associative."""
         longer, shorter = sorted((self.buckets, other.buckets), key=len, reverse=True)
         buckets = tuple(map(sum, zip(longer, shorter, strict=True))) if shorter else longer
         return Timing(self.count + other.count, self.total + other.total, max(self.longest, other.longest), buckets)
@@ -112,7 +113,7 @@ class _Thread(threading.local):
 
 
 class _Shelf:
-    """All threads' cells; those of threads that have ended are added up to one."""
+    """All threads' cells; those of threads that have ended are merged into one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,7 +161,7 @@ def _items(cells: dict[_Key, _Cell]) -> list[tuple[_Key, _Cell]]:
 
 
 class MemoryRecorder:
-    """Keeps what it is told in memory; any thread may write or read. [Note: one writer a cell]
+    """Keeps measurements in memory; any thread may write or read. [Note: one writer a cell]
 
     Knows metrics, labels and sums; not who reads them."""
 
@@ -202,7 +203,7 @@ class MemoryRecorder:
         self._gauges[key] = value
 
     def watch(self, source: Source) -> End:
-        """See :class:`Recorder`. The end waits for nobody: a call that has begun may outlast it."""
+        """See :class:`Recorder`. The returned function does not wait: a call that has begun may outlast it."""
         with self._changing:
             self._sources = [*self._sources, source]
 
@@ -251,8 +252,8 @@ class MemoryRecorder:
         return found
 
     def gauges(self, *, without: Source | None = None) -> Series:
-        """Every gauge that was set, and what sources say now (counters of theirs too); equal series are added.
-        ``without``: a source that is not asked."""
+        """Every gauge that was set, and the sources' present values (their counters too); equal series are added.
+        ``without``: a source to leave out."""
         found: Series = {}
         for key, value in list(self._gauges.items()):
             metric, labels = _parts(key)
@@ -276,7 +277,7 @@ class Measurements:
 
     @classmethod
     def of(cls, recorder: MemoryRecorder) -> Measurements:
-        """What the recorder holds now."""
+        """The recorder's values now."""
         return cls(
             {metric.name: series for metric, series in recorder.counters().items()},
             {metric.name: series for metric, series in recorder.timings().items()},
@@ -318,11 +319,11 @@ _OF_THE_FIRST = frozenset({PARAM_VERSION, VERSION_LAG, STEP_SECONDS, STEP_PHASE_
 
 
 class LaterModelRecorder:
-    """What a run's second and later models tell: adds to the run's recorder what adds up over its models, such as
-    bytes, counts and waits. A :class:`Recorder`.
+    """The :class:`Recorder` of a run's second and later models: passes on what adds up over models, such as bytes,
+    counts and waits.
 
-    What is one number of a run (its step, its norm, its learning rates, how long a step takes) is the first prepared
-    model's alone, and dropped here."""
+    Values that exist once per run (step, norm, learning rates, step time) are the first prepared model's; it drops them
+    here."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -357,7 +358,7 @@ class LaterModelRecorder:
 def timed(
     recorder: Recorder, metric: Metric, *, clock: Callable[[], float] = time.perf_counter, **labels: str
 ) -> Iterator[None]:
-    """Note how long the block took, also when it raises."""
+    """Record how long the block took, even if it raises."""
     start = clock()
     try:
         yield
@@ -366,7 +367,7 @@ def timed(
 
 
 def _checked(metric: Metric, kind: Kind, labels: dict[str, str], key: _Key) -> _Key:
-    """The key, once it is known that such a series may be."""
+    """``key``, after checking the metric's kind and labels."""
     metric.check(labels)
     if metric.kind is not kind:
         raise ValueError(f"{metric.name} is a {metric.kind}, not a {kind}")

@@ -48,30 +48,30 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scraped:
-    """What one process said, or why it said nothing."""
+    """One process's answer to a scrape, or why there is none."""
 
     target: Target
     series: Series | None
-    error: str | None = None  # a few words; None where it answered
+    error: str | None = None  # a short reason; None if it answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """All processes of a run, asked at one moment."""
+    """The answers of all processes of a run, scraped at one moment."""
 
     at: float  # seconds since 1970
     processes: tuple[Scraped, ...]
 
 
 def scrape(targets: Iterable[Target], *, timeout_s: float) -> Scrape:
-    """Ask every exporter at the same time; one that has not answered after ``timeout_s`` is left behind."""
+    """Scrape every exporter at the same time; gives up on one that has not answered after ``timeout_s``."""
     asked, at = tuple(targets), time.time()
     pages = read_pages([f"http://{target.address}{METRICS_PATH}" for target in asked], timeout_s=timeout_s)
     return Scrape(at=at, processes=tuple(map(_scraped, asked, pages)))
 
 
 def discover(url: str, *, timeout_s: float) -> tuple[Target, ...]:
-    """The targets that an http_sd address names; raises OSError where it cannot be read and ValueError where it says
+    """The targets that an http_sd address lists. Raises OSError if it cannot be read, ValueError if the answer is
     something else."""
     (page,) = read_pages([url], timeout_s=timeout_s)
     if isinstance(page, str):
@@ -80,12 +80,12 @@ def discover(url: str, *, timeout_s: float) -> tuple[Target, ...]:
 
 
 def read_pages(urls: Sequence[str], *, timeout_s: float) -> list[bytes | str]:
-    """The body of each page, or in a few words why there is none, after ``timeout_s`` in all at the latest."""
+    """The body of each page, or a short reason why there is none; takes at most ``timeout_s`` in all."""
     return asyncio.run(_all(urls, timeout_s))
 
 
 def parse_series(text: str) -> Series:
-    """A page in Prometheus' text format; raises ValueError where it is not."""
+    """Parse a page in Prometheus' text format. Raises ValueError if it is something else."""
     families = text_string_to_metric_families(text)
     try:
         samples = [sample for family in families for sample in family.samples]
@@ -119,7 +119,8 @@ def _scraped(target: Target, page: bytes | str) -> Scraped:
 
 
 async def _fetch(url: str, timeout_s: float) -> bytes:
-    """The body of a page. TimeoutError, which is an OSError, after ``timeout_s`` in all, however slowly bytes drip."""
+    """The body of a page. Raises TimeoutError, an OSError, after ``timeout_s`` in all, even if bytes keep arriving
+    slowly."""
     place = urlsplit(url)
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=64 << 10)

@@ -1,9 +1,8 @@
-"""What happened when, for a trace: each process keeps the latest spans, and only while somebody has asked for them.
+"""Spans for traces: each process keeps its latest spans, but only for a while after a request for them.
 
 [Note: one clock] Spans are in seconds of ``time.perf_counter``, which is CLOCK_MONOTONIC on Linux: the same in all
-processes of one host. What each process also tells is how far its wall clock is ahead of that, by which the spans of
-other hosts are moved to the first one's clock (telemetry/trace_file.py): those are as far apart as the hosts' wall
-clocks are.
+processes of one host. Each process also reports the offset of its wall clock, by which the spans of other hosts are
+moved to the first one's clock (telemetry/trace_file.py); the error is the difference of the hosts' wall clocks.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 MOST_SPANS = 32_768  # of a process, about 5 MB; the oldest go first
-ASKED_S = 60.0  # for how long spans are kept after somebody has asked for them
+ASKED_S = 60.0  # how long spans are kept after a request
 
 Clock = Callable[[], float]
 Over = Callable[[], None]
 
 
 class Span(NamedTuple):
-    """Something that a process did, from ``start`` to ``end`` on its clock."""
+    """Work of a process, from ``start`` to ``end`` on its clock."""
 
     lane: str  # one of trace_file.LANES
     name: str
     start: float
     end: float
-    step: int  # that it was done for; the first is 0
+    step: int  # the step it was done for; the first is 0
 
 
 class Spans(Protocol):
@@ -40,24 +39,24 @@ class Spans(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether spans are kept now; where they are not, they need not be made."""
+        """Whether spans are kept now; if not, callers need not make them."""
         ...
 
     def add(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """Keep a span that is over."""
+        """Keep a span that has ended."""
         ...
 
     def begin(self, lane: str, name: str, step: int) -> Over:
-        """A span begins now and ends at the first call of what this returns: several threads may see its end."""
+        """Begin a span. It ends at the first call of the returned function, which several threads may call."""
         ...
 
 
 def nothing() -> None:
-    """The end of a span that nobody wants."""
+    """The end of a span that is not kept."""
 
 
 class NoSpans:
-    """Keeps none."""
+    """Keeps no spans."""
 
     wanted = False
 
@@ -70,9 +69,7 @@ class NoSpans:
 
 
 class SpanRing:
-    """The latest spans of a process, while they are wanted.
-
-    Knows spans; not who they are for."""
+    """The latest spans of a process, while they are wanted. Knows spans; not who reads them."""
 
     def __init__(self, clock: Clock = time.perf_counter, most: int = MOST_SPANS) -> None:
         self._clock = clock
@@ -86,11 +83,11 @@ class SpanRing:
         return self._clock() < self._until
 
     def keep(self) -> None:
-        """From now on, for as long as the process lasts."""
+        """Keep spans from now on, to the end of the process."""
         self.kept, self._until = True, float("inf")
 
     def ask(self, seconds: float = ASKED_S) -> None:
-        """For so long from now on; what is left of an earlier asking goes first."""
+        """Keep spans for ``seconds`` from now on; drops those left from an earlier request."""
         if not self.wanted:
             self._ring.clear()
         self._until = max(self._until, self._clock() + seconds)
@@ -115,7 +112,7 @@ class SpanRing:
         return over
 
     def recorded(self) -> Recorded:
-        """What there is now, for other processes."""
+        """The spans kept now, for other processes."""
         spans = tuple(self._ring.copy())
         return Recorded(
             host=clock_host(),
@@ -129,7 +126,7 @@ class SpanRing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One process's spans as they travel, and what it takes to put them beside others'. [Note: one clock]"""
+    """One process's spans, with what is needed to align them with other processes'. [Note: one clock]"""
 
     host: str  # equal in processes whose clocks are the same
     node: str  # the host's name
@@ -144,13 +141,13 @@ class Recorded:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Recorded:
-        """What ``to_json`` gave. Raises KeyError, TypeError where it is something else."""
+        """The inverse of ``to_json``. Raises KeyError or TypeError for anything else."""
         return cls(**found | {"spans": tuple(Span(*span) for span in found["spans"])})
 
 
 def clock_host(proc: Path = Path("/proc")) -> str:
-    """A name of the clock that ``time.perf_counter`` reads here: this boot of this host's kernel, in this time
-    namespace; where the kernel does not tell, the host's name."""
+    """A name for the clock that ``time.perf_counter`` reads here: this host's boot and time namespace; the host's name
+    if the kernel does not provide them."""
     try:
         return f"{(proc / 'sys/kernel/random/boot_id').read_text().strip()} {os.readlink(proc / 'self/ns/time')}"
     except OSError:

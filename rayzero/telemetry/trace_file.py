@@ -1,7 +1,7 @@
-"""Spans of several processes as one file that Perfetto and chrome://tracing show: JSON in the trace-event format.
+"""Writes spans of several processes as one file for Perfetto and chrome://tracing: JSON in the trace-event format.
 
-A process of the run is a process of the trace, a lane of it one thread; what overlaps in a lane without being part of
-the other gets rows of its own ("fetch", "fetch 2"), because slices of one thread must nest.
+A process of the run is a process of the trace, and each of its lanes a thread. Spans of a lane that overlap without
+nesting get separate rows ("fetch", "fetch 2"), because slices of one thread must nest.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ LANES = (
     "step",  # rank: its phases, one after the other
     "forward",  # rank: a module's forward with its units up; parts of it inside
     "backward",  # rank: until a unit's gradients are complete; recomputations inside
-    "wait",  # rank: the loop stands still, and for what
-    "fetch",  # rank: a unit's parameters, from asked for to there; waiting for their version included
+    "wait",  # rank: the loop waits, and for what
+    "fetch",  # rank: a unit's parameters, from request to arrival; includes waiting for their version
     "push",  # rank: a unit's gradients, from complete to landed
     "touch",  # rank: parameters are used outside forward and backward
     "decide",  # owner: from all ranks' reports to the decision
     "norm",  # owner: sums of squares
     "update",  # owner: one shard
-    "publish",  # owner: one or more shards' new version is told
-    "checkpoint",  # owner: its file is written
+    "publish",  # owner: announces the new version of one or more shards
+    "checkpoint",  # owner: writes its checkpoint file
 )
 """From top to bottom. On CUDA a rank's spans are the host's: the device is behind what the host has queued."""
 
@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 
 def last_steps(processes: Mapping[str, Recorded], steps: int) -> dict[str, Recorded]:
-    """Only the spans of the last ``steps`` steps that were updated, and what was done for the next one by then."""
+    """Only the spans of the last ``steps`` updated steps, and of the next one as far as it was done by then."""
     updated = [span.step for one in processes.values() for span in one.spans if span.lane == "update"]
     newest = max(updated, default=0)
     return {
@@ -45,7 +45,7 @@ def last_steps(processes: Mapping[str, Recorded], steps: int) -> dict[str, Recor
 
 
 def trace_of(run: str, processes: Mapping[str, Recorded]) -> dict[str, Any]:
-    """The file's content. ``processes``: by who each is ("rank 0"), in the order in which they are shown.
+    """The file's content. ``processes``: by process name ("rank 0"), in display order.
 
     All times are on the first one's clock; zero is the earliest span's start."""
     first = next(iter(processes.values()))
@@ -69,7 +69,7 @@ def trace_of(run: str, processes: Mapping[str, Recorded]) -> dict[str, Any]:
 
 
 def _shift(one: Recorded, first: Recorded) -> float:
-    """Seconds to add to its times to have them on the first one's clock. [Note: one clock]"""
+    """Seconds to add to its times to convert them to the first process's clock. [Note: one clock]"""
     return 0.0 if one.host == first.host else one.wall_offset - first.wall_offset
 
 
@@ -93,7 +93,8 @@ def _lanes_of_process(process: int, spans: Iterable[Span], shift: float) -> Iter
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool) -> list[list[Span]]:
-    """As few rows as it takes that in none of them two spans overlap; ``nested``: one may be inside another."""
+    """Distribute spans over as few rows as possible so that no two in a row overlap. ``nested``: one may lie inside
+    another."""
     rows: list[list[Span]] = []
     open_ends: list[list[float]] = []  # of each row's spans that the next one may be inside of, outermost first
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
