@@ -179,7 +179,7 @@ def summary_of(rows: Sequence[Row], size: int) -> dict[str, float]:
 
 
 def _best(rows: Sequence[Row], who: str, what: str) -> float:
-    """GB/s; 0 where nobody did it."""
+    """GB/s; 0 if no rank did it."""
     return max((row.gb_per_s.median for row in rows if row.who == who and row.what.startswith(what)), default=0.0)
 
 

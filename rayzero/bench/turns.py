@@ -73,7 +73,7 @@ class _Refusal:
 
 
 def take_turns(build: Callable[[Seat], Player], seat: Seat) -> None:
-    """The life of a rank: build the player, then play until told to end. An error is told instead of a result."""
+    """The life of a rank: build the player, then play until told to end. An error is sent in place of a result."""
     try:
         _load_what_training_loads()
         base = resident_bytes(os.getpid())

@@ -20,7 +20,7 @@ def delete_older(directory: Path, keep: int) -> list[Path]:
 
     Only those of its own series count: names that differ from its name in nothing but the last number, and earlier
     steps. ``best`` or ``other-1`` beside ``step-000100`` are never touched, nor are links, folders with files of others
-    in them, and what is damaged. Returns what was deleted. One that cannot be deleted is told with a warning: the new
+    in them, and what is damaged. Returns what was deleted. One that cannot be deleted causes a warning: the new
     checkpoint is good all the same."""
     found = _LAST_NUMBER.fullmatch(directory.name)
     if found is None:

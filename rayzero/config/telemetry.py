@@ -1,4 +1,4 @@
-"""``TelemetryConfig``: what a run tells of itself, and where Prometheus finds it."""
+"""``TelemetryConfig``: what a run measures and exports, and where Prometheus finds it."""
 
 from __future__ import annotations
 

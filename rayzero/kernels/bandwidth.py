@@ -1,4 +1,5 @@
-"""How fast this host's memory is for the pattern that updates have: a few arrays read, changed and written in place."""
+"""Measures this host's memory bandwidth for the access pattern of updates: a few arrays, read, changed and written in
+place."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _RUNS = 5
 def measure_bandwidth(threads: int) -> float | None:
     """Bytes per second, read and written, of ``threads`` threads; the best of a few runs, about 0.1 s in all.
 
-    None where the native library, whose loop it is, is not there. The memory is given back."""
+    None if the native library, which has the loop, is not there. Frees its memory."""
     library = native.load()
     if isinstance(library, str):
         return None

@@ -1,4 +1,5 @@
-"""The one sum across ranks: fp32, in rank order inside fixed groups of 8 consecutive ranks, groups in order.
+"""The sum of gradients across ranks: fp32, in rank order inside fixed groups of 8 consecutive ranks, then group by
+group.
 
 [Note: groups of 8] Up to 8 ranks it is plain rank order. The groups are fixed by rank number, not by who is
 present, so that a relay on a node of 8 may add its ranks first, later, without changing a bit.
@@ -25,7 +26,8 @@ class RankSum:
         self._wide = torch.zeros(tile, device=device)
 
     def sum(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> Tensor:
-        """fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty).
+        """The 1D fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty); gradients are 1D, the
+        shard's elements, any float dtype.
 
         The result may be the only rank's own memory: read it, do not write it. It is valid until the next call."""
         if len(ranks) == 1:

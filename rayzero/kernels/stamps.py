@@ -1,8 +1,9 @@
-"""Which version the bytes of each tile are of: what a reader of shared memory finds when its writer died in an update.
+"""Tile stamps: say which version each tile's bytes are of, so that a reader of shared memory can tell after its writer
+died in an update.
 
-[Note: killed between two instructions] A stamp says that its tile is being written before the first of its bytes
-changes, and that it is whole after the last one did. Who reads stamps reads them after the writer's death, when every
-instruction before that point has had its effect and none after it: the order of the program is all the order they need.
+[Note: killed between two instructions] A stamp is marked as being written before the tile's first byte changes, and as
+whole after its last one has. Stamps are read after the writer's death, when every instruction before that point has
+taken effect and none after it, so program order is enough.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class TileStamps:
         words = self.words[start // STAMP : -(-stop // STAMP)]
         words.fill_(self.whole - 1)
         yield
-        words.fill_(self.whole)  # not after an error: what it left is nobody's version
+        words.fill_(self.whole)  # not after an error: the bytes are of no version
 
 
 def torn(words: Iterable[int]) -> list[int]:
-    """Tiles that were being written."""
+    """The tiles that were being written."""
     return [index for index, word in enumerate(words) if word % 2]

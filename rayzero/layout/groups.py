@@ -1,4 +1,4 @@
-"""Layer groups: a few names under which many units are told of."""
+"""Layer groups: a few labels for many units, so that metrics have few series."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ sources:
 - ``unused``: memory given back that the allocator keeps. Malloc knows how much that is, not how much of it is
   resident: it is the smaller of that and of what is resident beyond all the rest. So this kind closes the sum by
   construction as far as malloc keeps something. Memory that neither malloc nor anybody else knows of is in no kind, and
-  the sum falls short by it; memory that is told twice makes it too large.
+  the sum falls short by it; memory that is reported twice makes it too large.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Pushed:
 
 
 class Published(NamedTuple):
-    """A version of one shard that its owner has made known: what every reader of it is told."""
+    """A version of one shard that its owner has published; every reader gets this value."""
 
     shard: int
     version: int

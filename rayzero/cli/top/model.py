@@ -213,7 +213,8 @@ def _reported(ranks: Iterable[_Process]) -> dict[str, float]:
 
 
 def _is_owner(process: _Process) -> bool:
-    """Whether it is an actor's, or a rank's beside an owner: that tells of updates once it has done one."""
+    """Whether it is an optimizer actor, or a rank with an owner beside it, which reports updates once it has made
+    one."""
     return process.target.role is Role.OPTIMIZER or process.now.get(OPTIMIZER_UPDATE_SECONDS, "_count") is not None
 
 

@@ -329,8 +329,7 @@ class UnitCache:
     # ---- writes
 
     def write_back(self) -> None:
-        """Send the owners what the user wrote; every rank calls it before its finish. [Note: writes, in
-        values/edits.py]"""
+        """Send the owners what the user wrote; every rank calls it before its finish. [Note: writes]"""
         for unit in self._units:
             if unit.index in self._behind:
                 self._refresh(unit)

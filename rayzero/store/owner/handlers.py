@@ -394,7 +394,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
             for service in (STORE_SERVICE, OWNER_SERVICE)
             for name, method in methods(service).items()
         }
-        self._refused, self._told = 0, -math.inf  # calls since it was last told of them; when that was
+        self._refused, self._told = 0, -math.inf  # refused calls since the last warning; time of that warning
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Who answers a call, by its metadata alone."""

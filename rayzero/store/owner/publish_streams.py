@@ -57,7 +57,7 @@ class PublishStreams:
         self._loop.call_soon_threadsafe(self._tell, (), error)
 
     def open(self) -> PublishStream:
-        """A new listener, who is told all there is first."""
+        """A new listener; it first gets everything published so far."""
         stream = PublishStream(self._known, self._error)
         self._streams.add(stream)
         return stream

@@ -168,7 +168,7 @@ class SharedOwner:
             self._look()
 
     def _hear(self, take: Callable[[], None]) -> None:
-        """What cannot be heard ends the run; all else is heard still, so that whoever asks is told of it."""
+        """A message that cannot be read ends the run. Others are still read, so that ranks that ask get the error."""
         try:
             take()
         except Exception as exc:  # the supervision loop of all that this owner hears

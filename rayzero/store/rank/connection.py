@@ -1,4 +1,4 @@
-"""What joins a rank to its owners: a way to each, a line to the lead, and the memory they share."""
+"""A rank's connection to its owners: transfers to each, a line to the lead, and the memory they share."""
 
 from __future__ import annotations
 
@@ -57,25 +57,27 @@ class Transfers(Protocol):
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
-        """Fill the shards' ranges of ``out`` once they have ``version``."""
+        """Fill the shards' ranges of ``out`` (1D, unit.numel elements; the unit's dtype for COMPUTE, else fp32) once
+        they have ``version``."""
         ...
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
-        """Done once all ``shards`` have ``version``, or only the owner can tell whether they ever will. ``awaited``
-        names it for errors."""
+        """Done once all ``shards`` have ``version``, or once only the owner knows whether they ever will. ``awaited``:
+        the name for errors."""
         ...
 
     def content(self, shards: Sequence[Shard], version: int) -> int | None:
-        """The version that the newest content among ``shards`` is from; None while one of them lacks ``version``."""
+        """The version that the newest content among ``shards`` is from; None while one of them does not have
+        ``version``."""
         ...
 
 
 class LeadLine(Protocol):
-    """Carries a rank's questions to the lead. Every wait ends by an answer, leave, abort or stall; see the verbs of
+    """Sends a rank's calls to the lead. Every wait ends by an answer, leave, abort or stall; see the same methods of
     ``ParameterStore``."""
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """What was pushed."""
+        """Report what was pushed; the future has the norm."""
         ...
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
@@ -87,7 +89,7 @@ class LeadLine(Protocol):
         ...
 
     def discard(self, step: int, attempt: int) -> Future[None]:
-        """The step is tried again."""
+        """Discard the attempt: the step is tried again."""
         ...
 
     def write(self, write: Write, name: str) -> Future[None]:
@@ -139,5 +141,5 @@ class Connection(Protocol):
         ...
 
     def free(self) -> None:
-        """Let go of threads, memory and channels. Nothing of it is used any more."""
+        """Release threads, memory and channels. Nothing of them may be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""Pushes into a rank's own memory: when each may be written, and who is told."""
+"""Writes pushes into a rank's own memory: decides when each may be written, and announces it to the owners."""
 
 from __future__ import annotations
 
