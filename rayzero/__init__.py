@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rayzero.engine.checkpoint.save import save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report
     from rayzero.engine.mean import mean_over_ranks
-    from rayzero.engine.optimizer import ZeroOptimizer
+    from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
     from rayzero.engine.prepare import full_parameters, full_state_dict, prepare
     from rayzero.engine.start.meta import empty_parameters
     from rayzero.errors import RayZeroError
@@ -56,7 +56,7 @@ _HOMES = {
     "ScalingConfig": "rayzero.config",
     "Weights": "rayzero.checkpoint.weights",
     "ZeroConfig": "rayzero.config",
-    "ZeroOptimizer": "rayzero.engine.optimizer",
+    "ZeroOptimizer": "rayzero.engine.optimizer.zero_optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
     "empty_parameters": "rayzero.engine.start.meta",
     "full_parameters": "rayzero.engine.prepare",

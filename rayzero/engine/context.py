@@ -11,18 +11,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rayzero.config import CheckpointErrors, ZeroConfig
+from rayzero.engine.engine import Engine
 from rayzero.errors import ConfigError
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
-
-if TYPE_CHECKING:
-    from rayzero.engine.engine import Engine
 
 ReportSink = Callable[[dict[str, Any], CheckpointInfo | None], None]
 

@@ -22,7 +22,8 @@ from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_f
 from rayzero.engine.checkpoint.save import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
+from rayzero.engine.optimizer.param_groups import hyper_of
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.initial_values import Start

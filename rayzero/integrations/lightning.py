@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
-from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import UnsupportedError

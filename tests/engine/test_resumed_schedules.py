@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR
 
 import rayzero
-from rayzero.engine.checkpoint.param_groups import ResumedGroups
 from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import rayzero
 from rayzero.engine.context import RankContext
-from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import ConfigError, RankLeftError, UnsupportedError
 from rayzero.testing import run_ranks
 

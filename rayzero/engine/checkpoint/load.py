@@ -13,14 +13,14 @@ from torch import Tensor
 
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.state_values import unpack
-from rayzero.engine.checkpoint.param_groups import ResumedGroups
 from rayzero.engine.checkpoint.save import check_resume, names_of, of_model
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.optimizer import ZeroOptimizer, hyper_of
+from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
+from rayzero.engine.optimizer.states import State, StateFormat, check_states, write_states
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.engine.values.optimizer_state import State, StateFormat, check_states, write_states
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ParamSlot
 from rayzero.protocol.messages import COMPUTE, MASTER, STEP

@@ -25,10 +25,10 @@ from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
-from rayzero.engine.checkpoint.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.optimizer import ZeroOptimizer
+from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.protocol.messages import CheckpointInfo, FileEntry

@@ -33,7 +33,7 @@ from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
-from rayzero.engine.values.edits import WrittenUnits
+from rayzero.engine.units.writes import WrittenUnits
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.bits import same_bits

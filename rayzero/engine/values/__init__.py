@@ -1,1 +1,1 @@
-"""Values of parameters and optimizer states that users read or write."""
+"""Values of parameters that users read, write, load or exchange."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.checkpoint.param_groups import ResumedGroups
-from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
-from rayzero.engine.values.optimizer_state import (
+from rayzero.engine.engine import Engine
+from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
+from rayzero.engine.optimizer.states import (
     State,
     StateFormat,
     check_group,
@@ -20,12 +20,9 @@ from rayzero.engine.values.optimizer_state import (
     read_states,
     write_states,
 )
+from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.protocol.messages import Decision, Hyper
-
-if TYPE_CHECKING:
-    from rayzero.engine.engine import Engine
-
+from rayzero.protocol.messages import Decision
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
 
@@ -229,21 +226,3 @@ def _checked(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
     return float(value)
-
-
-def hyper_of(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
-    """Each parameter group's options now, as plain JSON values; keys that are no options of the optimizer are left
-    out."""
-    return tuple(
-        {name: _plain(group[name]) for name in optimizer.defaults if name in group} for group in optimizer.param_groups
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UnsupportedError(f"an option of a parameter group is {value!r}; pass a plain number, flag or text")

@@ -1,4 +1,4 @@
-"""A checkpoint's parameter groups: each rank saves them, and a resumed run restores them.
+"""Parameter groups: which options the owners are told, and which a checkpoint keeps for the run that resumes from it.
 
 The owners know only the options that an update needs. A loop has more: ``initial_lr``, and anything else that a
 scheduler or the user keeps in a group. As in plain PyTorch, every entry has its saved value again before the first step
@@ -17,16 +17,36 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rayzero.checkpoint.state_values import is_packable
-from rayzero.errors import CheckpointError
+from rayzero.errors import CheckpointError, UnsupportedError
+from rayzero.protocol.messages import Hyper
 
 log = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]  # one of torch.optim.Optimizer.param_groups
 
 _PARAMS = ("params", "param_names")  # entries for what is trained, not how
+
+
+def hyper_of(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
+    """Each parameter group's options now, as plain JSON values; keys that are no options of the optimizer are left
+    out."""
+    return tuple(
+        {name: _plain(group[name]) for name in optimizer.defaults if name in group} for group in optimizer.param_groups
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError(f"an option of a parameter group is {value!r}; pass a plain number, flag or text")
 
 
 def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> list[dict[str, Any]]:
