@@ -15,7 +15,7 @@ from torch import Tensor
 from rayzero.concurrency.futures import fail, settle, settled, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import StoreClosedError, StoreError
+from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
@@ -25,7 +25,6 @@ from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.messages import (
     COMPUTE,
     CheckpointInfo,
-    Contribution,
     Decision,
     FileEntry,
     FinishReport,
@@ -120,7 +119,7 @@ class LocalTransfers:
         recorder: Recorder,
     ) -> None:
         """``copies``: threads to copy in. ``lead``: asked whom a step waits for."""
-        self.owner, self.transport, self.reads_gradients = service.owner, "inproc", True
+        self.owner, self.transport = service.owner, "inproc"
         self._service, self._lead, self._rank = service, lead, rank
         self._copies, self._watch, self._recorder = copies, watch, recorder
 
@@ -142,12 +141,6 @@ class LocalTransfers:
                 self._service.stage(shard.index, version, kind, values[shard.start : shard.stop].clone())
 
         gather.run(copy)
-
-    def push(
-        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
-    ) -> None:
-        """Never called: ``reads_gradients``."""
-        raise StoreError(f"optimizer {self.owner} reads gradients of rank {self._rank} in its memory")
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
@@ -210,36 +203,36 @@ class LocalLead:
         self._rank, self._lead, self._watch = rank, lead, watch
         self._means = 0  # asked for so far
 
-    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+    def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
-        return self._watched(self._lead.finish(report, inputs), f"the norm of step {report.step}")
+        return self._watched(awaited, self._lead.finish(report, inputs))
 
-    def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
+    def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """See ``LeadLine.commit``."""
-        return self._watched(self._lead.commit(self._rank, step, inputs), f"the decision of step {step}")
+        return self._watched(awaited, self._lead.commit(self._rank, step, inputs))
 
-    def decision(self, step: int) -> Future[Decision]:
+    def decision(self, awaited: str, step: int) -> Future[Decision]:
         """See ``LeadLine.decision``."""
-        return self._watched(self._lead.decision(step), f"the decision of step {step}")
+        return self._watched(awaited, self._lead.decision(step))
 
-    def discard(self, step: int, attempt: int) -> Future[None]:
+    def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
         """See ``LeadLine.discard``."""
-        return self._watched(self._lead.discard(self._rank, step, attempt), f"the discard of step {step}")
+        return self._watched(awaited, self._lead.discard(self._rank, step, attempt))
 
-    def write(self, write: Write, name: str) -> Future[None]:
+    def write(self, awaited: str, write: Write) -> Future[None]:
         """See ``LeadLine.write``."""
-        return self._watched(self._lead.write(self._rank, write), f"the write to {name} at step {write.version}")
+        return self._watched(awaited, self._lead.write(self._rank, write))
 
-    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+    def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
-        return self._watched(self._lead.save(self._rank, step, directory, files), f"the checkpoint of step {step}")
+        return self._watched(awaited, self._lead.save(self._rank, step, directory, files))
 
-    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+    def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
         """See ``LeadLine.mean``."""
         self._means += 1
-        return self._watched(self._lead.mean(self._rank, self._means, given), f"the mean of {given}")
+        return self._watched(awaited, self._lead.mean(self._rank, self._means, given))
 
-    def _watched(self, answer: Future[T], awaited: str) -> Future[T]:
+    def _watched(self, awaited: str, answer: Future[T]) -> Future[T]:
         return self._watch.watch(answer, awaited, lambda _: settled(self._lead.describe()))
 
 
@@ -282,6 +275,7 @@ class LocalConnection:
             spec=spec,
             shard_map=plan.shard_map,
             transfers=[self._transfers(service) for service in services],
+            senders={},
             lead=self._lead,
             windows=self._windows,
             gradients=self._gradients,

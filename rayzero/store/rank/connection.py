@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +33,11 @@ from rayzero.telemetry.recorder import Recorder
 
 
 class Transfers(Protocol):
-    """Moves bytes between this rank and one owner. Each verb is one part of a ``Gather``; ``values``, ``grads`` and
-    ``out`` are the whole unit's flat vector, of which it takes the given shards."""
+    """Moves bytes between this rank and one owner. Each verb is one part of a ``Gather``; ``values`` and ``out`` are
+    the whole unit's flat vector, of which it takes the given shards."""
 
     owner: int
     transport: str  # "inproc", "shm" or "grpc", as metrics call it
-    reads_gradients: bool  # the owner reads them in this rank's memory: ``push`` is never called
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """Send initial values."""
@@ -46,12 +45,6 @@ class Transfers(Protocol):
 
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
         """Send the values of a write to come."""
-        ...
-
-    def push(
-        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
-    ) -> None:
-        """Send gradients."""
         ...
 
     def fetch(
@@ -72,35 +65,45 @@ class Transfers(Protocol):
         ...
 
 
+class GradientSender(Protocol):
+    """Sends gradients to one owner that cannot read them in this rank's memory."""
+
+    def push(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
+    ) -> None:
+        """Send the shards' ranges of ``grads``, the whole unit's flat vector: one part of the ``Gather``."""
+        ...
+
+
 class LeadLine(Protocol):
     """Sends a rank's calls to the lead. Every wait ends by an answer, leave, abort or stall; see the same methods of
-    ``ParameterStore``."""
+    ``ParameterStore``. ``awaited`` names the answer in errors."""
 
-    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+    def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """Report what was pushed; the future has the norm."""
         ...
 
-    def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
+    def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """The decision of a step that this rank has finished."""
         ...
 
-    def decision(self, step: int) -> Future[Decision]:
+    def decision(self, awaited: str, step: int) -> Future[Decision]:
         """The recorded decision."""
         ...
 
-    def discard(self, step: int, attempt: int) -> Future[None]:
+    def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
         """Discard the attempt: the step is tried again."""
         ...
 
-    def write(self, write: Write, name: str) -> Future[None]:
-        """A write whose values are staged; ``name`` is the unit's."""
+    def write(self, awaited: str, write: Write) -> Future[None]:
+        """A write whose values are staged."""
         ...
 
-    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+    def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """A checkpoint of version ``step``."""
         ...
 
-    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+    def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
         """A mean over ranks."""
         ...
 
@@ -113,6 +116,7 @@ class Joined:
     spec: ModelSpec
     shard_map: ShardMap
     transfers: Sequence[Transfers]  # by owner
+    senders: Mapping[int, GradientSender]  # by owner that gradients are sent to; the others read them here
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
     gradients: GradientRegion | None  # this rank's, where owners of its host read them

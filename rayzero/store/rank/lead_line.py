@@ -40,52 +40,50 @@ class RemoteLead:
         self._writes = self._saves = self._means = 0  # asked for so far
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
-    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
+    def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
         sent = None if inputs is None else translate.inputs_to_pb(inputs)
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
-        awaited = f"the norm of step {report.step}"
-        return self._ask("Finish", request, lambda answer: translate.norm_from_pb(answer.norm), awaited)
+        return self._ask(awaited, "Finish", request, lambda answer: translate.norm_from_pb(answer.norm))
 
-    def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
+    def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """See ``LeadLine.commit``."""
         request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
-        return self._ask("Commit", request, _decision_of, f"the decision of step {step}")
+        return self._ask(awaited, "Commit", request, _decision_of)
 
-    def decision(self, step: int) -> Future[Decision]:
+    def decision(self, awaited: str, step: int) -> Future[Decision]:
         """See ``LeadLine.decision``."""
         request = pb.GetDecisionRequest(step=step)
-        return self._ask("GetDecision", request, _decision_of, f"the decision of step {step}")
+        return self._ask(awaited, "GetDecision", request, _decision_of)
 
-    def discard(self, step: int, attempt: int) -> Future[None]:
+    def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
         """See ``LeadLine.discard``."""
         request = pb.DiscardRequest(rank=self._rank, step=step, attempt=attempt)
-        return self._ask("Discard", request, lambda _: None, f"the discard of step {step}")
+        return self._ask(awaited, "Discard", request, lambda _: None)
 
-    def write(self, write: Write, name: str) -> Future[None]:
+    def write(self, awaited: str, write: Write) -> Future[None]:
         """See ``LeadLine.write``."""
         self._writes += 1
         request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes)
-        return self._ask("Write", request, lambda _: None, f"the write to {name} at step {write.version}")
+        return self._ask(awaited, "Write", request, lambda _: None)
 
-    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+    def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
         self._saves += 1
         entries = [translate.file_to_pb(entry) for entry in files]
         request = pb.SaveRequest(
             rank=self._rank, step=step, directory=str(directory), files=entries, number=self._saves
         )
-        awaited = f"the checkpoint of step {step}"
-        return self._ask("Save", request, lambda a: translate.checkpoint_from_pb(a.checkpoint), awaited)
+        return self._ask(awaited, "Save", request, lambda answer: translate.checkpoint_from_pb(answer.checkpoint))
 
-    def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
+    def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
         """See ``LeadLine.mean``."""
         self._means += 1
         request = translate.mean_to_pb(self._rank, self._means, given)
-        return self._ask("Mean", request, lambda answer: tuple(answer.mean.values), f"the mean of {given}")
+        return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
-    def _ask(self, method: str, request: Any, read: Callable[[Any], T], awaited: str) -> Future[T]:
-        """``read`` makes the result of the response, ``awaited`` names it for errors."""
+    def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
+        """``read`` makes the result of the response."""
         asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
         if asked is not None:
             response = methods(STORE_SERVICE)[method].response

@@ -17,7 +17,7 @@ from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import owner_map
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.connection import Joined, Transfers
+from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
@@ -99,6 +99,7 @@ class RemoteConnection:
             for link in self._links
         ]
         self._transfers: list[Transfers] = list(self._wires)  # by owner
+        self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
         self._shared: SharedRank | None = None  # after attach, where some owner is of this host
         self._windows: UnitWindows | None = None
@@ -120,21 +121,20 @@ class RemoteConnection:
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
             self._listen()
-        here = [way.reads_gradients for way in self._transfers]
-        if not all(here):
+        if self._senders:
             keep_some_buffers()  # of what comes and goes in messages
-        ways = {(True, True): "shm", (True, False): "shm+grpc", (False, False): "grpc"}
         return Joined(
             attached=Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers)),
             spec=spec,
             shard_map=plan.shard_map,
             transfers=self._transfers,
+            senders=self._senders,
             lead=self._lead,
             windows=self._windows,
             gradients=self._gradients,
             gradient_tier="shm",
             kernel=answers[0].kernel,
-            transport=ways[any(here), all(here)],
+            transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
         )
 
     def _shake_hands(self, spec: ModelSpec) -> list[Any]:
@@ -186,6 +186,7 @@ class RemoteConnection:
         shared = self._shared = SharedRank(self.rank, plan, self._share, page_lock=page_lock)  # freed by: free()
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
+            del self._senders[owner]
             self._transfers[owner] = SharedTransfers(
                 owner,
                 shared,
@@ -211,7 +212,7 @@ class RemoteConnection:
     # ---- notices
 
     def _listen(self) -> None:
-        self._notices = [link.notices(quiet=self._transfers[link.owner].reads_gradients) for link in self._links]
+        self._notices = [link.notices(quiet=link.owner not in self._senders) for link in self._links]
         names = [f"rayzero-rank{self.rank}-notices{link.owner}" for link in self._links]
         self._threads = [
             threading.Thread(target=self._follow, args=(link, stream), name=name, daemon=True)

@@ -35,7 +35,7 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.store.rank.connection import Connection, Joined, LeadLine, Transfers
+from rayzero.store.rank.connection import Connection, GradientSender, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
 from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
 from rayzero.store.wire.payload import require_flat
@@ -53,7 +53,7 @@ class _Route:
 
     unit: UnitLayout
     parts: Parts
-    away: Parts  # those that gradients are sent to
+    away: list[tuple[GradientSender, list[Shard]]]  # to those that gradients are sent to
     here: int  # elements whose owners read gradients in this rank's memory ...
     here_by: str  # ... and what metrics call that
 
@@ -107,11 +107,11 @@ class RankStore:
         for shard in joined.spec.layout.shards_by_unit[unit.index]:
             by_owner.setdefault(joined.shard_map.owner(shard.index), []).append(shard)
         parts = [(joined.transfers[owner], shards) for owner, shards in by_owner.items()]
-        here = [(way, shards) for way, shards in parts if way.reads_gradients]
+        here = [(way, shards) for way, shards in parts if way.owner not in joined.senders]
         return _Route(
             unit=unit,
             parts=parts,
-            away=[(way, shards) for way, shards in parts if not way.reads_gradients],
+            away=[(joined.senders[owner], shards) for owner, shards in by_owner.items() if owner in joined.senders],
             here=sum(shard.numel for _, shards in here for shard in shards),
             here_by=here[0][0].transport if here else "",
         )
@@ -233,8 +233,8 @@ class RankStore:
             gather.end(all_sent.exception())
 
         sending.future.add_done_callback(over)
-        for way, shards in route.away:
-            way.push(sending, route.unit, shards, contribution, grads)
+        for sender, shards in route.away:
+            sender.push(sending, route.unit, shards, contribution, grads)
         return sent
 
     # ---- what the lead is asked
@@ -247,6 +247,7 @@ class RankStore:
         except RayZeroError as error:
             return failed(error)
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
+        awaited = f"the write to {route.unit.name} at step {version}"
         parts = route.parts if self.connection.rank == 0 else []
         staged = Gather(len(parts))
         for way, shards in parts:
@@ -254,34 +255,34 @@ class RankStore:
         done: Future[None] = Future()
 
         def ask(_: object) -> None:
-            chain(self._ask_lead(lambda lead: lead.write(write, route.unit.name)), done)
+            chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)
 
         when_all([staged.future], ask, partial(fail, done))
         return done
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """Say what was pushed; see ``ParameterStore.finish``."""
-        return self._ask_lead(lambda lead: lead.finish(report, inputs))
+        return self._ask_lead(lambda lead: lead.finish(f"the norm of step {report.step}", report, inputs))
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
         """Ask for the step to be decided; see ``ParameterStore.commit``."""
-        return self._ask_lead(lambda lead: lead.commit(step, inputs))
+        return self._ask_lead(lambda lead: lead.commit(f"the decision of step {step}", step, inputs))
 
     def decision(self, step: int) -> Future[Decision]:
         """The recorded decision; see ``ParameterStore.decision``."""
-        return self._ask_lead(lambda lead: lead.decision(step))
+        return self._ask_lead(lambda lead: lead.decision(f"the decision of step {step}", step))
 
     def discard(self, step: int, attempt: int) -> Future[None]:
         """Reopen a step; see ``ParameterStore.discard``."""
-        return self._ask_lead(lambda lead: lead.discard(step, attempt))
+        return self._ask_lead(lambda lead: lead.discard(f"the discard of step {step}", step, attempt))
 
     def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Write a checkpoint; see ``ParameterStore.save``."""
-        return self._ask_lead(lambda lead: lead.save(step, directory, files))
+        return self._ask_lead(lambda lead: lead.save(f"the checkpoint of step {step}", step, directory, files))
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
         """The mean over all ranks; see ``ParameterStore.mean``."""
-        return self._ask_lead(lambda lead: lead.mean(given))
+        return self._ask_lead(lambda lead: lead.mean(f"the mean of {given}", given))
 
     def _ask_lead(self, question: Callable[[LeadLine], Future[T]]) -> Future[T]:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import COMPUTE, Contribution
+from rayzero.protocol.messages import COMPUTE
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.transfers.wire import WireTransfers
@@ -39,7 +39,7 @@ class SharedTransfers:
     ) -> None:
         """``wire``: the way for initial values and states; ``copies``: threads to copy in."""
         self._board = board
-        self.transport, self.reads_gradients = "shm", True
+        self.transport = "shm"
         self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
@@ -49,12 +49,6 @@ class SharedTransfers:
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
         """See ``Transfers``."""
         self._wire.stage(gather, unit, shards, version, kind, values)
-
-    def push(
-        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
-    ) -> None:
-        """See ``Transfers``."""
-        self._wire.push(gather, unit, shards, contribution, grads)
 
     def content(self, shards: Sequence[Shard], version: int) -> int | None:
         """See ``Transfers``."""

@@ -167,7 +167,7 @@ class WireTransfers:
     ) -> None:
         """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
         closes. ``lead_says``: asks the lead whom the step waits for. ``streams``: to the owner at once, a direction."""
-        self.owner, self.transport, self.reads_gradients = link.owner, "grpc", False
+        self.owner, self.transport = link.owner, "grpc"
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._lead_says = closing, lead_says
         self._options, self._recorder = options, recorder
