@@ -1,4 +1,10 @@
-"""Host buffers in size classes, reused, bounded and counted."""
+"""Host buffers in size classes, reused, bounded and counted.
+
+[Note: two pools] Activations come in sizes that change with every batch; units have a few sizes that never change. Size
+classes reuse buffers across near sizes, for up to a quarter of spare memory; ``memory/pool.py`` fits units almost
+exactly, because their budget is the device's. There a refusal is told at once, here a copy that ends soon is waited for
+first; there one oversize unit is let through alone, here the cap holds and the tensor stays on the device.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rayzero.errors import RayZeroError
+from rayzero.lanes import Event
 
 _SMALLEST = 4096  # bytes
-
-
-class Readiness(Protocol):
-    """A copy that still uses a buffer."""
-
-    def finished(self) -> bool:
-        """True once the copy has ended; never blocks."""
-        ...
-
-    def join(self) -> object:
-        """Block this thread until the copy has ended, well or not."""
-        ...
 
 
 def size_class(nbytes: int) -> int:
@@ -107,7 +101,7 @@ class HostPool:
         self._allocate = allocate or _torch_bytes
         self._lock = threading.Lock()
         self._free: dict[int, list[HostBuffer]] = {}
-        self._returning: deque[tuple[HostBuffer, Readiness]] = deque()
+        self._returning: deque[tuple[HostBuffer, Event]] = deque()
         self._in_use: dict[int, int] = {}
         self._total = self._pinned = self._peak = 0
         self._requests = self._hits = self._misses = self._refusals = 0
@@ -129,7 +123,7 @@ class HostPool:
         buffer.bytes, buffer.leased = buffer.whole[:nbytes], True
         return buffer
 
-    def give_back(self, buffer: HostBuffer, after: Readiness | None = None) -> None:
+    def give_back(self, buffer: HostBuffer, after: Event | None = None) -> None:
         """End the lease; ``after`` names a copy that still reads or writes the buffer.
 
         A second give_back of one lease raises RayZeroError."""
