@@ -12,13 +12,12 @@ from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.buckets import Bucket, plan_buckets
 from rayzero.hybrid.host.rules import ClassRule, Rule, TileAdam
 from rayzero.hybrid.host.side import BucketRun, GradientOf, HostSide
-from rayzero.hybrid.hyper import Group, HyperLink, numbers_of, options_of
-from rayzero.hybrid.options import ADAMS, OptimizerClass, fused, on_cpu
+from rayzero.hybrid.options import Group, HyperLink, OptimizerClass, fused, numbers_of
 from rayzero.hybrid.placement import Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Piece
-from rayzero.kernels import Kernel
-from rayzero.kernels.optimizer_class import is_elementwise, require_whole, state_bytes, state_names
+from rayzero.kernels import ADAMS, Kernel
+from rayzero.kernels.optimizer_class import is_elementwise, on_cpu, options_of, require_whole, state_bytes, state_names
 from rayzero.lanes import Lane, make_lane
 
 _TILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +85,7 @@ class Builder:
             working = self._working(param)
             if (group, param.dtype) not in costs:
                 master = 0 if working is param.dtype else working.itemsize
-                states = state_bytes(self.gpu_class, on_cpu(options_of(groups[group])), working)
+                states = state_bytes(self.gpu_class, options_of(groups[group]), working)
                 costs[group, param.dtype] = master + states
         return [costs[group, param.dtype] for group, param in zip(group_of, params, strict=True)]
 

@@ -12,7 +12,7 @@ from rayzero.hybrid.host.buckets import range_of
 from rayzero.hybrid.host.rules import Groups
 from rayzero.hybrid.host.side import GradientOf
 from rayzero.hybrid.split import Piece
-from rayzero.kernels.optimizer_class import State, build, load_into, prepare_states
+from rayzero.kernels.optimizer_class import State, build, by_group, load_into, prepare_states
 
 
 class DeviceSide:
@@ -37,12 +37,10 @@ class DeviceSide:
         self._gradient_of = gradient_of
         self.is_master = [fp32 and param.dtype in (torch.bfloat16, torch.float16) for param in self._params]
         self.stepped = [self._stepped(at) for at in range(len(pieces))]
-        self.group_indices = sorted({group_of[piece.param] for piece in self.pieces})
-        members = [
-            [at for at, piece in enumerate(self.pieces) if group_of[piece.param] == g] for g in self.group_indices
-        ]
-        self._at = [at for own in members for at in own]
-        stepped = [[cast("nn.Parameter", self.stepped[at]) for at in own] for own in members]  # or leaf tensors
+        members = by_group(group_of[piece.param] for piece in self.pieces)
+        self.group_indices = list(members)
+        self._at = [at for own in members.values() for at in own]
+        stepped = [[cast("nn.Parameter", self.stepped[at]) for at in own] for own in members.values()]  # or leaves
         self.optimizer = build(cls, [groups[g] for g in self.group_indices], stepped)
 
     def _stepped(self, at: int) -> Tensor:

@@ -22,13 +22,12 @@ from rayzero.hybrid.build import Builder
 from rayzero.hybrid.cost import FractionSearch
 from rayzero.hybrid.gate import AwayParameter, Gate, attach
 from rayzero.hybrid.host.side import BucketRun
-from rayzero.hybrid.hyper import HyperLink, options_of
-from rayzero.hybrid.options import OptimizerClass, defaults, fitting
+from rayzero.hybrid.options import HyperLink, OptimizerClass, defaults, fitting
 from rayzero.hybrid.placement import Placement, Targets, the_device
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Order
 from rayzero.kernels import choose_kernel
-from rayzero.kernels.optimizer_class import State
+from rayzero.kernels.optimizer_class import State, options_of
 from rayzero.lanes import Lane
 
 InBackward = Literal["nothing", "send", "step"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.buckets import range_of
 from rayzero.hybrid.host.side import BucketRun, HostSide
-from rayzero.hybrid.hyper import Group, HyperLink
+from rayzero.hybrid.options import Group, HyperLink
 from rayzero.hybrid.placement import Placement
 from rayzero.hybrid.split import Piece
 from rayzero.hybrid.state import cut, join

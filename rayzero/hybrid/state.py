@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rayzero.hybrid.split import Piece
-
-State = dict[str, Any]
+from rayzero.kernels.optimizer_class import State
 
 
 def join(parts: Sequence[tuple[Piece, State]], shape: Sequence[int], device: torch.device) -> State:

@@ -8,12 +8,22 @@ import logging
 
 from rayzero.errors import ConfigError
 from rayzero.kernels import native
-from rayzero.kernels.base import AdamMemory, AdamOptions, Kernel, Segment, segments_of
+from rayzero.kernels.base import ADAMS, AdamMemory, AdamOptions, Kernel, Segment, adam_states, segments_of
 from rayzero.kernels.native import NativeKernel
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
-__all__ = ["KERNELS", "AdamMemory", "AdamOptions", "Kernel", "Segment", "choose_kernel", "segments_of"]
+__all__ = [
+    "ADAMS",
+    "KERNELS",
+    "AdamMemory",
+    "AdamOptions",
+    "Kernel",
+    "Segment",
+    "adam_states",
+    "choose_kernel",
+    "segments_of",
+]
 
 KERNELS = ("auto", "native", "torch", "reference")
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN
+
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # the classes that kernels compute; no subclass, it may compute otherwise
+
+
+def adam_states(*, amsgrad: bool) -> tuple[str, ...]:
+    """Names of the states that Adam keeps for each element."""
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,20 @@ class AdamMemory:
     max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
     params: Tensor | None  # published parameters, in the unit's dtype; None: the master itself is published
     stamps: TileStamps | None = None  # updated tile by tile; None: the memory ends with the process
+
+    @classmethod
+    def over(
+        cls, master: Tensor, states: Mapping[str, Tensor], params: Tensor | None, stamps: TileStamps | None = None
+    ) -> AdamMemory:
+        """``states``: by their names in torch, with or without "max_exp_avg_sq". ``params``: may be the master."""
+        return cls(
+            master=master,
+            exp_avg=states["exp_avg"],
+            exp_avg_sq=states["exp_avg_sq"],
+            max_exp_avg_sq=states.get("max_exp_avg_sq"),
+            params=None if params is master else params,
+            stamps=stamps,
+        )
 
 
 class Kernel(Protocol):

@@ -9,7 +9,7 @@ closure, or draws random numbers fails and is refused by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,24 @@ def build(
     groups = [as_options(options) | {"params": list(params)} for options, params in zip(hyper, members, strict=True)]
     accepted = list(inspect.signature(cls).parameters.values())[1:]
     return cls(groups, **{p.name: groups[0][p.name] for p in accepted if p.name in groups[0] and p.name != "params"})
+
+
+def by_group(group_of: Iterable[int]) -> dict[int, list[int]]:
+    """Group -> positions in ``group_of`` that have it; both ascending."""
+    found: dict[int, list[int]] = {}
+    for at, group in enumerate(group_of):
+        found.setdefault(group, []).append(at)
+    return dict(sorted(found.items()))
+
+
+def options_of(group: Hyper) -> Hyper:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def on_cpu(options: Hyper) -> Hyper:
+    """Options with which a class can be tried on the CPU."""
+    return {key: value for key, value in options.items() if key not in ("fused", "capturable")}
 
 
 def as_options(hyper: Hyper) -> Hyper:
@@ -94,8 +112,7 @@ def state_names(cls: type[torch.optim.Optimizer], options: Hyper) -> set[str]:
 def state_bytes(cls: type[torch.optim.Optimizer], options: Hyper, dtype: torch.dtype) -> int:
     """Bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 and rounded up."""
     numel = 4096
-    plain = {key: value for key, value in options.items() if key not in ("fused", "capturable")}  # those need a device
-    state = zero_state(cls, plain, torch.ones(64, 64, dtype=dtype))
+    state = zero_state(cls, on_cpu(options), torch.ones(64, 64, dtype=dtype))
     return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)
 
 
@@ -114,10 +131,9 @@ def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None
 def prepare_states(optimizer: torch.optim.Optimizer) -> None:
     """Make the states that parameters lack: those of copies, stepped once with zero gradients, the step count zero."""
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
         for param in group["params"]:
             if not optimizer.state.get(param):
-                optimizer.state[param] = zero_state(type(optimizer), options, param)
+                optimizer.state[param] = zero_state(type(optimizer), options_of(group), param)
 
 
 # ---- what a class can do -----------------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from rayzero.errors import NonFiniteGradientError, StepMismatchError, UnsupportedError
-from rayzero.kernels import AdamOptions
+from rayzero.kernels import ADAMS, AdamOptions
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.protocol.hyper import require_numbers, resolve_optimizer
 from rayzero.protocol.messages import (
@@ -40,7 +38,7 @@ def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
     like = (*spec.hyper, *[spec.hyper[0]] * (len(hyper) - len(spec.hyper)))  # added groups have the same options
     for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
         require_numbers(group, now, then)
-    if resolve_optimizer(spec.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    if resolve_optimizer(spec.optimizer) not in ADAMS:
         return
     for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
         options = AdamOptions.from_hyper(now, decoupled=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rayzero.errors import HandshakeError
+from rayzero.kernels import ADAMS
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.planner import OwnerPlan, check_device, check_plan, plan_owner
 from rayzero.memory.process_memory import host_limits
@@ -96,7 +97,7 @@ def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRu
     """The update rule of a spec: tile kernels for exactly Adam and AdamW, the generic rule for every other class,
     subclasses included. ``device``: where states lie; None: the host."""
     cls = resolve_optimizer(spec.optimizer)
-    if cls in (torch.optim.Adam, torch.optim.AdamW):
+    if cls in ADAMS:
         return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
     return ElementwiseRule(spec, cls)
 

@@ -17,11 +17,12 @@ from rayzero.engine.checkpoint.save import check_resume, names_of, of_model
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
-from rayzero.engine.optimizer.states import State, StateFormat, check_states, write_states
+from rayzero.engine.optimizer.states import StateFormat, check_states, write_states
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import CheckpointError
+from rayzero.kernels.optimizer_class import State
 from rayzero.layout.model_layout import ParamSlot
 from rayzero.protocol.messages import COMPUTE, MASTER, STEP
 

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from rayzero.checkpoint.state_values import is_packable
 from rayzero.errors import CheckpointError, UnsupportedError
+from rayzero.kernels.optimizer_class import options_of
 from rayzero.protocol.messages import Hyper
 
 log = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]  # one of torch.optim.Optimizer.param_groups
-
-_PARAMS = ("params", "param_names")  # entries for what is trained, not how
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
@@ -57,7 +56,7 @@ def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> li
     return [
         {
             "params": [name_of[id(param)] for param in group["params"]],
-            "options": {key: value for key, value in group.items() if key not in _PARAMS and is_packable(value)},
+            "options": {key: value for key, value in options_of(group).items() if is_packable(value)},
         }
         for group in groups
     ]

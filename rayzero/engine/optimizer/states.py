@@ -16,12 +16,9 @@ from torch import Tensor, nn
 from rayzero.engine.engine import Engine
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.optimizer_class import is_scalar, probe, scalar_like, state_template
+from rayzero.kernels import ADAMS
+from rayzero.kernels.optimizer_class import State, is_scalar, on_cpu, probe, scalar_like, state_template
 from rayzero.protocol.messages import STEP, Hyper
-
-State = dict[str, Any]  # of one parameter: name -> tensor or number
-
-_HOW = {"fused": None, "foreach": None, "capturable": False}  # options for how a step is computed, not for its result
 
 
 class StateFormat:
@@ -32,9 +29,8 @@ class StateFormat:
     def __init__(self, cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper]) -> None:
         """``hyper``: each group's options."""
         self._cls = cls
-        plain = [{**options, **{name: how for name, how in _HOW.items() if name in options}} for options in hyper]
-        self._initial = [state_template(cls, options, stepped=False) for options in plain]
-        self._stepped = [state_template(cls, options) for options in plain]
+        self._initial = [state_template(cls, on_cpu(options), stepped=False) for options in hyper]
+        self._stepped = [state_template(cls, on_cpu(options)) for options in hyper]
 
     def of(self, group: int, steps: int) -> State:
         """A template of the state of a parameter that was updated ``steps`` times."""
@@ -113,7 +109,7 @@ def check_group(cls: type[torch.optim.Optimizer], prepared: Sequence[Hyper], add
             f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() "
             f"did; use the same options (amsgrad, momentum, ...) or add the group before"
         )
-    if cls not in (torch.optim.Adam, torch.optim.AdamW):
+    if cls not in ADAMS:
         probe(cls, added)
 
 

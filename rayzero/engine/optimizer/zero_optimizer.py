@@ -13,7 +13,6 @@ from torch import Tensor
 from rayzero.engine.engine import Engine
 from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
 from rayzero.engine.optimizer.states import (
-    State,
     StateFormat,
     check_group,
     check_states,
@@ -22,6 +21,7 @@ from rayzero.engine.optimizer.states import (
 )
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.kernels.optimizer_class import State
 from rayzero.protocol.messages import Decision
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write

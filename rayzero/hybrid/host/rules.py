@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from rayzero.errors import ConfigError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.host.tails import Tails, lines
-from rayzero.hybrid.hyper import Group
-from rayzero.kernels import AdamMemory, AdamOptions, Kernel, segments_of
-from rayzero.kernels.optimizer_class import State, build, load_into, prepare_states
+from rayzero.hybrid.options import Group
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
+from rayzero.kernels.optimizer_class import State, build, by_group, load_into, prepare_states
 
 Groups = Mapping[int, Group]  # index of a parameter group -> its options
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class Rule(Protocol):
@@ -53,12 +51,6 @@ class Rule(Protocol):
         ...
 
 
-def grouped(bucket: Bucket, group_of: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """The parameter groups that a bucket has pieces of, and the pieces of each."""
-    used = sorted({group_of[piece.param] for piece in bucket.pieces})
-    return used, [[i for i, piece in enumerate(bucket.pieces) if group_of[piece.param] == g] for g in used]
-
-
 class TileAdam:
     """Adam or AdamW over a whole bucket, bit-equal to torch's fused kernel on the parameters. See [Note: tails].
 
@@ -69,12 +61,12 @@ class TileAdam:
     ) -> None:
         """``group_of``: parameter index -> group. ``decoupled``: AdamW's weight decay."""
         self._bucket, self._kernel, self._decoupled = bucket, kernel, decoupled
-        self.group_indices, members = grouped(bucket, group_of)
+        members = by_group(group_of[piece.param] for piece in bucket.pieces)
+        self.group_indices = list(members)
         self.param_groups: list[Group] = [
-            {"params": [bucket.master_views[i] for i in own], **groups[g]}
-            for g, own in zip(self.group_indices, members, strict=True)
+            {"params": [bucket.master_views[i] for i in own], **groups[g]} for g, own in members.items()
         ]
-        self._group_at = {i: at for at, own in enumerate(members) for i in own}
+        self._group_at = {i: at for at, own in enumerate(members.values()) for i in own}
         self._lengths = [lines(piece.numel) for piece in bucket.pieces]
         self._steps = [0] * len(bucket.pieces)
         self._begun = [False] * len(bucket.pieces)
@@ -101,29 +93,23 @@ class TileAdam:
         segments = segments_of(
             ((bucket.offsets[i], self._lengths[i], (0,), self._group_at[i], self._steps[i]) for i in present), options
         )
-        memory = AdamMemory(
-            master=bucket.master,
-            exp_avg=self._moments["exp_avg"],
-            exp_avg_sq=self._moments["exp_avg_sq"],
-            max_exp_avg_sq=self._moments.get("max_exp_avg_sq"),
-            params=None if bucket.params is bucket.master else bucket.params,
-        )
+        memory = AdamMemory.over(bucket.master, self._moments, bucket.params)
         self._kernel.update(memory, [gradients], segments, scale, lambda done, total: None)
-        assert self._tails is not None, "step counts are created with the moments"
+        assert self._tails is not None, "tails are created with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
 
     def _options(self) -> list[AdamOptions]:
         return [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in self.param_groups]
 
     def _allocate(self, *, amsgrad: bool) -> None:
-        for kind in _MOMENTS[: 3 if amsgrad else 2]:
+        for kind in adam_states(amsgrad=amsgrad):
             if kind not in self._moments:
                 self._moments[kind] = torch.zeros(self._bucket.numel)
                 self._views[kind] = self._bucket.views(self._moments[kind])
                 self._tails = Tails(self._bucket, self._moments)
 
     def _kinds(self, index: int) -> tuple[str, ...]:
-        return _MOMENTS if self.param_groups[self._group_at[index]].get("amsgrad") else _MOMENTS[:2]
+        return adam_states(amsgrad=bool(self.param_groups[self._group_at[index]].get("amsgrad")))
 
     def state_of(self, index: int) -> State:
         """See ``Rule.state_of``; "step" is a 0-dim fp32 tensor, as torch has it."""
@@ -169,10 +155,11 @@ class ClassRule:
         """``group_of``: parameter index -> group."""
         self._bucket = bucket
         self._params = [nn.Parameter(view) for view in bucket.master_views]
-        self.group_indices, members = grouped(bucket, group_of)
-        self._at = [i for own in members for i in own]  # pieces in the optimizer's order
+        members = by_group(group_of[piece.param] for piece in bucket.pieces)
+        self.group_indices = list(members)
+        self._at = [i for own in members.values() for i in own]  # pieces in the optimizer's order
         self._optimizer = build(
-            cls, [groups[g] for g in self.group_indices], [[self._params[i] for i in own] for own in members]
+            cls, [groups[g] for g in self.group_indices], [[self._params[i] for i in own] for own in members.values()]
         )
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor
 from rayzero.hybrid.host.buckets import Bucket, range_of
 from rayzero.hybrid.host.rules import Rule
 from rayzero.hybrid.host.transfers import bring, send
-from rayzero.hybrid.hyper import HyperLink
+from rayzero.hybrid.options import HyperLink
 from rayzero.hybrid.split import Piece
 from rayzero.lanes import Event, Lane
 from rayzero.tensor_metadata import plain

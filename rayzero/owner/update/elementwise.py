@@ -12,7 +12,9 @@ from rayzero.errors import StoreError
 from rayzero.kernels.optimizer_class import (
     as_options,
     build,
+    by_group,
     is_scalar,
+    options_of,
     probe,
     scalar_like,
     state_template,
@@ -92,8 +94,9 @@ class _ShardOptimizer:
         self._owned = owned
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
         self.params = [owned.master[start:stop].detach().requires_grad_() for start, stop in self._ranges]
-        self._used = sorted(set(owned.groups))  # groups without a slice here would be empty
-        members = [[p for p, g in zip(self.params, owned.groups, strict=True) if g == used] for used in self._used]
+        slices = by_group(owned.groups)  # groups without a slice here would be empty
+        self._used = list(slices)
+        members = [[self.params[index] for index in own] for own in slices.values()]
         self._optimizer = build(cls, [hyper[group if group < len(hyper) else 0] for group in self._used], members)
 
     def step(self, work: ShardWork) -> None:
@@ -166,7 +169,7 @@ def _instance(optimizer: torch.optim.Optimizer, index: int, params: Sequence[Ten
     """A new instance with the options of a parameter's group, over a copy of that parameter alone."""
     group = next(g for g in optimizer.param_groups if any(p is params[index] for p in g["params"]))
     copy = params[index].detach().clone().requires_grad_()
-    return build(type(optimizer), [{key: value for key, value in group.items() if key != "params"}], [[copy]])
+    return build(type(optimizer), [options_of(group)], [[copy]])
 
 
 def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.kernels import AdamMemory, AdamOptions, choose_kernel, segments_of
+from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
 from rayzero.owner.shard import OwnedShard, ShardWork
@@ -67,8 +67,7 @@ class AdamRule:
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
         self.kernel = host.name
-        amsgrad = any(options.amsgrad for options in self._options(spec.hyper))
-        self.state_kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+        self.state_kinds = adam_states(amsgrad=any(options.amsgrad for options in self._options(spec.hyper)))
 
     def _options(self, hyper: tuple[Hyper, ...]) -> list[AdamOptions]:
         if self._parsed[0] is not hyper:
@@ -80,14 +79,7 @@ class AdamRule:
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one kernel call a shard."""
         assert owned.master is not None
-        memory = AdamMemory(
-            master=owned.master,
-            exp_avg=owned.states["exp_avg"],
-            exp_avg_sq=owned.states["exp_avg_sq"],
-            max_exp_avg_sq=owned.states.get("max_exp_avg_sq"),
-            params=None if owned.params is owned.master else owned.params,
-            stamps=owned.stamps(work.version),
-        )
+        memory = AdamMemory.over(owned.master, owned.states, owned.params, owned.stamps(work.version))
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(
