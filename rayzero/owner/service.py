@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import failed, settle
+from rayzero.concurrency.futures import DONE, failed, settle
 from rayzero.errors import (
     HandshakeError,
     RankLeftError,
@@ -293,18 +293,23 @@ class ShardService:
         except StoreError as exc:
             return failed(exc)
 
-    def apply(self, decision: Decision) -> None:
-        """Act on a decision: queue the update, in forward order. Idempotent by step.
+    def apply(self, decision: Decision) -> Future[None]:
+        """Act on a decision: queue the update, in forward order; done once it is queued. Idempotent by step.
 
-        Raises StepMismatchError for a later step than the open one, or for other attempts than the collected ones."""
-        parts = self._attached()
-        with self._deciding:
-            work = parts.contributions.decide(decision)
-            if work is None:
-                return
-            self._publisher.decided(parts.model.shards.values(), work.version)
-            self._updater.submit(lambda: parts.updates.run(work))
+        Fails with StepMismatchError for a later step than the open one, or for attempts other than the collected
+        ones."""
+        try:
+            parts = self._attached()
+            with self._deciding:
+                work = parts.contributions.decide(decision)
+                if work is None:
+                    return DONE
+                self._publisher.decided(parts.model.shards.values(), work.version)
+                self._updater.submit(lambda: parts.updates.run(work))
+        except StoreError as exc:
+            return failed(exc)
         parts.contributions.retry()
+        return DONE
 
     # ---- writes and checkpoints
 

@@ -36,7 +36,6 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.protocol.ownership import owner_map
-from rayzero.store.owner.peers.local import LocalPeer
 from rayzero.store.owner.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.memory.gradient_region import GradientRegion
@@ -80,7 +79,7 @@ class LocalOwners:
             )
             for owner, device in enumerate(places)
         ]
-        self.lead = StepLead([LocalPeer(service) for service in self.services], recorder=recorder)
+        self.lead = StepLead(self.services, recorder=recorder)
 
     def close(self) -> None:
         """Stop the lead, then every owner. Idempotent."""

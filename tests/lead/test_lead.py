@@ -64,7 +64,7 @@ class WatchedPeer:
         if "apply" in self.fails:
             fail(ack, self.fails["apply"])
         else:
-            self.service.apply(decision)
+            self.service.apply(decision).result(0)
             if not self.hold_acks:
                 settle(ack, None)
         return ack

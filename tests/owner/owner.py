@@ -77,7 +77,7 @@ class Owner:
         for rank, mine in enumerate(grads):
             self.push(rank, mine, step)
         self.collect(step).result(WAIT)
-        self.service.apply(self.decision(step))
+        self.service.apply(self.decision(step)).result(WAIT)
 
     def read(self, shard: int, version: int, kind: str = "compute") -> Tensor:
         """The owner's memory once the version is there."""

@@ -89,7 +89,7 @@ def test_a_skipped_step_is_not_measured() -> None:
         for rank, mine in enumerate(grads_of(spec)):
             owner.push(rank, mine)
         owner.collect().result(20)
-        owner.service.apply(owner.decision(action=Action.SKIP))
+        owner.service.apply(owner.decision(action=Action.SKIP)).result(20)
         owner.read_all(1, MASTER)
     assert norms(recorder, GROUP_GRAD_NORM) == {}
 

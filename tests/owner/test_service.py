@@ -88,7 +88,7 @@ def test_stale_pushes_are_dropped() -> None:
         assert owner.service.reserve(owner.header(0, 0, 0, grads, attempt=1), 0) is None
         owner.push(0, grads, attempt=3)
         owner.service.collect(0, owner.reports(attempts=[3])).result(WAIT)
-        owner.service.apply(replace(owner.decision(), attempts=(3,)))
+        owner.service.apply(replace(owner.decision(), attempts=(3,))).result(WAIT)
         assert owner.service.reserve(owner.header(0, 0, 0, grads, attempt=9), 0) is None
 
 
@@ -186,7 +186,7 @@ def test_a_push_for_a_step_that_is_not_open_here_yet_waits_for_its_decision() ->
         owner.push(0, grads)
         owner.collect().result(WAIT)
         assert not early.done()
-        owner.service.apply(owner.decision(action=Action.SKIP))
+        owner.service.apply(owner.decision(action=Action.SKIP)).result(WAIT)
         assert early.result(WAIT) is not None
 
 
@@ -197,7 +197,7 @@ def test_a_skip_publishes_all_at_once_with_unchanged_content() -> None:
         gate = Gate(owner.service)
         owner.push(0, random_grads(spec, 1))
         owner.collect().result(WAIT)
-        owner.service.apply(owner.decision(action=Action.SKIP))
+        owner.service.apply(owner.decision(action=Action.SKIP)).result(WAIT)
         assert all(map(torch.equal, owner.read_all(1), before))
         owner.service.close()
         assert gate.seen[-1] == [(shard, 1) for shard in range(11)]
@@ -214,7 +214,7 @@ def test_listeners_are_told_the_version_that_the_content_is_from() -> None:
         owner.take_step([grads])
         owner.push(0, grads, step=1)
         owner.collect(1).result(WAIT)
-        owner.service.apply(owner.decision(1, action=Action.SKIP))
+        owner.service.apply(owner.decision(1, action=Action.SKIP)).result(WAIT)
         owner.read(10, 2)
         assert [owner.service.content(shard) for shard in (0, 10)] == [0, 1]
         assert [owner.service.content_at(shard, 2) for shard in (0, 10)] == [0, 1]
@@ -249,11 +249,11 @@ def test_apply_is_idempotent_by_step() -> None:
     with owner_of(spec) as owner:
         grads = random_grads(spec, 1)
         owner.take_step([grads])
-        owner.service.apply(owner.decision())
-        owner.service.apply(owner.decision())
+        owner.service.apply(owner.decision()).result(WAIT)
+        owner.service.apply(owner.decision()).result(WAIT)
         once = owner.read_all(1)
         owner.take_step([grads], step=1)
-        owner.service.apply(owner.decision(0))
+        owner.service.apply(owner.decision(0)).result(WAIT)
         twice = owner.read_all(2)
     with owner_of(spec) as owner:
         owner.take_step([grads])
@@ -266,13 +266,13 @@ def test_decisions_that_do_not_fit_are_refused() -> None:
     spec = make_spec(1)
     with owner_of(spec) as owner:
         with pytest.raises(StepMismatchError, match=r"is in step 0 \(not collected\), but got the decision of step 0"):
-            owner.service.apply(owner.decision(0))
+            owner.service.apply(owner.decision(0)).result(WAIT)
         owner.push(0, random_grads(spec, 1))
         owner.collect().result(WAIT)
         with pytest.raises(StepMismatchError, match=r"is in step 0 \(collected\), but got the decision of step 1"):
-            owner.service.apply(owner.decision(1))
+            owner.service.apply(owner.decision(1)).result(WAIT)
         with pytest.raises(StepMismatchError, match=r"counts attempts \(1,\), but optimizer 0 collected \(0,\)"):
-            owner.service.apply(replace(owner.decision(), attempts=(1,)))
+            owner.service.apply(replace(owner.decision(), attempts=(1,))).result(WAIT)
 
 
 def test_a_collect_may_be_repeated_and_replaced() -> None:
@@ -304,7 +304,7 @@ def test_reports_may_come_in_any_order() -> None:
                 owner.push(rank, grads[rank])
             reports = owner.reports()
             parts = owner.service.collect(0, reports[::-1] if reverse else reports).result(WAIT)
-            owner.service.apply(owner.decision())
+            owner.service.apply(owner.decision()).result(WAIT)
             results.append((parts, owner.read_all(1)))
     assert results[0][0] == results[1][0]
     assert all(map(torch.equal, results[0][1], results[1][1]))
@@ -377,7 +377,7 @@ def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
         gate = Gate(owner.service, hold_at=(0, 1))  # hears of it on subscribing: the updater stands still
         gate.wait()
         entry = owner.service.write_checkpoint(1, tmp_path / "step-000001")
-        owner.service.apply(owner.decision(1))
+        owner.service.apply(owner.decision(1)).result(WAIT)
         gate.release()
         late = entry.result(WAIT)
         owner.read(10, 2)
@@ -564,7 +564,7 @@ def test_padding_stays_zero_whatever_ranks_send() -> None:
                 memory.fill_(3.0)  # padding included
                 owner.service.landed(push, shard.index)
         owner.collect().result(WAIT)
-        owner.service.apply(owner.decision())
+        owner.service.apply(owner.decision()).result(WAIT)
         for shard in spec.layout.shards:
             real = torch.zeros(shard.numel, dtype=torch.bool)
             for part in spec.layout.slices(shard):

@@ -305,7 +305,7 @@ class LeadCalls:
     """OwnerService: what the lead asks of this owner."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._local, self._steps = model.local, model.steps
+        self._service, self._steps = model.service, model.steps
 
     async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
         """Norm parts, once every counted push is there."""
@@ -321,13 +321,13 @@ class LeadCalls:
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""
-        entry = await result_of(self._local.write_checkpoint(request.step, Path(request.directory)))
+        entry = await result_of(self._service.write_checkpoint(request.step, Path(request.directory)))
         return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End the run for this owner."""
         error = from_failure(request.failure)
-        self._local.abort(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
+        self._service.abort(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
         return pb.AbortResponse()
 
 

@@ -19,7 +19,6 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.store.owner.hosted import Hosted
-from rayzero.store.owner.peers.local import LocalPeer
 from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
@@ -50,7 +49,6 @@ class ServedModel:
         self.service, self.shared = hosted  # ``shared``: where this owner shares memory with its host
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self.published = PublishStreams(shared_loop().loop)
-        self.local = LocalPeer(self.service)
         self.steps = StepCalls(self)  # what is asked within a step, whoever carries it
         self.lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
         self.spec: ModelSpec | None = None  # set by the first attach
@@ -84,7 +82,7 @@ class ServedModel:
             if owner != service.owner
         ]
         peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
-        peers.insert(service.owner, self.local)
+        peers.insert(service.owner, service)
         self.lead = StepLead(peers, shared, service.recorder)
 
     # ---- what its calls share

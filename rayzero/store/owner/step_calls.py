@@ -20,7 +20,7 @@ class Answering(Protocol):
     """Who answers in this process."""
 
     @property
-    def local(self) -> OwnerPeer:
+    def service(self) -> OwnerPeer:
         """The owner."""
         ...
 
@@ -95,14 +95,14 @@ class StepCalls:
 
     def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
         reports = tuple(translate.report_from_pb(report) for report in request.reports)
-        return then(self._answering.local.collect(request.step, reports), translate.parts_to_pb)
+        return then(self._answering.service.collect(request.step, reports), translate.parts_to_pb)
 
     def _apply(self, request: pb.ApplyRequest) -> Future[pb.ApplyResponse]:
-        applied = self._answering.local.apply(translate.decision_from_pb(request.decision))
+        applied = self._answering.service.apply(translate.decision_from_pb(request.decision))
         return then(applied, lambda _: pb.ApplyResponse())
 
     def _overwrite(self, request: pb.OverwriteRequest) -> Future[pb.OverwriteResponse]:
-        written = self._answering.local.write(request.number, translate.write_from_pb(request.write))
+        written = self._answering.service.write(request.number, translate.write_from_pb(request.write))
         return then(written, lambda _: pb.OverwriteResponse())
 
 

@@ -1,1 +1,1 @@
-"""An owner as the lead reaches it: in this process, through shared memory, or over gRPC."""
+"""An owner of another process as the lead reaches it: through shared memory, or over gRPC."""
