@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.engine.checkpoint.save import save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report
+    from rayzero.engine.full_values import full_parameters, full_state_dict
     from rayzero.engine.mean import mean_over_ranks
     from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-    from rayzero.engine.prepare import full_parameters, full_state_dict, prepare
+    from rayzero.engine.prepare import prepare
     from rayzero.engine.start.meta import empty_parameters
     from rayzero.errors import RayZeroError
     from rayzero.hybrid import HybridDeviceOptimizer
@@ -59,8 +60,8 @@ _HOMES = {
     "ZeroOptimizer": "rayzero.engine.optimizer.zero_optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
     "empty_parameters": "rayzero.engine.start.meta",
-    "full_parameters": "rayzero.engine.prepare",
-    "full_state_dict": "rayzero.engine.prepare",
+    "full_parameters": "rayzero.engine.full_values",
+    "full_state_dict": "rayzero.engine.full_values",
     "get_context": "rayzero.engine.context",
     "mean_over_ranks": "rayzero.engine.mean",
     "newest_checkpoint": "rayzero.checkpoint.catalog",

@@ -36,7 +36,8 @@ from rayzero.bench.figures import plain as as_plain
 from rayzero.bench.turns import Contestant, Entry, Program, Seat, Turn, contest
 from rayzero.bench.work import ADAMW, CLIP, Precision
 from rayzero.config import ZeroConfig
-from rayzero.engine.prepare import full_state_dict, prepare
+from rayzero.engine.full_values import full_state_dict
+from rayzero.engine.prepare import prepare
 from rayzero.errors import RunFailedError
 from rayzero.testing import Transport
 

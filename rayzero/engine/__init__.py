@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import RankContext, get_context, report, running_in
+from rayzero.engine.full_values import full_parameters, full_state_dict
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.prepare import engine_of, full_parameters, full_state_dict, prepare
+from rayzero.engine.prepare import engine_of, prepare
 
 __all__ = [
     "RankContext",

@@ -22,14 +22,13 @@ from rayzero.engine.autograd.gradients import GradientCollector
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_spans import PassSpans
-from rayzero.engine.device_memory import device_memory
-from rayzero.engine.heap_peak import HeapPeak
+from rayzero.engine.memory import HeapPeak, RankMemory
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.trained import TrainedSlots
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.engine.units.residency import Residency, stays_up
+from rayzero.engine.units.residency import Residency, mapped_units, stays_up
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
@@ -39,12 +38,11 @@ from rayzero.engine.values.unit_values import UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import PressureGauge, scaled_depth
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
 from rayzero.protocol.store import ParameterStore
-from rayzero.telemetry.names import HEAP_BYTES, LEARNING_RATE, MAX_GROUPS, MEMORY_BYTES, PINNED_BYTES
-from rayzero.telemetry.recorder import End, Reading, Recorder
+from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS
+from rayzero.telemetry.recorder import End, Recorder
 
 Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 
@@ -94,7 +92,7 @@ class Engine:
             budget=config.gpu_param_memory_budget,
             device=device,
             poison=poison,
-            mapped={} if poison or device.type != "cpu" else _mapped(store, layout),
+            mapped={} if poison or device.type != "cpu" else mapped_units(store, layout.units),
         )
         self.collector = GradientCollector(self._completed, self._backward_over)
         self.units: list[ParamUnit] = []
@@ -142,7 +140,8 @@ class Engine:
         self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version)
         self.registered = Registered(self.model, units)
-        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self._memory)]
+        memory = RankMemory(self.device, self.residency, self._transfers, self._heap)
+        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, memory.readings)]
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
     @property
@@ -234,7 +233,7 @@ class Engine:
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
         """The name of one of a unit's Parameters."""
-        return unit.layout.slots[_slot_of(param, unit)].name
+        return unit.layout.slots[unit.slot_of(param)].name
 
     def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
         """The name of ``param`` if its gradient has left this rank in the open step, else None."""
@@ -244,11 +243,11 @@ class Engine:
 
     def spent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
         """The name of ``param`` if an earlier step has applied its gradient and no zero_grad() followed, else None."""
-        return self.name_of(param, unit) if self.step_state.is_spent(unit.index, _slot_of(param, unit)) else None
+        return self.name_of(param, unit) if self.step_state.is_spent(unit.index, unit.slot_of(param)) else None
 
     def drop_gradient(self, param: nn.Parameter, unit: ParamUnit) -> None:
         """The user has set ``param.grad`` between two steps, which replaces the gradient that the last one applied."""
-        self.step_state.drop(unit.index, _slot_of(param, unit))
+        self.step_state.drop(unit.index, unit.slot_of(param))
 
     # ---- passes
 
@@ -450,19 +449,6 @@ class Engine:
         self._clock.waited("mean", time.perf_counter() - start)
         return mean
 
-    def _memory(self) -> Iterator[Reading]:
-        """Bytes of gathered parameters and of gradients in flight, and what the device's allocator reports."""
-        on_gpu = self.device.type == "cuda"
-        held = {("param", "gpu" if on_gpu else "ram"): self.residency.allocated, **self._transfers.allocated()}
-        for (kind, tier), size in held.items():
-            yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
-        if self._heap.peak:
-            yield Reading(HEAP_BYTES, self._heap.peak, {"kind": "peak"})
-        if on_gpu:
-            pinned = sum(size for (_, tier), size in held.items() if tier == "pinned")
-            yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})
-            yield from device_memory(self.device)
-
     # ---- what the user adds and changes
 
     def train(self, params: Sequence[nn.Parameter], group: int) -> None:
@@ -513,11 +499,3 @@ class Engine:
         finally:
             self.store.close(reason)
             self._transfers.close()
-
-
-def _slot_of(param: nn.Parameter, unit: ParamUnit) -> int:
-    return next(slot for slot, its in enumerate(unit.params) if its is param)
-
-
-def _mapped(store: ParameterStore, layout: ModelLayout) -> dict[int, Tensor]:
-    return {unit.index: flat for unit in layout.units if (flat := store.mapped(unit.index)) is not None}

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
+from rayzero.engine.full_values import full_state_dict
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.prepare import full_state_dict, is_prepared, prepare
+from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import UnsupportedError
 from rayzero.integrations.claim import claim_process

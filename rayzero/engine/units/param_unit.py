@@ -89,6 +89,10 @@ class ParamUnit:
     def __repr__(self) -> str:
         return f"<ParamUnit {self.name!r} {self.state.name}>"
 
+    def slot_of(self, param: nn.Parameter) -> int:
+        """The slot of one of the unit's Parameters."""
+        return next(slot for slot, own in enumerate(self.params) if own is param)
+
     def _become(self, state: UnitState) -> None:
         assert state in _MOVES[self.state], f"{self} cannot become {state}"
         self.state = state

@@ -8,7 +8,7 @@ cache decides which units are up (unit_cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import BufferPool, buffer_bytes
+from rayzero.protocol.store import ParameterStore
 
 Slices = tuple[torch.UntypedStorage, ...]
 Shape = tuple[object, ...]
@@ -61,6 +62,11 @@ def stays_up(layout: ModelLayout, config: ZeroConfig) -> bool:
             f"gpu_param_memory_budget={budget:,}; raise it or use offload_params=True"
         )
     return needed <= budget
+
+
+def mapped_units(store: ParameterStore, units: Iterable[UnitLayout]) -> dict[int, Tensor]:
+    """Flat parameters of the units that a rank can read where the owners write them; see ``ParameterStore.mapped``."""
+    return {unit.index: flat for unit in units if (flat := store.mapped(unit.index)) is not None}
 
 
 class Residency:

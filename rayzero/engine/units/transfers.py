@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import chain, failed, settled
 from rayzero.engine.units.fetch import Fetching, Renewal
-from rayzero.engine.units.residency import UnitBuffer
+from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
 from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.budget import Lease, MemoryBudget
@@ -43,8 +43,7 @@ def make_transfers(
     if device.type != "cuda":
         return UnitTransfers(store, BufferPool(budget=MemoryBudget(staging_bytes)))
     staging = BufferPool(pinned=pinned, budget=MemoryBudget(staging_bytes))
-    mapped = {unit.index: flat for unit in units if (flat := store.mapped(unit.index)) is not None}
-    return DeviceTransfers(store, staging, CudaLane(device), mapped)
+    return DeviceTransfers(store, staging, CudaLane(device), mapped_units(store, units))
 
 
 class UnitTransfers:

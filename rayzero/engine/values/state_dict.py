@@ -37,8 +37,7 @@ class StateDictLoad:
         """Take a Parameter's values; False: none is running."""
         if self._module is None:
             return False
-        slot = next(i for i, p in enumerate(unit.params) if p is param)
-        self._values.setdefault(unit.index, {})[slot] = value
+        self._values.setdefault(unit.index, {})[unit.slot_of(param)] = value
         return True
 
     def end(self, module: nn.Module) -> LoadedValues | None:
