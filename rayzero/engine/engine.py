@@ -1,8 +1,7 @@
 """The rank's engine: unshards units before use, reshards them after it, and sends their gradients.
 
-Every event becomes one of four calls: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd
-unpacks a saved weight) and ``touched`` (any other operation). They run on the computing thread; transfers only complete
-futures.
+All events become four calls: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd unpacks a saved
+weight) and ``touched`` (any other operation). They run on the computing thread; transfers only complete futures.
 """
 
 from __future__ import annotations

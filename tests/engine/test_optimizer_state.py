@@ -211,12 +211,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankCon
         (
             named,
             ConfigError,
-            r"'embed.weight' has \['exp_avg_sq', 'momentum_buffer', 'step'\], AdamW .* keeps",
+            r"'embed.weight' has \['exp_avg_sq', 'momentum_buffer', 'step'\], but AdamW .* keeps",
         ),
         (
             shaped,
             ConfigError,
-            r"exp_avg of 'embed.weight' has shape \(3,\) in .*, the parameter \(32, 64",
+            r"exp_avg of 'embed.weight' has shape \(3,\) in .*, but the parameter has shape \(32, 64",
         ),
     ):
         state["param_groups"][0]["lr"] = 9.0
