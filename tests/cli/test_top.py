@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -12,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rayzero.cli.top.command import top
 from rayzero.errors import ConfigError
@@ -209,3 +211,19 @@ def test_on_a_terminal_ctrl_c_leaves_the_screen_and_the_last_picture(run) -> Non
     assert left
     assert b"demo" in shown
     assert b"step 1 " in after
+
+
+def test_ctrl_c_while_a_picture_is_drawn_waits_until_it_is_whole(run, monkeypatch) -> None:
+    drawn: list[str] = []
+
+    def update(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        drawn.append("whole")
+
+    monkeypatch.setattr(COMMAND, "_screen", lambda console: nullcontext(update))
+    console = Console(file=io.StringIO(), width=100)
+    run.step()
+    with pytest.raises(KeyboardInterrupt):
+        COMMAND._watch_live(run.path, 1.0, console)
+    assert drawn == ["whole"]
+    assert "step 1 " in console.file.getvalue(), "the last picture stays"

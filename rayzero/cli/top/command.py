@@ -13,6 +13,7 @@ import typer
 
 from rayzero.cli.run_choice import find_run
 from rayzero.cli.status import describe_run, format_status
+from rayzero.cluster.interrupts import postponed
 from rayzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,8 +73,9 @@ def _watch_live(path: Path, interval: float, console: Console) -> bool:
         with _screen(console) as update:
 
             def show(picture: RenderableType) -> None:
-                last[:] = [picture]
-                update(picture)
+                with postponed():  # a Ctrl-C in the middle of drawing would leave the terminal as it is then
+                    last[:] = [picture]
+                    update(picture)
 
             return _watch(path, interval, show, once=False)
     finally:
