@@ -230,7 +230,7 @@ def worker_threads(hybrid: HybridDeviceOptimizer) -> set[threading.Thread]:
 def test_copies_are_refused_by_name():
     hybrid = HybridDeviceOptimizer(net().parameters(), **ADAMW)
     for act in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UnsupportedError, match="load state_dict"):
+        with pytest.raises(UnsupportedError, match="load this one's state_dict"):
             act(hybrid)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from rayzero.cli import app
+from rayzero.concurrency.futures import failed
 from rayzero.errors import HandshakeError, RayZeroError, StoreError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.kernels.torch_kernel import TorchKernel
@@ -120,10 +122,13 @@ def halt_at(point: str, patch: Any, stop: Any = halt) -> None:
     patch.setattr(rules, "choose_kernel", lambda name: TorchKernel(tile=STAMP))
     apply, publish, writing = ShardService.apply, SharedOwner._publish, TileStamps.writing
 
-    def stopping_apply(self: ShardService, decision: Decision) -> None:
-        if decision.step == 1:
-            stop()
-        apply(self, decision)
+    def stopping_apply(self: ShardService, decision: Decision) -> Future[None]:
+        try:
+            if decision.step == 1:
+                stop()
+        except Halt as halted:
+            return failed(halted)
+        return apply(self, decision)
 
     def stopping_publish(self: SharedOwner, published: Any) -> None:
         if any(each.version == 2 for each in published):
