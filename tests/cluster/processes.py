@@ -60,9 +60,10 @@ def listens(address: str) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Files in /dev/shm, without the slabs of processes that live: others may train on this machine."""
+    """Files in /dev/shm, without the slabs of processes that live, and without the folders of the store's tests
+    (tests/store/conftest.py): others may train or test on this machine."""
     alive = {slab.path.name for slab in list_slabs() if slab.alive}
-    return set(os.listdir("/dev/shm")) - alive
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("test-")} - alive
 
 
 def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]:
