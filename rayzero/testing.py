@@ -281,12 +281,12 @@ def _results(outcomes: list[_Outcome]) -> list[Any]:
 def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
     server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(allow_none=True)
     server.set_forkserver_preload(_PRELOADED)  # counts for the server's start, with the first process
+    start = _Start(usual, dict(os.environ))
     pipes: dict[Connection, int] = {}
     children = []
     for place in places:
         ours, theirs = server.Pipe(duplex=False)
-        started = _Start(usual, dict(os.environ))
-        child = server.Process(target=_child, args=(fn, place, connect, theirs, started), name=f"rank-{place.rank}")
+        child = server.Process(target=_child, args=(fn, place, connect, theirs, start), name=f"rank-{place.rank}")
         child.start()
         theirs.close()
         pipes[ours] = place.rank

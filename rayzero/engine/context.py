@@ -43,7 +43,7 @@ class RankContext:
     config: ZeroConfig | None = None  # the config of prepare() calls without one
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
     prepared: int = 0  # models of this rank that the run's owners hold
-    engine: Engine | None = None  # the first prepared model's store, which also carries mean_over_ranks
+    engine: Engine | None = None  # the first prepared model's; mean_over_ranks goes through its store
     handing_over: Callable[[int], None] | None = None  # called with the first model's bytes here, as it is prepared
     torn: str | None = None  # why a prepare() failed after the owners had begun to take its model; None: none did
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``

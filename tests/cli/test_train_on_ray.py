@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -198,9 +199,15 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None
         time.sleep(0.1)
 
 
+class Resumed(NamedTuple):
+    run: Path
+    moved_before: dict[tuple[str, str], float]  # bytes, by transport and direction, until it was stopped
+    said: str  # by the command that resumed it
+
+
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run over gRPC that was stopped by Ctrl-C, and resumed with one owner more; and what the second command said."""
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    """A run over gRPC that was stopped by Ctrl-C, and resumed with one owner more."""
     folder = tmp_path_factory.mktemp("resumed")
     (folder / "text.txt").write_text(VERSE * 300)
     process = start(*TRAIN, "--run-dir", "runs/b", "zero.transport=grpc", cwd=folder)
@@ -212,21 +219,23 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
     assert f"continue with: rayzero train --resume --run-dir {folder}/runs/b" in err
-    return folder / "runs" / "b", finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder)
+    run = folder / "runs" / "b"
+    moved = bytes_moved(run)
+    return Resumed(run, moved, finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder))
 
 
 def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, resumed):
-    run, said = resumed
-    assert re.search(r"40 steps from step (15|30), 2 ranks, 3 optimizer actors", said)
-    assert outcome(run) == outcome(whole / "runs" / "a")
+    assert re.search(r"40 steps from step (15|30), 2 ranks, 3 optimizer actors", resumed.said)
+    assert outcome(resumed.run) == outcome(whole / "runs" / "a")
 
 
 def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(resumed):
     """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step. The
     resumed run has its initial weights from the checkpoint."""
-    run, said = resumed
-    steps = STEPS - int(re.search(r"40 steps from step (\d+)", said)[1])
-    moved, model_bytes = bytes_moved(run), layout_bytes(load_recipe(run / "config.yaml"))
+    steps = STEPS - int(re.search(r"40 steps from step (\d+)", resumed.said)[1])
+    moved, model_bytes = bytes_moved(resumed.run), layout_bytes(load_recipe(resumed.run / "config.yaml"))
+    assert resumed.moved_before.keys() == {("grpc", "load"), ("grpc", "push"), ("grpc", "fetch")}
+    assert resumed.moved_before["grpc", "load"] == model_bytes
     assert moved.keys() == {("grpc", "push"), ("grpc", "fetch")}
     assert moved["grpc", "push"] == 2 * steps * model_bytes
     assert 2 * steps * model_bytes <= moved["grpc", "fetch"] <= 2 * (steps + 1) * model_bytes

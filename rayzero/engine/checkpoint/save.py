@@ -35,7 +35,7 @@ from rayzero.protocol.messages import CheckpointInfo, FileEntry
 
 log = logging.getLogger(__name__)
 
-_saved_by: dict[Path, ReferenceType[Engine]] = {}  # checkpoint of this process -> the engine whose model it is of
+_saved_by: dict[Path, ReferenceType[Engine]] = {}  # checkpoint -> the engine of this process that saved it
 _FURTHER = "model-"  # + its number: the folder for the checkpoint of a later prepared model
 
 

@@ -4,9 +4,9 @@
 and copies nothing. On other CPU ranks the store fills the unit's buffer. On CUDA a lane copies the store's memory, or a
 (pinned) staging buffer, to the device; the copy waits for the work that the compute stream had queued at the request,
 because that work may still read the buffer. Gradients go the other way, gathered on the lane's thread (CPU) or stream
-(CUDA) into the store's landing memory if it offers some for the push, else into staging. Gradients that wait for their
-copy, or in staging for their owners, are at most two largest
-units: a backward that is faster than the copies waits for them instead of keeping the whole model's gradients.
+(CUDA) into the store's landing memory if it offers some for the push, else into staging. At most two largest units'
+gradients wait for their copy, or in staging for their owners: a backward that is faster than the copies waits for them
+instead of keeping the whole model's gradients.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class UnitTransfers:
         earlier pushes leave no room: wait for one of them and call again. With none in flight there is always room.
 
         Gathers a small unit here, because handing it to another thread takes longer."""
-        target = _target(self._store, self._staging, unit, contribution, grads, at_once=unit.size_bytes <= _SMALL)
+        small = unit.size_bytes <= _SMALL
+        target = _target(self._store, self._staging, unit, contribution, grads, at_once=small)
         if target is None:
             return None
         held = list(grads)
@@ -100,7 +101,7 @@ class UnitTransfers:
                 gather_into(target.flat, unit, held)
             held.clear()
 
-        if unit.size_bytes <= _SMALL:
+        if small:
             return self._send(contribution, target, gather)
         landed: Future[None] = Future()
         self._thread.issue("out", lambda: chain(self._send(contribution, target, gather), landed))
@@ -261,7 +262,7 @@ class _Target:
     """Host memory that a unit's gradients are gathered in, and the room they take there or in flight."""
 
     flat: Tensor  # 1D, unit.numel elements, the unit's dtype
-    filled: bool = False  # done once the gradients are there
+    filled: bool = False  # it is the gradient itself: nothing is left to gather
     until_gathered: Lease | None = None  # freed by: UnitTransfers._send
     until_landed: Lease | Buffer | None = None  # freed by: UnitTransfers._send
 
