@@ -44,6 +44,7 @@ from rayzero.telemetry.spans import Over, Spans
 
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 HANGING = 64
+LEAST_ROUNDS = 3  # the spread leaves out a round at the top
 PAIRS = (("on", "null"), ("scraped", "on"), ("hanging", "on"))
 
 Round = dict[str, Times]  # by contestant
@@ -195,6 +196,8 @@ def main() -> None:
     parser.add_argument("--scrapes", type=float, default=100.0, help="a second")
     parser.add_argument("--apart", action="store_true", help="training on the first core, scraper on the last")
     options = parser.parse_args()
+    if options.rounds < LEAST_ROUNDS:
+        parser.error(f"--rounds {options.rounds}: give at least {LEAST_ROUNDS}; fewer rounds have no spread to print")
     cores = sorted(os.sched_getaffinity(0))
     if options.apart:
         os.sched_setaffinity(0, cores[:1])
