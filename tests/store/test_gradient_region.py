@@ -90,7 +90,7 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
     frozen = Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\x01")
     with pytest.raises(StoreError, match="pushed unit 0 with 1 presence bytes: it is not trained"):
         region.is_stale(frozen)
-    with pytest.raises(StoreError, match=r"pushed unit 1 with 2 presence bytes: it 'layers\.0' has 1"):
+    with pytest.raises(StoreError, match=r"pushed unit 1 with 2 presence bytes: 'layers\.0' has 1"):
         region.is_stale(Contribution(step=0, attempt=0, rank=0, unit=1, seq=0, presence=b"\x01\x00"))
 
 

@@ -33,30 +33,29 @@ from rayzero.telemetry.recorder import Recorder
 
 
 class Transfers(Protocol):
-    """Moves bytes between this rank and one owner. Each verb is one part of a ``Gather``; ``values`` and ``out`` are
-    the whole unit's flat vector, of which it takes the given shards."""
+    """Moves bytes between this rank and one owner. Each transfer is one part of a ``Gather``. ``values`` and ``out``
+    are the whole unit's flat vector (1D, unit.numel elements, host memory), of which it moves the given shards."""
 
     owner: int
     transport: str  # "inproc", "shm" or "grpc", as metrics call it
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
-        """Send initial values."""
+        """Send initial values: fp32 for trained units, the unit's dtype for frozen ones."""
         ...
 
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
-        """Send the values of a write to come."""
+        """Send the values of a write before the lead is asked for it: the unit's dtype for COMPUTE, else fp32."""
         ...
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
-        """Fill the shards' ranges of ``out`` (1D, unit.numel elements; the unit's dtype for COMPUTE, else fp32) once
-        they have ``version``."""
+        """Fill the shards' ranges of ``out`` (the unit's dtype for COMPUTE, else fp32) once they have ``version``."""
         ...
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
-        """Done once all ``shards`` have ``version``, or once only the owner knows whether they ever will. ``awaited``:
-        the name for errors."""
+        """Done once all ``shards`` have ``version``, or once the owner is ending the run and only it knows whether they
+        will. ``awaited``: names the version in errors."""
         ...
 
     def content(self, shards: Sequence[Shard], version: int) -> int | None:
@@ -71,62 +70,63 @@ class GradientSender(Protocol):
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> None:
-        """Send the shards' ranges of ``grads``, the whole unit's flat vector: one part of the ``Gather``."""
+        """Send the shards' ranges of ``grads`` (the whole unit: 1D, unit.numel elements, the unit's dtype), as one part
+        of ``gather``."""
         ...
 
 
 class LeadLine(Protocol):
-    """Sends a rank's calls to the lead. Every wait ends by an answer, leave, abort or stall; see the same methods of
-    ``ParameterStore``. ``awaited`` names the answer in errors."""
+    """Sends a rank's calls to the lead; see the same methods of ``ParameterStore``. Every wait ends with an answer, a
+    leave, an abort or a stall. ``awaited`` names the answer in errors."""
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """Report what was pushed; the future has the norm."""
         ...
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
-        """The decision of a step that this rank has finished."""
+        """Ask for the decision of a step that this rank has finished."""
         ...
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
-        """The recorded decision."""
+        """Ask for the recorded decision."""
         ...
 
     def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
-        """Discard the attempt: the step is tried again."""
+        """Discard the attempt: the step is reopened."""
         ...
 
     def write(self, awaited: str, write: Write) -> Future[None]:
-        """A write whose values are staged."""
+        """Ask for a write whose values are staged."""
         ...
 
     def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
-        """A checkpoint of version ``step``."""
+        """Ask for a checkpoint of version ``step``."""
         ...
 
     def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
-        """A mean over ranks."""
+        """Ask for a mean over all ranks."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A rank's place among its owners, after the handshake. Freed by: ``Connection.free``."""
+    """What a rank has after the handshake. Freed by: ``Connection.free``."""
 
     attached: Attached
     spec: ModelSpec
     shard_map: ShardMap
     transfers: Sequence[Transfers]  # by owner
-    senders: Mapping[int, GradientSender]  # by owner that gradients are sent to; the others read them here
+    senders: Mapping[int, GradientSender]  # by owner; an owner without one reads this rank's memory
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
-    gradients: GradientRegion | None  # this rank's, where owners of its host read them
-    gradient_tier: str  # of their memory, as metrics call it: "ram", "pinned" or "shm"
+    gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory
+    gradient_tier: str  # tier of that memory, as metrics call it: "ram", "pinned" or "shm"
     kernel: str
     transport: str  # "inproc", "shm", "grpc", or "shm+grpc" where some owners are on other hosts
 
 
 class Connection(Protocol):
-    """The owners of one model as one rank reaches them, in this process or in others."""
+    """Connects one rank to the owners of one model, in this process or in others."""
 
     rank: int
     recorder: Recorder
@@ -141,9 +141,9 @@ class Connection(Protocol):
         ...
 
     def leave(self, reason: str) -> None:
-        """Tell the owners and end every wait, an attach of another thread included."""
+        """Tell the owners and end every wait, including an attach in another thread."""
         ...
 
     def free(self) -> None:
-        """Release threads, memory and channels. Nothing of them may be used afterwards."""
+        """Release threads, memory and channels. None of them may be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""How one rank asks a lead in another process: by mailbox on one host, by long polls to another."""
+"""Sends a rank's calls to a lead in another process: by mailbox on the same host, by long polls to another host."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ T = TypeVar("T")
 class RemoteLead:
     """A ``LeadLine`` (store/rank/connection.py) to another process.
 
-    Knows ways and messages; not what the lead does. Repeats of a call carry its number, so that it counts once."""
+    Knows mailbox, link and messages; not what the lead does. A repeated call carries the same number, so that the lead
+    counts it once."""
 
     def __init__(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
-        """``shared``: where the lead may be of this host."""
+        """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
         self._link, self._shared, self._watch = link, shared, watch
         self._rank = link.rank
-        self._writes = self._saves = self._means = 0  # asked for so far
+        self._writes = self._saves = self._means = 0  # calls so far
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
@@ -83,7 +84,7 @@ class RemoteLead:
         return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
     def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
-        """``read`` makes the result of the response."""
+        """``read``: turns the response into the result."""
         asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
         if asked is not None:
             response = methods(STORE_SERVICE)[method].response
@@ -93,11 +94,11 @@ class RemoteLead:
         return self._watch.watch(answer, awaited, self.describe)
 
     def describe(self, timeout_s: float) -> Future[str]:
-        """What the lead says it waits for, within ``timeout_s``; does not block."""
+        """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""
         return self._link.describe(pb.DescribeRequest(step=True), timeout_s)
 
     def close(self) -> None:
-        """End the thread that completes answers; after link and mailbox were closed. Idempotent."""
+        """End the thread that completes answers, after the link and the mailbox have been closed. Idempotent."""
         self._answers.shutdown(wait=True)
 
 

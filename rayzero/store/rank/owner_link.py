@@ -1,4 +1,4 @@
-"""One owner as a rank reaches it."""
+"""A rank's gRPC channel to one owner, and the calls over it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
-_LEAVE_S = 5.0  # deadline of saying goodbye
-_POLL_S = 60.0  # at most this long is one long poll held; owners answer "ask again" sooner
+_LEAVE_S = 5.0  # deadline of Leave
+_POLL_S = 60.0  # the longest that an owner may hold a long poll; it answers "ask again" sooner
 
 
 def _service_config() -> str:
-    """grpc's own retries, for unary calls: all of them may be repeated."""
+    """grpc's own retry policy for unary calls, all of which may be repeated."""
     unary = [name for name, method in methods(STORE_SERVICE).items() if not method.streams]
     policy = {
         "maxAttempts": 4,
@@ -48,9 +48,9 @@ def _service_config() -> str:
 
 
 class Upload(Iterator[bytes]):
-    """The messages of one client stream. After ``stop()`` the tensors behind them are read no more.
+    """The messages of one client stream. After ``stop()`` nothing reads the tensors behind them.
 
-    grpc draws messages in a thread of its own, which may still be at work when the call has failed."""
+    grpc draws messages in its own thread, which may still be running after the call has failed."""
 
     def __init__(self, messages: Iterator[bytes]) -> None:
         self._messages = messages
@@ -64,7 +64,7 @@ class Upload(Iterator[bytes]):
             return next(self._messages)
 
     def stop(self) -> None:
-        """Wait for the message being drawn, then give no more."""
+        """Wait until the current message is drawn, then end the stream."""
         with self._lock:
             self._stopped = True
 
@@ -90,23 +90,23 @@ class OwnerLink:
         self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
 
     def ask(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Any:
-        """A unary call; blocks. Raises the owner's error."""
+        """Make a unary call; blocks. Raises the owner's error."""
         return self._invoke(lambda call: call(request, timeout=timeout_s, metadata=self._metadata), method)
 
     def start(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Any:
-        """A unary call as a grpc future; ``answer()`` reads it."""
+        """Start a unary call. Returns a grpc future for ``answer()``."""
         return self._invoke(lambda call: call.future(request, timeout=timeout_s, metadata=self._metadata), method)
 
     def answer(self, started: Any) -> Any:
-        """What came of a started call; blocks until it is there. Raises the owner's error."""
+        """The response to a started call; blocks. Raises the owner's error."""
         try:
             return started.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             raise self.error(error) from error
 
     def describe(self, request: pb.DescribeRequest, timeout_s: float) -> Future[str]:
-        """What the owner says it is doing, within ``timeout_s``; does not block. Fails with a StoreError that says why
-        there is no answer."""
+        """Ask the owner what it is doing; does not block. The future ends within ``timeout_s`` seconds and fails with a
+        RayZeroError that says why there is no answer."""
         said: Future[str] = Future()
 
         def answered(call: Any) -> None:
@@ -120,19 +120,19 @@ class OwnerLink:
 
     def _silence(self, error: Exception) -> RayZeroError:
         if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return StallError(f"{self.name} gives no answer: its process stands still, or its host cannot be reached")
+            return StallError(f"{self.name} does not answer: its process hangs, or its host cannot be reached")
         return self.error(error)
 
     def begin_upload(self, method: str, upload: Upload, timeout_s: float) -> Any:
-        """A client stream under way; ``answer()`` waits for its end, ``cancel()`` ends it. Raises the owner's error."""
+        """Start a client stream; ``answer()`` waits for its end, ``cancel()`` ends it. Raises the owner's error."""
         return self._invoke(lambda call: call.future(upload, timeout=timeout_s, metadata=self._metadata), method)
 
     def begin_fetch(self, request: pb.FetchRequest, timeout_s: float | None) -> Any:
-        """A Fetch that is asked for; ``messages()`` reads it, ``cancel()`` ends it. Raises the owner's error."""
+        """Start a Fetch; ``messages()`` reads it, ``cancel()`` ends it. Raises the owner's error."""
         return self._invoke(lambda call: call(request, timeout=timeout_s, metadata=self._metadata), "Fetch")
 
     def messages(self, fetch: Any) -> Iterator[bytes]:
-        """The messages of a Fetch; a reader that gives up ends it. Raises the owner's error."""
+        """The messages of a Fetch. A reader that stops early cancels it. Raises the owner's error."""
         try:
             yield from fetch
         except grpc.RpcError as error:
@@ -141,12 +141,13 @@ class OwnerLink:
             fetch.cancel()  # no effect on a stream that has ended
 
     def notices(self, *, quiet: bool = False) -> Any:
-        """The stream of notices: iterate it, ``cancel()`` it from another thread. Raises grpc's own errors."""
+        """Start the stream of notices: iterate over it, ``cancel()`` it from another thread. Iteration raises grpc's
+        own errors. ``quiet``: only the end of the run, because this rank reads versions in shared memory."""
         request = pb.NoticesRequest(rank=self.rank, quiet=quiet)
         return self._invoke(lambda call: call(request, metadata=self._metadata), "Notices")
 
     def error(self, error: Exception) -> RayZeroError:
-        """What a failed call means to this rank."""
+        """The RayZeroError that a failed call raises for this rank."""
         peer = f"rank {self.rank}, {self.name}"
         if isinstance(error, grpc.RpcError):
             return from_status(error, peer)
@@ -164,7 +165,8 @@ class OwnerLink:
 
 
 def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:
-    """Tell all owners at once that this rank leaves; one that does not hear it is gone itself, which is logged."""
+    """Tell all owners at once that this rank leaves. A failure is only logged: an owner that cannot be reached has
+    gone itself."""
     started = []
     for link in links:
         try:
@@ -183,10 +185,10 @@ def _log_unheard(link: OwnerLink, error: RayZeroError) -> None:
 
 
 class LongPoll(Generic[T]):
-    """A call that waits for others: asked again until there is an answer or an error, or until its future ends.
+    """A call that waits for other ranks, repeated until it has an answer or an error, or until its future ends.
 
-    Holds no thread while it waits. Its future completes on the executor it was given. Knows no patience: whoever
-    watches the future ends it."""
+    It holds no thread while it waits, and its future completes on the executor it was given. It has no deadline:
+    whoever watches the future ends it."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class LongPoll(Generic[T]):
         executor: Executor,
         awaited: str,
     ) -> None:
-        """``read`` makes the result of a response without ``waiting``; ``awaited`` names it for errors."""
+        """``read``: turns a response that is not ``waiting`` into the result, which errors call ``awaited``."""
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
         self._link, self._method, self._request, self._read = link, method, request, read
@@ -216,14 +218,14 @@ class LongPoll(Generic[T]):
             fail(self.future, error)
 
     def _hand_over(self, started: Any) -> None:
-        """On grpc's thread, which must not be held."""
+        """Runs in grpc's thread, which must not block."""
         try:
             self._executor.submit(self._answered, started)
         except RuntimeError:  # the executor is shut down
             fail(self.future, StoreClosedError(f"the store was closed while waiting for {self._awaited}"))
 
     def _answered(self, started: Any) -> None:
-        if self.future.done():  # it was given up
+        if self.future.done():  # whoever waited has given up
             return
         try:
             if _gave_no_answer(started):
@@ -239,5 +241,5 @@ class LongPoll(Generic[T]):
 
 
 def _gave_no_answer(call: Any) -> bool:
-    """Whether a call's own deadline ended it: an owner that answers at all does so before."""
+    """Whether the call's own deadline ended it: an owner that still runs answers before that."""
     return bool(call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not (call.trailing_metadata() or ()))

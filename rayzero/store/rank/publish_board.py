@@ -1,4 +1,4 @@
-"""Which versions owners have published, as far as a rank has heard, and the waits that end with them."""
+"""Keeps the versions that a rank has heard its owners publish, and ends the waits for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayzero.protocol.messages import Published
 
 @dataclass(eq=False, slots=True)
 class _Wait:
-    """Someone waits for shards of one owner to have a version."""
+    """A wait until shards of one owner have a version."""
 
     owner: int
     missing: set[int]
@@ -25,17 +25,18 @@ class _Wait:
 class PublishBoard:
     """The versions a rank has heard of, and the waits they end. Any thread may call it.
 
-    Knows versions and who waits; its futures complete in the thread that brings the news, outside the lock."""
+    Knows versions and waits; not how notices arrive. Its futures complete in the thread that brings the notice,
+    outside the lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, Published] = {}  # by shard
         self._waits: set[_Wait] = set()
-        self._released: dict[int, RayZeroError] = {}  # owners that will not announce all that is asked for, and why
+        self._released: dict[int, RayZeroError] = {}  # owners that are ending the run, and why
         self._error: RayZeroError | None = None
 
     def when(self, owner: int, shards: Sequence[int], version: int) -> Future[None]:
-        """Done once all ``shards`` have ``version`` or a later one; fails if they never will."""
+        """Done once all ``shards`` have ``version`` or a later one, or ``owner`` is released; fails after ``fail``."""
         wait = _Wait(owner, set(shards), version, Future())
         with self._lock:
             ready = self._arrived(wait) or owner in self._released
@@ -55,12 +56,12 @@ class PublishBoard:
             return max(there) if len(there) == len(shards) else None
 
     def are_at(self, shards: Sequence[int], version: int) -> bool:
-        """Whether all ``shards`` have exactly ``version``, as far as we have heard."""
+        """Whether all ``shards`` have exactly ``version``, as far as this rank has heard."""
         with self._lock:
             return all(shard in self._known and self._known[shard].version == version for shard in shards)
 
     def publish(self, owner: int, published: Iterable[Published]) -> None:
-        """``owner`` has made versions known."""
+        """Note what ``owner`` has published, and end the waits for it."""
         with self._lock:
             self._known.update((each.shard, each) for each in published)
             ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
@@ -80,8 +81,9 @@ class PublishBoard:
         return taken
 
     def release(self, owner: int, reason: RayZeroError) -> None:
-        """``owner`` ends the run: what it has decided is still published, nothing else. Let every wait, now and
-        later, go and ask it: it answers when it can or with its error; ``reason`` is the answer of one that is gone."""
+        """``owner`` is ending the run: it still publishes what is decided, and nothing else. Every wait for it, now and
+        later, ends, so that the caller asks the owner itself: it answers with bytes or with its error. ``reason``:
+        the error to raise if it no longer answers."""
         with self._lock:
             self._released.setdefault(owner, reason)
             released = self._take(lambda wait: wait.owner == owner)
@@ -89,7 +91,7 @@ class PublishBoard:
             settle(wait.published, None)
 
     def fail(self, error: RayZeroError) -> None:
-        """End every wait, now and later, with ``error``; the first error counts."""
+        """End every wait, now and later, with ``error``; the first error wins."""
         with self._lock:
             error = self._error = self._error or error
             ended = self._take(lambda _: True)
@@ -97,6 +99,6 @@ class PublishBoard:
             fail(wait.published, error)
 
     def ended(self, owner: int) -> RayZeroError | None:
-        """Why no more can be had from an ``owner`` that does not answer; None while it may."""
+        """Why ``owner``, which does not answer, publishes no more; None while the run goes on."""
         with self._lock:
             return self._error or self._released.get(owner)

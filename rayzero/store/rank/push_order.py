@@ -1,4 +1,4 @@
-"""A unit's pushes reach an owner one after the other, in their sequence."""
+"""Keeps each unit's pushes to an owner in sequence."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ Try = tuple[int, int]  # (step, attempt)
 
 
 @dataclass
-class _Lane:
+class _Queue:
     """The pushes of one unit to one owner."""
 
     current: Try = (-1, 0)
     next_seq: int = 0
     parked: dict[int, Future[None]] = field(default_factory=dict)  # seq -> its turn
-    error: Exception | None = None  # of the push whose turn it was
+    error: Exception | None = None  # why the push whose turn it was has failed
 
 
 class PushOrder:
     """Gives pushes their turn: push ``seq`` of a unit starts when ``seq - 1`` has landed.
 
-    An owner adds a rank's pushes in that order and would keep a later one waiting, which would hold one of the
-    rank's few sending threads, perhaps the one that the earlier push needs. Knows headers; not bytes."""
+    An owner adds a rank's pushes in that order. A later push that was sent early would wait at the owner and hold one
+    of the rank's few sending threads, perhaps the one that the earlier push needs. Knows headers; not bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lanes: dict[tuple[int, int], _Lane] = {}  # (owner, unit)
+        self._queues: dict[tuple[int, int], _Queue] = {}  # (owner, unit)
 
     def turn(self, owner: int, push: Contribution) -> Future[None]:
-        """Done when ``push`` may be sent to ``owner``; repeats and pushes of an older attempt may be at once. Failed
-        where one before it in its attempt has failed."""
+        """Done when ``push`` may be sent to ``owner``: at once for a repeat or a push of an older attempt. Fails if an
+        earlier push of the same attempt has failed."""
         turn: Future[None] = DONE
         with self._lock:
-            lane = self._lanes.setdefault((owner, push.unit), _Lane())
-            passed_over = self._enter(lane, (push.step, push.attempt))
-            if _try(push) == lane.current and push.seq > lane.next_seq:
-                turn = failed(lane.error) if lane.error is not None else lane.parked.setdefault(push.seq, Future())
+            queue = self._queues.setdefault((owner, push.unit), _Queue())
+            passed_over = self._enter(queue, (push.step, push.attempt))
+            if _try(push) == queue.current and push.seq > queue.next_seq:
+                turn = failed(queue.error) if queue.error is not None else queue.parked.setdefault(push.seq, Future())
         for other in passed_over:
             settle(other, None)
         return turn
 
-    def _enter(self, lane: _Lane, new: Try) -> list[Future[None]]:
-        """Begin a newer step or attempt; what was parked for an older one may go, the owner drops it."""
-        if new <= lane.current:
+    def _enter(self, queue: _Queue, new: Try) -> list[Future[None]]:
+        """Begin a newer step or attempt. Pushes parked for an older one may go: the owner drops them."""
+        if new <= queue.current:
             return []
-        parked = list(lane.parked.values())
-        lane.current, lane.next_seq, lane.parked, lane.error = new, 0, {}, None
+        parked = list(queue.parked.values())
+        queue.current, queue.next_seq, queue.parked, queue.error = new, 0, {}, None
         return parked
 
     @contextmanager
     def sending(self, owner: int, push: Contribution) -> Iterator[None]:
-        """Around the sending of a push: ``end`` afterwards."""
+        """Wraps the sending of a push and calls ``end`` afterwards."""
         try:
             yield
         except Exception as error:
@@ -66,7 +66,7 @@ class PushOrder:
         self.end(owner, push, None)
 
     def end(self, owner: int, push: Contribution, error: Exception | None) -> None:
-        """A push has landed, and it is the next one's turn; or it failed, and so do those behind it."""
+        """Note that a push has landed, so the next one has its turn; or that it has failed, so those behind it fail."""
         for turn in self._end(owner, push, error):
             if error is None:
                 settle(turn, None)
@@ -76,23 +76,23 @@ class PushOrder:
     def fail(self, error: Exception) -> None:
         """End every wait for a turn with ``error``."""
         with self._lock:
-            parked = [turn for lane in self._lanes.values() for turn in lane.parked.values()]
-            for lane in self._lanes.values():
-                lane.parked = {}
+            parked = [turn for queue in self._queues.values() for turn in queue.parked.values()]
+            for queue in self._queues.values():
+                queue.parked = {}
         for turn in parked:
             fail(turn, error)
 
     def _end(self, owner: int, push: Contribution, error: Exception | None) -> list[Future[None]]:
         with self._lock:
-            lane = self._lanes[owner, push.unit]
-            if _try(push) != lane.current or push.seq != lane.next_seq:
+            queue = self._queues[owner, push.unit]
+            if _try(push) != queue.current or push.seq != queue.next_seq:
                 return []
-            lane.error = error
+            queue.error = error
             if error is not None:
-                parked, lane.parked = list(lane.parked.values()), {}
+                parked, queue.parked = list(queue.parked.values()), {}
                 return parked
-            lane.next_seq += 1
-            turn = lane.parked.pop(lane.next_seq, None)
+            queue.next_seq += 1
+            turn = queue.parked.pop(queue.next_seq, None)
             return [] if turn is None else [turn]
 
 

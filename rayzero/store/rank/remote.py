@@ -1,4 +1,4 @@
-"""Owners in other processes: those of a rank's host are reached through shared memory, the others over gRPC."""
+"""Connects a rank to owners in other processes: through shared memory on its own host, over gRPC to other hosts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 class RemoteConnection:
     """A ``Connection`` to owners in other processes.
 
-    Knows the owners' addresses, which versions they have published and what way leads to each; not units, or what
-    owners and the engine do."""
+    Knows the owners' addresses, which versions they have published and which transport reaches each; not units, or
+    what owners and the engine do."""
 
     in_process = False
 
@@ -64,10 +64,11 @@ class RemoteConnection:
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
-        ``model``: which of the run's prepared models it is for, by number.
+        ``model``: the number of the prepared model that this connection is for.
         ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
-        ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory of memory that is shared with
-        owners of this host; None: gRPC with all. ``share_with_all``: an owner of another host is an error."""
+        ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
+        of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
+        memory with this rank. Raises ConfigError without addresses."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
@@ -101,13 +102,13 @@ class RemoteConnection:
         self._transfers: list[Transfers] = list(self._wires)  # by owner
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
-        self._shared: SharedRank | None = None  # after attach, where some owner is of this host
+        self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
         self._windows: UnitWindows | None = None
         self._gradients: GradientRegion | None = None
         self._lead: RemoteLead | None = None  # after attach
         self._threads: list[threading.Thread] = []
         self._notices: list[Any] = []  # streams under way. freed by: leave()
-        self._greeted = False  # some owner may know this rank
+        self._greeted = False  # an owner may know this rank, so leave() tells all of them
 
     # ---- handshake
 
@@ -122,7 +123,7 @@ class RemoteConnection:
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
             self._listen()
         if self._senders:
-            keep_some_buffers()  # of what comes and goes in messages
+            keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         return Joined(
             attached=Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers)),
             spec=spec,
@@ -138,9 +139,9 @@ class RemoteConnection:
         )
 
     def _shake_hands(self, spec: ModelSpec) -> list[Any]:
-        """Every owner's answer, by owner: they agree about kernel and version."""
+        """Attach to every owner; returns answers by owner. Raises HandshakeError unless kernel and version agree."""
         self._greeted = True
-        # no shorter than any other call's deadline: an owner allocates, or restores a checkpoint, before it answers
+        # an owner allocates, or restores a checkpoint, before it answers: give it as long as any other call
         deadline_s = max(QUICK_S, self._stall_s)
         request = pb.AttachRequest(
             protocol_version=PROTOCOL_VERSION,
@@ -168,7 +169,7 @@ class RemoteConnection:
                 )
 
     def _join_host(self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], page_lock: bool) -> None:
-        """Share memory with the owners of this host, by owner what they offer."""
+        """Share memory with the owners of this host. ``offers``: the files that each of them offers, by owner."""
         away = [link.owner for link in self._links if link.owner not in offers]
         if self._share_with_all and away:
             raise UnsupportedError(
@@ -222,7 +223,7 @@ class RemoteConnection:
             thread.start()
 
     def _follow(self, link: OwnerLink, stream: Any) -> None:
-        """Take an owner's news until it ends; without it nothing more can be waited for."""
+        """Read an owner's notices until its stream ends. Then every wait fails, because no notice would end it."""
         try:
             for notice in stream:
                 self._board.publish(link.owner, [Published(p.shard, p.version, p.content) for p in notice.published])
@@ -239,9 +240,9 @@ class RemoteConnection:
             self._shared.lost(link.owner, error)
 
     def _lead_says(self, timeout_s: float) -> Future[str]:
-        """Whom the step waits for."""
+        """Ask the lead whom the step waits for."""
         if self._lead is None:
-            return settled("it is not known before attach() has ended")
+            return settled("unknown until attach() has ended")
         return self._lead.describe(timeout_s)
 
     # ---- close
@@ -256,11 +257,11 @@ class RemoteConnection:
         for stream in self._notices:
             stream.cancel()
         for link in self._links:
-            link.close()  # an attach of another thread fails
-        self._watch.close()  # which asks nobody any more
+            link.close()  # an attach in another thread fails
+        self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
     def free(self) -> None:
-        """Let go of everything; see ``Connection.free``."""
+        """Release everything; see ``Connection.free``."""
         if self._windows is not None:
             self._windows.close()
         if self._shared is not None:

@@ -1,4 +1,4 @@
-"""Which transport carries a rank's bytes, decided once per run and said in one log line."""
+"""Chooses the transport of a rank's store, and logs why it is gRPC for every owner."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def connect_store(
     model: int = 0,
     tls: TlsFiles | None = None,
 ) -> ParameterStore:
-    """A rank's store for owners in other processes at ``addresses`` (by owner index), for the prepared model
-    of number ``model``.
+    """Make a rank's store for owners in other processes at ``addresses`` (by owner index). ``model``: the prepared
+    model's number.
 
-    Raises UnsupportedError where ``config.transport`` names one that cannot reach them."""
+    Raises UnsupportedError if ``config.transport`` cannot reach them."""
     if config.transport == "inproc":
         raise UnsupportedError(
             "transport='inproc' needs the owners in the rank's own process; on a cluster use 'auto' or 'grpc'"
@@ -40,7 +40,7 @@ def connect_store(
     if config.transport == "shm" and reason is not None:
         raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
     if reason is not None:
-        level = logging.INFO if share is None else logging.WARNING  # slower than what was hoped for
+        level = logging.INFO if share is None else logging.WARNING  # shared memory was wanted
         log.log(level, "rank %d: gRPC to every owner (%d): %s", rank, len(addresses), reason)
     return RankStore(
         RemoteConnection(

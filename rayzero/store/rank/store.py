@@ -1,4 +1,4 @@
-"""The owners of a run as one rank sees them, whatever way leads to each."""
+"""Sends a rank's calls to the owners of a unit's shards, whatever transport reaches each owner."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ Parts = list[tuple[Transfers, list[Shard]]]
 
 @dataclass(frozen=True)
 class _Route:
-    """One unit's shards by owner, in shard order, and the ways there."""
+    """One unit's shards by owner, in shard order, and the transfers that reach each owner."""
 
     unit: UnitLayout
     parts: Parts
-    away: list[tuple[GradientSender, list[Shard]]]  # to those that gradients are sent to
-    here: int  # elements whose owners read gradients in this rank's memory ...
-    here_by: str  # ... and what metrics call that
+    away: list[tuple[GradientSender, list[Shard]]]  # by owner, those that gradients are sent to
+    here: int  # elements whose owners read gradients in this rank's memory
+    here_by: str  # the transport that metrics count those elements under
 
     def content(self, version: int) -> int | None:
         """The version that the unit's content is from; None while a shard lacks ``version``."""
@@ -67,8 +67,8 @@ class RankStore:
     """A ``ParameterStore`` (protocol/store.py) over a connection.
 
     Knows which owner has which shard, and when this rank's gradient memory may be written; not how bytes travel, what
-    owners do with them, or what the engine does. What waits for other ranks (``finish``, ``commit``, ``decision``,
-    ``discard``, ``save``, ``mean``) holds no thread."""
+    owners do with them, or what the engine does. Calls that wait for other ranks (``finish``, ``commit``,
+    ``decision``, ``discard``, ``save``, ``mean``) hold no thread."""
 
     def __init__(self, connection: Connection) -> None:
         """Nothing is sent before ``attach``."""
@@ -76,13 +76,13 @@ class RankStore:
         self._recorder = connection.recorder
         self._joined: Joined | None = None
         self._routes: list[_Route] = []  # by unit
-        self._transport = ""  # of the run, as metrics call it
-        self._writer: GradientWriter | None = None  # of gradients that owners read
-        self._unwatch: End = lambda: None  # ends telling of their memory
-        self._newest = settled(0)  # the content version that ``published`` gave last
+        self._transport = ""  # the run's transport, as metrics call it
+        self._writer: GradientWriter | None = None  # where owners read gradients in this rank's memory
+        self._unwatch: End = lambda: None  # stops reporting that memory
+        self._newest = settled(0)  # the latest result of ``published``
         self._closed = False
         self._close_once = threading.Lock()
-        self._attaching = threading.RLock()  # held until an attach has ended: what it makes, close() ends after it
+        self._attaching = threading.RLock()  # held during attach, so that close() frees what it has made
         if not connection.in_process:
             atexit.register(self.close)
 
@@ -149,7 +149,7 @@ class RankStore:
         except RayZeroError as error:
             return failed(error)
         content = route.content(version)
-        if content is not None:  # as it is with most pushes: nothing to wait for
+        if content is not None:  # the usual case: nothing to wait for
             return self._settled(content)
         done: Future[int] = Future()
 
@@ -158,7 +158,7 @@ class RankStore:
             if content is not None:
                 settle(done, content)
                 return
-            # an owner ends the run: only it can tell whether the version still comes, or why not
+            # an owner is ending the run: only it knows whether it will still publish the version
             asked = self.fetch(unit, version, COMPUTE, torch.empty(route.unit.numel, dtype=route.unit.dtype))
             when_all([asked], lambda _: settle(done, version), partial(fail, done))
 
@@ -167,7 +167,7 @@ class RankStore:
         return done
 
     def _settled(self, content: int) -> Future[int]:
-        """One for all units that changed last in the same step: making one takes longer than finding out."""
+        """A done future, shared by units with the same content version: making one costs more than this check."""
         newest = self._newest
         if newest.result() != content:
             newest = self._newest = settled(content)
@@ -209,7 +209,7 @@ class RankStore:
         return gather.future
 
     def _write_here(self, route: _Route, contribution: Contribution, grads: Tensor, sent: Future[None]) -> Future[None]:
-        """Have the gradients in this rank's memory, for owners that read them there."""
+        """Write the gradients into this rank's memory, where owners of its host read them."""
 
         def count(done: Future[None]) -> None:
             if is_well(done):
@@ -221,11 +221,12 @@ class RankStore:
         return written
 
     def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell the owners that read this rank's gradients; see ``GradientReaders``."""
+        """Tell the owners that read gradients in this rank's memory; see ``GradientReaders``."""
         self.connection.announce(unit, pushed)
 
     def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
-        """Send to owners on other hosts, one part of ``gather``; done, never failed, when ``grads`` is read no more."""
+        """Send to owners on other hosts, as one part of ``gather``. The future is done, never failed, once nothing
+        reads ``grads`` any more."""
         sending, sent = Gather(len(route.away)), Future[None]()
 
         def over(all_sent: Future[None]) -> None:
@@ -237,7 +238,7 @@ class RankStore:
             sender.push(sending, route.unit, shards, contribution, grads)
         return sent
 
-    # ---- what the lead is asked
+    # ---- calls to the lead
 
     def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
         """Change a unit; see ``ParameterStore.write``. Rank 0 sends the bytes first."""
@@ -299,7 +300,7 @@ class RankStore:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        self.connection.leave(reason)  # an attach of another thread fails
+        self.connection.leave(reason)  # an attach in another thread fails
         with self._attaching:
             self._unwatch()
             if self._writer is not None:
@@ -315,13 +316,13 @@ class RankStore:
     def _require_attached(self) -> Joined:
         self._require_open()
         if self._joined is None:
-            raise StoreError(f"rank {self.connection.rank} has not attached: attach() comes before anything else")
+            raise StoreError(f"rank {self.connection.rank} has not attached: call attach() first")
         return self._joined
 
     def _route(self, unit: int) -> _Route:
         self._require_attached()
         if not 0 <= unit < len(self._routes):
-            raise StoreError(f"rank {self.connection.rank}: no unit {unit}; the layout has {len(self._routes)}")
+            raise StoreError(f"rank {self.connection.rank}: there is no unit {unit}, only {len(self._routes)}")
         return self._routes[unit]
 
     def _timing(self, metric: Metric) -> Callable[[], None]:
@@ -330,7 +331,7 @@ class RankStore:
 
 
 def closed_error(rank: int) -> StoreClosedError:
-    """For whatever is asked of a store that was closed."""
+    """The error of every call to a store that has been closed."""
     return StoreClosedError(f"rank {rank} used its store after close()")
 
 

@@ -1,7 +1,7 @@
-"""One rank's gradients in memory of its own: written here, read by the owners of the same host.
+"""One rank's gradients in its own memory, where the owners of its host read them.
 
 [Note: one writer] The rank copies a unit's first push of a step into its range and adds later ones in fp32, in the
-order of its pushes; owners only read. Nothing is written before the unit's present version is published: until then
+order of its pushes; owners only read. Nothing is written before the unit's current version is published: until then
 the owners may still read the last step's gradients.
 """
 
@@ -19,7 +19,7 @@ from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
 class GradientRegion:
     """All trained units' gradients of one rank, each contiguous.
 
-    Knows units and pushes; not owners, or when their memory is free. Calls for one unit come one after the other."""
+    Knows units and pushes; not owners, or when a range is free. Calls for one unit must not overlap."""
 
     def __init__(self, spec: ModelSpec, flats: Mapping[int, Tensor]) -> None:
         """``flats``: by trained unit, 1D, unit.numel elements of ``gradient_dtype``."""
@@ -28,19 +28,20 @@ class GradientRegion:
         self._sums = {unit.index: GradientSum.of_unit(unit, flats[unit.index]) for unit in trained}
 
     def is_stale(self, push: Contribution) -> bool:
-        """Whether ``push`` is a repeat or of an older attempt: it is dropped. Raises StoreError for one that no
-        trained unit can have."""
+        """Whether ``push`` is a repeat or from an older attempt, so that it is dropped. Raises StoreError for a push
+        that no trained unit can have."""
         found = self._sums.get(push.unit)
         expected = None if found is None else (len(found.unit.slots) + 7) // 8
         if found is None or len(push.presence) != expected:
-            what = "is not trained" if found is None else f"{found.unit.name!r} has {expected}"
+            what = "it is not trained" if found is None else f"{found.unit.name!r} has {expected}"
             raise StoreError(
-                f"rank {push.rank} pushed unit {push.unit} with {len(push.presence)} presence bytes: it {what}"
+                f"rank {push.rank} pushed unit {push.unit} with {len(push.presence)} presence bytes: {what}"
             )
         return found.is_stale(push)
 
     def landing(self, push: Contribution) -> Tensor | None:
-        """Where the gradients of ``push`` may be gathered before ``put``; None: ``put`` has to convert or add them."""
+        """Where the gradients of ``push`` may be gathered before ``put`` (1D, unit.numel elements, the unit's dtype);
+        None: ``put`` has to convert or add them."""
         found = self._sums[push.unit]
         return found.memory if found.lands(push) and not found.is_stale(push) else None
 
@@ -49,8 +50,8 @@ class GradientRegion:
         return self._sums[unit].holds(grads)
 
     def put(self, push: Contribution, grads: Tensor) -> Pushed | None:
-        """Have the gradients of ``push`` (1D, unit.numel elements) in the region; nothing is copied where they were
-        gathered there.
+        """Write the gradients of ``push`` (1D, unit.numel elements, the unit's dtype) into the region; those that were
+        gathered there are not copied.
 
         Returns what the unit's range holds now, None for a stale push or a repeat. Raises AccumulationError for a
         second push into 16-bit memory."""

@@ -20,33 +20,33 @@ class GradientReaders(Protocol):
     """The owners that read a rank's gradients in its memory."""
 
     def published(self, unit: int, version: int) -> Future[int]:
-        """Done when they have read what the unit's range held in the step before ``version``'s."""
+        """Done when they have published ``version``, and so have read the unit's gradients of the step before."""
         ...
 
     def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell them what the unit's range holds; its bytes are there."""
+        """Tell them what the unit's range holds, after its bytes are there."""
         ...
 
 
 class GradientWriter:
     """Writes one rank's pushes, each in its turn and not before the range is free.
 
-    Knows pushes and their memory; not owners. A push that may be written at once is written by its caller; one that
-    has to wait, by a thread of its own.
+    Knows pushes and their memory; not owners. A push that need not wait is written in the caller's thread, one that
+    has to wait in the writer's.
 
-    [Note: other readers] A push that was gathered in the region is sent from there to the unit's owners of other
-    hosts: until they have it, the unit's next push, which would be added to the same bytes, waits."""
+    [Note: other readers] A push that was gathered in the region is sent from there to the unit's owners on other
+    hosts. Until they have it, the unit's next push waits, because it would be added to the same bytes."""
 
     def __init__(self, region: GradientRegion, readers: GradientReaders, name: str) -> None:
         self.region, self._readers = region, readers
-        self._free: dict[int, Future[int]] = {}  # unit -> when its range is free for the newest step asked about
-        self._steps: dict[int, int] = {}  # unit -> that step
-        self._sent: dict[int, Future[None]] = {}  # unit -> when its range was read by all that is sent from it
+        self._free: dict[int, Future[int]] = {}  # unit -> done when its range is free for its step
+        self._steps: dict[int, int] = {}  # unit -> the newest step of its pushes
+        self._sent: dict[int, Future[None]] = {}  # unit -> done when nothing is sent from its range any more
         self._order = PushOrder()
         self._worker = ThreadPoolExecutor(1, f"{name}-push", initializer=use_torch_threads, initargs=(1,))
 
     def _when_free(self, push: Contribution) -> Future[int]:
-        """Done when the push's range may be written; asked of the owners once a step."""
+        """Done when the push's range may be written; the owners are asked once a step."""
         if self._steps.get(push.unit, -1) < push.step:
             self._free[push.unit] = self._readers.published(push.unit, push.step)
             self._steps[push.unit] = push.step
@@ -57,14 +57,17 @@ class GradientWriter:
         return self._sent.get(push.unit, DONE)
 
     def landing(self, push: Contribution) -> Tensor | None:
-        """Where the gradients may be gathered before ``push``; None where they may not, or not yet."""
+        """Where the gradients may be gathered before ``push`` (1D, unit.numel elements, the unit's dtype); None where
+        they may not, or not yet."""
         if self.region.is_stale(push) or not (is_well(self._when_free(push)) and self._when_sent(push).done()):
             return None
         return self.region.landing(push)
 
     def push(self, push: Contribution, grads: Tensor, sent: Future[None] = DONE) -> Future[None]:
-        """Write a push once its range is free; one that has to wait for nothing is written before this returns.
-        ``sent``: done, never failed, when nobody else reads ``grads`` any more."""
+        """Write a push once its range is free; one that need not wait is written before this returns.
+
+        ``grads``: 1D, unit.numel elements, the unit's dtype. ``sent``: done, never failed, when no sender reads
+        ``grads`` any more. The future raises StoreClosedError for a push that still waits at ``close``."""
         try:
             if self.region.is_stale(push):  # what a repeat would wait for may be long gone
                 return DONE
@@ -93,20 +96,20 @@ class GradientWriter:
             fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
 
     def _write(self, push: Contribution, grads: Tensor, sent: Future[None]) -> Exception | None:
-        """Write and tell of it; returns what went wrong."""
+        """Write a push and announce it; returns its error, if any."""
         try:
             if self.region.holds(push.unit, grads):
                 self._sent[push.unit] = sent
             pushed = self.region.put(push, grads)
             if pushed is not None:
                 self._readers.announce(push.unit, pushed)
-        except Exception as exc:  # whatever it is belongs to the push
+        except Exception as exc:  # whatever it is, the push's future raises it
             self._order.end(0, push, exc)
             return exc
         self._order.end(0, push, None)
         return None
 
     def close(self) -> None:
-        """Write what waits for nothing any more, then end the thread. Idempotent."""
+        """Write the pushes that no longer wait, fail the others, then end the thread. Idempotent."""
         self._order.fail(StoreClosedError("the store was closed before the push had its turn"))
         self._worker.shutdown(wait=True)

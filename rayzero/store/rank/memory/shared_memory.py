@@ -1,4 +1,4 @@
-"""A rank's end of shared memory: its gradients, what it tells owners, and the owners' parameters where they lie."""
+"""A rank's end of shared memory: its gradients, its messages to owners, and the owners' parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from rayzero.store.shm.words import Stamps, bell_of, cells_of
 
 
 def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
-    """Why a rank's page locks may fail: on its own gradients and the parameters of ``owners``, those of its host."""
+    """Why a rank may fail to page-lock its gradients and the parameters of ``owners`` (on its host); None: it should
+    not."""
     params = sum(sum(plan.params(owner).slabs) for owner in owners)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return beyond_limit(params, sum(plan.gradients().slabs), soft)
@@ -54,14 +55,14 @@ class _Owner:
 class SharedRank:
     """What one rank shares with the owners of its host.
 
-    Knows slabs, bells, windows and the lead's mailbox; not steps, nor owners of other hosts. One thread listens to
-    the bell and brings news and answers."""
+    Knows slabs, bells, windows and the lead's mailbox; not steps, or owners on other hosts. One thread waits on the
+    bell and takes in published versions and answers."""
 
     def __init__(
         self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, page_lock: bool = False
     ) -> None:
-        """Allocates the rank's gradient memory. ``page_lock``: this and the owners' parameters, for copies to and from
-        a CUDA device. Raises MemoryPlanError where there is no room."""
+        """Allocate the rank's gradient memory. ``page_lock``: lock it and the owners' parameters, for copies to and
+        from a CUDA device. Raises MemoryPlanError if there is no room."""
         self.rank, self._plan, self._page_lock = rank, plan, page_lock
         self._locks: list[PageLock] = []
         gradients, life = plan.gradients(), secrets.randbits(63)
@@ -94,11 +95,11 @@ class SharedRank:
         return {unit: self._gradients.tensor(unit) for unit in units}
 
     def offer(self) -> SharedPaths:
-        """What owners need to map."""
+        """The files that owners have to map."""
         return SharedPaths(str(self._control.path), tuple(str(slab.path) for slab in self._gradients.slabs))
 
     def meet(self, owner: int, memory: SharedPaths) -> None:
-        """Map an owner's slabs. Raises HandshakeError where they are not of this run."""
+        """Map an owner's slabs. Raises HandshakeError if they are not from this run."""
         plan, who = self._plan, f"rank {self.rank}"
         control = plan.attach(memory.control, who, writable=True)
         slabs = [plan.attach(path, who, writable=self._page_lock, life=control.header.facts) for path in memory.tensors]
@@ -110,12 +111,12 @@ class SharedRank:
             self._lead = Asker(questions, answers, bell_of(control))
 
     def listen(self, board: PublishBoard) -> None:
-        """Bring what owners publish to ``board``, and the lead's answers, from now on, in a thread of its own."""
+        """Start the thread that brings published versions to ``board`` and takes in the lead's answers."""
         self._board = board
         self._listener = Listener(self._bell, self._look, f"rayzero-rank{self.rank}-bell")
 
     def windows(self) -> UnitWindows:
-        """Over the parameters of all owners met."""
+        """Windows over the parameters of all owners that ``meet`` has mapped."""
         params = {owner.owner: owner.params for owner in self._owners.values()}
         return UnitWindows(self._plan, params, page_lock=self._page_lock)
 
@@ -130,7 +131,7 @@ class SharedRank:
     # ---- a step
 
     def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell the owners of a push whose bytes are all there."""
+        """Tell the unit's owners about a push whose bytes are all there."""
         self._stamps.write(unit, pushed)
         for owner in self._owners.values():
             if unit in owner.units:
@@ -141,20 +142,20 @@ class SharedRank:
         return self._lead.ask(method, request) if self._lead is not None else None
 
     def lost(self, owner: int, error: RayZeroError) -> None:
-        """An owner is gone: what the lead was asked will not be answered."""
+        """An owner is gone. If it was the lead, pending questions fail with ``error``."""
         if self._lead is not None and owner == self._plan.shard_map.owner(0):
             self._lead.close(error)
 
-    # ---- parameters where they lie
+    # ---- parameters
 
     def shard(self, owner: int, shard: int) -> Tensor:
-        """A shard's published parameters in the owner's memory: 1D, read only."""
+        """A shard's published parameters in its owner's memory (1D, the unit's dtype), only to be read."""
         return self._owners[owner].params.tensor(shard)
 
     # ---- the end
 
     def close(self, error: RayZeroError) -> None:
-        """End the listener, let go of everything; what still waits for an answer fails. Idempotent."""
+        """End the listener and release everything. Pending questions fail with ``error``. Idempotent."""
         if self._listener is not None:
             self._listener.close()
         if self._lead is not None:

@@ -1,4 +1,4 @@
-"""Units' published parameters where their owners write them, each as one tensor."""
+"""Maps each unit's published parameters, where their owners write them, as one tensor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rayzero.store.shm.plan import SharedPlan
 class UnitWindows:
     """One window per unit over its owners' slabs, made at first use.
 
-    Knows where shards lie; not versions. A unit has none where an owner's slabs are not mapped here, or where shards of
-    several owners do not meet at pages."""
+    Knows where shards lie; not versions. A unit has no window if an owner's slabs are not mapped here, or if shards of
+    different owners do not meet at page boundaries."""
 
     def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: bool) -> None:
-        """``params``: by owner, of this host. ``page_lock``: for copies to a CUDA device; else what this process writes
-        is its own (slabs/windows.py), because it computes with these very bytes."""
+        """``params``: by owner, of this host. ``page_lock``: lock windows for copies to a CUDA device; else windows are
+        private (slabs/windows.py), because this process computes with these very bytes and may write to them."""
         self._plan, self._params, self._page_lock = plan, params, page_lock
         self._locks: list[PageLock] = []
         self._windows: dict[int, Window | None] = {}  # freed by: close(), and the last tensor of each
@@ -59,7 +59,7 @@ class UnitWindows:
         return pieces if can_map(places) else None
 
     def revert(self, unit: int) -> None:
-        """Throw away what this process wrote into the unit's window."""
+        """Discard what this process wrote into the unit's window."""
         window = self._windows.get(unit)
         if window is not None and window.private:
             window.revert()

@@ -1,1 +1,1 @@
-"""How bytes travel between one rank and one owner: over gRPC, or by a copy within the host."""
+"""Transfers between one rank and one owner: over gRPC, or by a copy within the host."""

@@ -1,4 +1,4 @@
-"""Small transfers to one owner that travel together: an RPC costs as much as hundreds of KiB of bytes."""
+"""Sends small transfers to one owner together: an RPC costs as much as moving hundreds of KiB."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Executor
 from typing import Generic, Protocol, TypeVar
 
-BATCH_BYTES = 8 << 20  # together at most
+BATCH_BYTES = 8 << 20  # the most that travels together
 
 
 class Part(Protocol):
-    """What travels."""
+    """A transfer that may travel with others."""
 
     @property
     def size(self) -> int:
@@ -29,22 +29,22 @@ P = TypeVar("P", bound=Part)
 
 
 class Batches(Generic[P]):
-    """A queue of parts for one owner; whoever gets a thread takes all that wait and may go together.
+    """A queue of parts for one owner. When a thread is free, it takes all waiting parts that may travel together.
 
-    So the first part of a burst goes at once, the others go when a batch has ended: no part waits for a timer. An owner
-    that stands still holds the threads of its own batches, never those that other owners' parts need. Knows sizes and
-    kinds; not what a part is."""
+    So the first part of a burst goes at once, and the others go when a batch has ended: no part waits for a timer. An
+    owner that hangs holds only the threads of its own batches, not those that other owners need. Knows sizes and kinds;
+    not what a part is."""
 
     def __init__(self, pool: Executor, move: Callable[[list[P]], None], *, at_once: int = 1) -> None:
-        """``move`` is called in ``pool`` with 1 or more parts of one kind; it must not raise. ``at_once``: batches
-        under way at most."""
+        """``move`` is called in ``pool`` with 1 or more parts of one kind; it must not raise. ``at_once``: the most
+        batches under way."""
         self._pool, self._move, self._at_once = pool, move, at_once
         self._lock = threading.Lock()
         self._queue: deque[P] = deque()
-        self._under_way = 0  # threads taken or asked for
+        self._under_way = 0  # batches submitted or moving
 
     def add(self, part: P) -> None:
-        """Let ``part`` go with the next batch. Raises ``RuntimeError`` when the pool is shut down."""
+        """Queue ``part`` for the next batch. Raises RuntimeError if it needs a thread and the pool is shut down."""
         with self._lock:
             if self._under_way < self._at_once:
                 self._pool.submit(self._run)
@@ -52,7 +52,7 @@ class Batches(Generic[P]):
             self._queue.append(part)
 
     def _run(self) -> None:
-        """Move one batch, then wait for the next turn among the owners."""
+        """Move one batch, then queue up behind other owners' batches."""
         while True:
             with self._lock:
                 batch = self._take()
@@ -65,7 +65,7 @@ class Batches(Generic[P]):
                 try:
                     self._pool.submit(self._run)
                     return
-                except RuntimeError:  # shut down: what was added before it goes all the same, in this thread
+                except RuntimeError:  # shut down: parts that were added before still go, in this thread
                     continue
 
     def _take(self) -> list[P]:

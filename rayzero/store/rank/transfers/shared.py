@@ -1,5 +1,5 @@
-"""Bytes between one rank and an owner of its host: parameters are copied from where the owner writes them; all else
-goes the way to owners of other hosts."""
+"""Moves bytes between a rank and an owner of its host: copies parameters out of the owner's memory, and sends all else
+over gRPC."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rayzero.store.rank.transfers.wire import WireTransfers
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import Recorder
 
-_COPIERS = 2  # threads a fetch is copied in
+_COPIERS = 2  # threads that copy one fetch
 
 
 class SharedTransfers:
-    """``Transfers`` for an owner of this host, which reads gradients where they are.
+    """``Transfers`` for an owner of this host, which reads gradients in the rank's memory.
 
     Knows where the owner's shards are mapped; not units of several owners, or pushes."""
 
@@ -37,7 +37,7 @@ class SharedTransfers:
         copies: ThreadPoolExecutor,
         recorder: Recorder,
     ) -> None:
-        """``wire``: the way for initial values and states; ``copies``: threads to copy in."""
+        """``wire``: carries initial values, writes and states. ``copies``: the threads that copy."""
         self._board = board
         self.transport = "shm"
         self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
@@ -71,7 +71,7 @@ class SharedTransfers:
             if error is not None:
                 gather.end(error)
             elif not self._board.are_at([shard.index for shard in shards], version):
-                # overwritten, or the owner ends the run: only it can tell
+                # the version is gone, or the owner is ending the run: only the owner knows which
                 self._wire.fetch(gather, unit, shards, version, kind, out)
             else:
                 self._copy_soon(gather, shards, out)
@@ -79,7 +79,7 @@ class SharedTransfers:
         self.published(f"{unit.name} v{version}", shards, version).add_done_callback(begin)
 
     def _copy_soon(self, gather: Gather, shards: list[Shard], out: Tensor) -> None:
-        """Copy in several threads at once: one core does not reach the memory's speed everywhere."""
+        """Copy in several threads at once: on some machines one core does not reach the memory's speed."""
         if not gather.start():
             return
         pieces = [shards[i::_COPIERS] for i in range(_COPIERS) if shards[i::_COPIERS]]
@@ -88,7 +88,7 @@ class SharedTransfers:
         for piece in pieces:
             try:
                 self._copies.submit(left.run, partial(self._copy, piece, out))
-            except RuntimeError:  # the threads have ended
+            except RuntimeError:  # the pool is shut down
                 left.end(StoreClosedError("the store was closed"))
 
     def _copy(self, shards: list[Shard], out: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""Bytes between one rank and one owner over gRPC: what they wait for, what travels together, what is sent again.
+"""Moves bytes between a rank and one owner over gRPC: what they wait for, what travels together, what is sent again.
 
-- A fetch waits for publish notices (no thread, no call); with ``broadcast="push"`` it is asked for at once, and the
-  owner sends each shard as it is published: the bytes come without another round trip, into memory that the fetch has
-  reserved. Its thread begins at the first shard's notice, so at most one unit of an owner holds one while it waits.
-- A push waits for the rank's earlier pushes of the unit (no thread, no call).
-- A stream is repeated whole when the link fails: owners drop what they have already.
+- A fetch waits for publish notices and holds neither a thread nor a call. With ``broadcast="push"`` it is sent at once,
+  and the owner sends each shard as it is published: the bytes come without another round trip, into memory that the
+  fetch has reserved. It takes a thread at its first shard's notice, so at most one unit of an owner holds one while it
+  waits.
+- A push waits for the rank's earlier pushes of the unit, and holds neither a thread nor a call.
+- When the link fails, a stream is repeated whole: owners drop what they already have.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # of a stream whose link fails
+_ATTEMPTS = 3  # at a stream whose link fails
 _RETRY_PAUSE_S = 0.1
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
 
@@ -60,7 +61,7 @@ class WireOptions:
             raise ConfigError(f"chunk_bytes must be in 1..{MAX_CHUNK_BYTES:,}, got {self.chunk_bytes:,}")
 
     def push_dtype(self, unit: UnitLayout) -> torch.dtype:
-        """In what form the gradients of a unit travel."""
+        """The dtype in which a unit's gradients travel."""
         return torch.bfloat16 if self.wire_compression == "bf16" and unit.dtype == torch.float32 else unit.dtype
 
 
@@ -72,7 +73,7 @@ class _Fetch:
     awaited: str  # "layers.7 v42", for messages
     shards: list[Shard]
     version: int
-    what: str  # is fetched: a tensor kind
+    what: str  # the tensor kind
     out: Tensor  # the whole unit
     filled: int = 0  # shards
     ended: bool = False
@@ -86,7 +87,7 @@ class _Fetch:
         return self.version, self.what
 
     def fill(self, messages: Iterator[bytes]) -> None:
-        """Put the next messages in place, from the first shard on."""
+        """Copy the next messages into ``out``, from the first shard on."""
         self.filled = 0
         for shard in self.shards:
             memory = byte_view(self.out[shard.start : shard.stop])
@@ -102,7 +103,7 @@ class _Fetch:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Send:
-    """One unit's shards for one owner, out of ``values``."""
+    """One unit's shards of ``values``, on their way to one owner."""
 
     gather: Gather
     shards: list[Shard]
@@ -165,8 +166,9 @@ class WireTransfers:
         recorder: Recorder,
         streams: int = 1,
     ) -> None:
-        """``fetches`` and ``pushes``: threads to move bytes in, shared by all owners. ``closing``: set when the store
-        closes. ``lead_says``: asks the lead whom the step waits for. ``streams``: to the owner at once, a direction."""
+        """``fetches``, ``pushes``: the threads that move bytes, shared by all owners. ``closing``: set when the store
+        closes. ``lead_says``: asks the lead whom the step waits for. ``streams``: the most streams of one method at
+        once."""
         self.owner, self.transport = link.owner, "grpc"
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._lead_says = closing, lead_says
@@ -186,13 +188,13 @@ class WireTransfers:
     # ---- verbs
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
-        """Send initial values (the whole unit's vector)."""
+        """See ``Transfers.load``."""
         header = pb.LoadRequest(header=pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
         part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=header.SerializeToString())
         self._when(_DONE, part, lambda: self._loads.add(part))
 
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
-        """Send the values of a write to come (the whole unit's vector)."""
+        """See ``Transfers.stage``."""
         header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
         message = pb.StageRequest(header=header).SerializeToString()
         part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=message)
@@ -201,7 +203,7 @@ class WireTransfers:
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> None:
-        """Send gradients (the whole unit's vector), when it is their turn."""
+        """Send gradients when it is their turn; see ``GradientSender.push``."""
         dtype = self._options.push_dtype(unit)
         header = pb.PushRequest.Header(
             contribution=translate.contribution_to_pb(contribution),
@@ -222,7 +224,7 @@ class WireTransfers:
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
-        """Fill the shards' ranges of ``out`` (the whole unit's vector) once they have ``version``."""
+        """See ``Transfers.fetch``."""
         awaited = f"{unit.name} v{version}"
         part = _Fetch(gather=gather, awaited=awaited, shards=shards, version=version, what=kind, out=out)
         if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
@@ -232,7 +234,7 @@ class WireTransfers:
         self._when(published, part, lambda: self._fetches.add(part))
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
-        """Done once all ``shards`` have ``version``, or the owner is to be asked for it: it is ending the run."""
+        """See ``Transfers.published``."""
         published = self._board.when(self._link.owner, _indices(shards), version)
         return self._watch.watch(published, self._name(awaited), partial(self._describe_step, shards[-1]))
 
@@ -243,7 +245,7 @@ class WireTransfers:
     # ---- waiting
 
     def _when(self, ready: Future[None], part: _Fetch | _Send, go: Callable[[], object]) -> None:
-        """Let a part go when ``ready`` is done."""
+        """Start a part once ``ready`` is done; if ``ready`` fails, the part ends with its error."""
 
         def begin(done: Future[None]) -> None:
             error = done.exception()
@@ -252,13 +254,13 @@ class WireTransfers:
                 return
             try:
                 go()
-            except RuntimeError:  # the threads have ended
+            except RuntimeError:  # the pool is shut down
                 part.gather.end(StoreClosedError(f"rank {self._link.rank} used its store after close()"))
 
         ready.add_done_callback(begin)
 
     def _fetch_early(self, part: _Fetch) -> None:
-        """Ask now for what will be published later; a fetch that is cancelled or fails ends the call."""
+        """Request now what will be published later. When the fetch fails or is cancelled, the call ends."""
         try:
             call = self._link.begin_fetch(self._request([part]), None)
         except RayZeroError as error:
@@ -274,7 +276,7 @@ class WireTransfers:
         return f"{awaited} from optimizer {self._link.owner}"
 
     def _describe_step(self, shard: Shard, timeout_s: float) -> Future[str]:
-        """The same, and whom the lead waits for: the owner may do nothing because some rank does nothing."""
+        """What the owner does for a shard, and whom the lead waits for: the owner may be idle because a rank is."""
         lead_says = self._lead_says(timeout_s)
         both: Future[str] = Future()
 
@@ -287,13 +289,13 @@ class WireTransfers:
         return both
 
     def _describe(self, shard: Shard, timeout_s: float) -> Future[str]:
-        """What the owner does for a shard."""
+        """What the owner says it does for a shard."""
         return self._link.describe(pb.DescribeRequest(shard=shard.index), timeout_s)
 
     # ---- moving, in a thread of a pool
 
     def _run(self, move: Callable[[list[Any]], None], parts: list[Any]) -> None:
-        """Move parts together; if that fails, each alone: the error of one is not the others'."""
+        """Move parts together; if that fails, move each alone, so that the error of one does not fail the others."""
         going = [part for part in parts if not part.ended and part.gather.start()]
         if not going:
             return
@@ -315,7 +317,7 @@ class WireTransfers:
         )
 
     def _download(self, parts: list[_Fetch]) -> None:
-        """Fetch what is published; each part ends when its bytes are there."""
+        """Fetch published shards; each part ends when its bytes are there."""
 
         def stream() -> None:
             left = [part for part in parts if not part.ended]
@@ -325,7 +327,7 @@ class WireTransfers:
         self._with_retries("fetch", stream)
 
     def _receive_early(self, call: Any, parts: list[_Fetch]) -> None:
-        """Take what was asked for early; its later shards may still be on their way to being published."""
+        """Receive a fetch that was sent early; its later shards may not be published yet."""
         calls = [call]
 
         def stream() -> None:
@@ -335,7 +337,7 @@ class WireTransfers:
         self._with_retries("fetch", stream)
 
     def _receive(self, call: Any, parts: list[_Fetch]) -> None:
-        """Put what a Fetch brings in place."""
+        """Read a Fetch's messages into its parts."""
 
         def describe(timeout_s: float) -> Future[str]:
             part = next((part for part in parts if not part.ended), parts[-1])
@@ -376,7 +378,8 @@ class WireTransfers:
     def _watching(
         self, call: Any, what: str, describe: Describe, counted: _Counted | None = None
     ) -> Iterator[_Counted]:
-        """Around a stream: a StallError when neither messages nor the owner's news come. Yields what counts them."""
+        """Wraps a stream: raises StallError when no message passes and the owner makes no progress. Yields the counter
+        of messages."""
         counted = counted or _Counted()
         moving: Future[None] = Future()
         moving.add_done_callback(lambda _: call.cancel())
@@ -392,7 +395,7 @@ class WireTransfers:
             settle(moving, None)
 
     def _with_retries(self, direction: str, stream: Callable[[], None]) -> None:
-        """Run a stream that may be repeated whole; only a failed link or damaged bytes are tried again."""
+        """Run a stream, and repeat all of it if the link fails or bytes are damaged. Raises other errors at once."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 return stream()
@@ -403,7 +406,7 @@ class WireTransfers:
                     raise ended from error  # it says more than a lost connection
                 if left == 0 or closing:
                     raise
-                log.warning("rank %d: %s again after: %s", self._link.rank, direction, error)
+                log.warning("rank %d: repeats a %s after: %s", self._link.rank, direction, error)
                 self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
 
     def _count(self, direction: str, part: _Fetch | _Send, dtype: torch.dtype, sent_as: torch.dtype) -> None:
@@ -411,8 +414,8 @@ class WireTransfers:
 
 
 def transfer_threads(num_owners: int, rank: int, direction: str) -> tuple[ThreadPoolExecutor, int]:
-    """Threads that move one rank's bytes in one direction, and how many of them one owner may have: pushes never queue
-    behind fetches, nor behind those to an owner that stands still."""
+    """The threads that move one rank's bytes in one direction, and how many of them one owner may hold. So a push never
+    queues behind fetches, or behind the pushes to an owner that hangs."""
     threads = min(8, max(2, num_owners))
     name = f"rayzero-rank{rank}-{direction}"
     pool = ThreadPoolExecutor(threads, name, initializer=use_torch_threads, initargs=(1,))
