@@ -211,7 +211,7 @@ def attach_request(spec: ModelSpec, **changes: Any) -> pb.AttachRequest:
             {"protocol_version": PROTOCOL_VERSION + 1},
             f"rank 0 speaks protocol {PROTOCOL_VERSION + 1}, optimizer 0 speaks {PROTOCOL_VERSION}",
         ),
-        ({"owner": 1, "num_owners": 2}, "takes this server for optimizer 1 of 2, it is optimizer 0 of 1"),
+        ({"owner": 1, "num_owners": 2}, "takes this server for optimizer 1 of 2, but it is optimizer 0 of 1"),
         ({"layout_digest": "0" * 64}, "rank 0 describes a layout with digest 0000.*, optimizer 0 computes"),
     ],
 )
@@ -230,7 +230,7 @@ def test_addresses_in_the_wrong_order_are_refused() -> None:
     with (
         serving(2) as servers,
         connected(servers[::-1]) as (store,),
-        pytest.raises(HandshakeError, match="takes this server for optimizer 0 of 2, it is optimizer 1 of 2"),
+        pytest.raises(HandshakeError, match="takes this server for optimizer 0 of 2, but it is optimizer 1 of 2"),
     ):
         store.attach(make_spec(1))
 

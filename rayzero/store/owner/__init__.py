@@ -1,1 +1,1 @@
-"""The owner's end of the store: the server, what it does for each call, and its shared memory."""
+"""The owner's end of the store: its server, the handlers of its calls, and its shared memory."""

@@ -1,4 +1,4 @@
-"""What a run keeps for each of its prepared models."""
+"""Keeps one object for each prepared model of a run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 class ByModel(Generic[T]):
-    """One of something for each prepared model, by number: the order of the ``prepare()`` calls, equal on all ranks.
+    """One object for each prepared model, by number: the order of the ``prepare()`` calls, equal on all ranks.
 
-    Made when first asked for, each once. Knows numbers; not what it makes. Thread-safe."""
+    Each is made once, at its first use. Knows numbers; not what it makes. Thread-safe."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
-        """``make(number)`` is called with this locked, for 0, then 1, and so on."""
+        """``make(number)`` is called under the lock, for 0, then 1, and so on."""
         self._make = make
         self._made: list[T] = []
         self._lock = threading.Lock()
         self._closed = False
 
     def __getitem__(self, number: int) -> T:
-        """That of model ``number``. Raises StoreError for a number that skips some, StoreClosedError for a new one
-        after ``close``."""
+        """The object of model ``number``, made now if it is the next one. Raises StoreError for a number beyond that,
+        StoreClosedError for a new one after ``close``."""
         if (found := self.known(number)) is not None:
             return found
         with self._lock:
@@ -38,16 +38,16 @@ class ByModel(Generic[T]):
             return self._made[number]
 
     def known(self, number: int) -> T | None:
-        """That of model ``number`` if it was made; waits for nothing."""
+        """The object of model ``number`` if it has been made; does not wait."""
         return self._made[number] if 0 <= number < len(self._made) else None
 
     @property
     def made(self) -> Sequence[T]:
-        """All there are now, in order."""
+        """All objects made so far, in order."""
         return tuple(self._made)
 
     def close(self) -> Sequence[T]:
-        """Make no more; all there are, for who has to end them. Idempotent."""
+        """Make no more objects. Returns those made, which the caller closes. Idempotent."""
         with self._lock:
             self._closed = True
         return self.made

@@ -1,7 +1,7 @@
-"""What an owner's gRPC server does for each call: unpack, call a plain object, pack.
+"""Handles each call to an owner's gRPC server: unpack, call a plain object, pack.
 
-All of it runs on the process's one event loop. A call that waits for another client awaits, it never holds a
-thread; a call that computes or allocates runs in a thread of its own.
+Handlers run on the process's one event loop. A call that waits for another client awaits and never holds a thread; a
+call that computes or allocates runs in the model's thread pool.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ Requests = AsyncIterator[bytes]
 
 log = logging.getLogger(__name__)
 
-_REFUSALS_EVERY_S = 10.0  # between two lines of the log about calls without the token
+_REFUSALS_EVERY_S = 10.0  # between two warnings about calls without the token
 
 
 async def _sections(requests: Requests, message: type[Any]) -> AsyncIterator[tuple[Any, Requests]]:
-    """What a client's stream holds, one after the other: a header, and its chunks, which the caller reads to the end
-    of what the header says before it asks for the next."""
+    """The sections of a client's stream, one after the other: a header and its chunks. The caller reads all chunks that
+    the header announces before it asks for the next section."""
     opening: bytes | None = await anext(requests, b"")
     while opening is not None:
         header = decode_header(opening)
         if header is None:
-            raise TransferError(f"{message.__name__}: a header must come here")
+            raise TransferError(f"{message.__name__}: the stream has chunks where a header must come")
         yield message.Header.FromString(header), _chunks(opening, requests)
         opening = await anext(requests, None)
 
@@ -73,14 +73,14 @@ async def _chunks(first: bytes, requests: Requests) -> Requests:
 
 
 async def _receive(chunks: Requests, shard: int, size_bytes: int, out: Bytes | None) -> None:
-    """Put one shard of a client's stream into ``out``; None: drop it."""
+    """Read one shard of a client's stream into ``out``; None: drop it."""
     assembly = Assembly(shard, size_bytes, out)
     while not assembly.complete:
         assembly.take(await anext(chunks, None))
 
 
 def _wire_dtype(wire_format: int, unit: UnitLayout) -> torch.dtype:
-    """In what dtype a unit's gradients come."""
+    """The dtype in which a unit's gradients come. Raises StoreError if the unit cannot have ``wire_format``."""
     if wire_format == pb.WIRE_FORMAT_UNSPECIFIED:
         return unit.dtype
     if wire_format == pb.WIRE_FORMAT_BF16 and unit.dtype == torch.float32:
@@ -89,7 +89,7 @@ def _wire_dtype(wire_format: int, unit: UnitLayout) -> torch.dtype:
 
 
 class RankCalls:
-    """StoreService: what ranks ask for."""
+    """StoreService: the calls of ranks."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -98,7 +98,8 @@ class RankCalls:
     # ---- attach, notices, leave
 
     async def attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
-        """Compare both sides, then let the service allocate or compare."""
+        """Check that both sides agree, then let the service allocate or compare. Raises HandshakeError if the two sides
+        differ."""
         service = self._model.service
         self._require_same_terms(request)
         spec = translate.spec_from_bytes(request.spec)
@@ -123,7 +124,7 @@ class RankCalls:
         )
 
     async def share(self, request: pb.ShareRequest, context: Context) -> pb.ShareResponse:
-        """Map what the rank shares."""
+        """Map the slabs that the rank shares. Raises StoreError if this owner shares no memory."""
         if self._model.shared is None:
             raise StoreError(f"optimizer {self._model.service.owner} shares no memory; use transport='grpc'")
         paths = translate.paths_from_pb(request.files)
@@ -140,7 +141,7 @@ class RankCalls:
         if (request.owner, request.num_owners) != (service.owner, service.num_owners):
             raise HandshakeError(
                 f"rank {request.rank} takes this server for optimizer {request.owner} of {request.num_owners}, "
-                f"it is optimizer {service.owner} of {service.num_owners}"
+                f"but it is optimizer {service.owner} of {service.num_owners}"
             )
 
     def _connected_lead(self) -> StepLead:
@@ -149,7 +150,7 @@ class RankCalls:
         return self._model.lead
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
-        """Tell the rank what is published until it leaves; one whose stream breaks before that is gone."""
+        """Tell the rank what is published until it leaves. If the stream breaks before that, the rank is gone."""
         stream = self._model.published.open()
         try:
             while True:
@@ -167,7 +168,7 @@ class RankCalls:
             self._gone(rank, "connection lost")
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        """The rank goes on purpose."""
+        """The rank leaves on purpose."""
         self._model.left.add(request.rank)
         self._gone(request.rank, request.reason)
         return pb.LeaveResponse()
@@ -183,7 +184,7 @@ class RankCalls:
     # ---- bytes
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
-        """Stream shards as they are at the version asked for, each as soon as it is published."""
+        """Stream shards at the requested version, each as soon as it is published."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         for index in request.shards:
             values = await result_of(self._model.service.read(index, request.version, request.kind))
@@ -191,7 +192,7 @@ class RankCalls:
                 await context.write(message)
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
-        """Put gradients into the memory that the pushing rank has here; it may wait for that rank's earlier pushes."""
+        """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
         async for header, chunks in _sections(requests, pb.PushRequest):
             contribution = translate.contribution_from_pb(header.contribution)
             for index in header.shards:
@@ -212,11 +213,11 @@ class RankCalls:
         await self._model.compute(service.landed, contribution, index, came)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
-        """Take initial weights, one shard at a time."""
+        """Receive initial weights, one shard at a time."""
         async for header, chunks in _sections(requests, pb.LoadRequest):
             for index in header.shards:
                 await self._load_shard(index, header.unit, chunks)
-        if self._model.service.is_loaded:  # what came is of no more use: as much again as the model's weights
+        if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
             await self._model.compute(give_back_freed)
         return pb.LoadResponse()
 
@@ -227,7 +228,7 @@ class RankCalls:
         await self._model.compute(self._model.service.load, index, values)
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
-        """Keep the values of a write to come."""
+        """Receive the values of a write and keep them until the write."""
         async for header, chunks in _sections(requests, pb.StageRequest):
             for index in header.shards:
                 shard, unit = self._model.shard(index, header.unit)
@@ -237,7 +238,7 @@ class RankCalls:
         return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """What is going on with a shard, in words."""
+        """Say what this owner does for a shard or, with ``step``, what the lead waits for."""
         if request.step:
             return pb.DescribeResponse(text=self._model.require_lead().describe())
         self._model.shard(request.shard)
@@ -246,7 +247,7 @@ class RankCalls:
     # ---- the step
 
     async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
-        """One rank is done pushing; answers when all are."""
+        """One rank has pushed everything; answers when all ranks have."""
         answer = await self._answer("Finish", request.report.rank, request, context)
         return answer or pb.FinishResponse(waiting=self._waiting())
 
@@ -271,17 +272,17 @@ class RankCalls:
         return answer or pb.SaveResponse(waiting=self._waiting())
 
     async def write(self, request: pb.WriteRequest, context: Context) -> pb.WriteResponse:
-        """Change a unit; answers when it is done for all ranks."""
+        """Change a unit; answers when it is changed for all ranks."""
         answer = await self._answer("Write", request.rank, request, context)
         return answer or pb.WriteResponse(waiting=self._waiting())
 
     async def mean(self, request: pb.MeanRequest, context: Context) -> pb.MeanResponse:
-        """One rank's part of a mean; answers when all have given theirs."""
+        """One rank's part of a mean; answers when all ranks have given theirs."""
         answer = await self._answer("Mean", request.rank, request, context)
         return answer or pb.MeanResponse(waiting=self._waiting())
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
-        """The response to a call that a rank may make again; None: not yet."""
+        """The response to a call that a rank may repeat; None: not yet."""
         answer = self._repeats.once(rank, request, lambda: self._model.steps.begin(method, request))
         return await self._wait(answer, context)
 
@@ -302,13 +303,13 @@ def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.No
 
 
 class LeadCalls:
-    """OwnerService: what the lead asks of this owner."""
+    """OwnerService: the lead's calls to this owner."""
 
     def __init__(self, model: ServedModel) -> None:
         self._service, self._steps = model.service, model.steps
 
     async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
-        """Norm parts, once every counted push is there."""
+        """Return the norm parts once every counted push is there."""
         return await result_of(self._steps.begin("Collect", request))
 
     async def apply(self, request: pb.ApplyRequest, context: Context) -> Any:
@@ -316,7 +317,7 @@ class LeadCalls:
         return await result_of(self._steps.begin("Apply", request))
 
     async def overwrite(self, request: pb.OverwriteRequest, context: Context) -> Any:
-        """Make a write."""
+        """Apply a write."""
         return await result_of(self._steps.begin("Overwrite", request))
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
@@ -335,7 +336,7 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class ModelCalls:
-    """All that is asked of an owner for one prepared model."""
+    """All calls to an owner for one prepared model."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
@@ -345,7 +346,7 @@ class ModelCalls:
         }
 
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
-        """Do what a method is for: ``GetDecision`` is the function ``get_decision``."""
+        """Call the handler of a method: ``get_decision`` for ``GetDecision``."""
         behaviour: Behaviour = getattr(self._services[service], _function_name(method))
         with self.model.running():
             return await behaviour(request, context)
@@ -355,7 +356,8 @@ FindModel = Callable[[int], Awaitable[ModelCalls]]  # by number
 
 
 def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> Behaviour:
-    """The method for callers that were let in, counted; its errors of our tree become a status with metadata."""
+    """The handler of a method for callers with the token. It counts calls, and turns a RayZeroError into a status with
+    metadata."""
 
     def count(code: grpc.StatusCode, began: float) -> None:
         recorder.add(GRPC_REQUESTS, method=method, code=code.name)
@@ -382,12 +384,12 @@ def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> 
 class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
     """Both services of store.proto, behind the run's token.
 
-    [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. Who has none gets a
-    handler for streams that reads nothing and ends the call: of the body no more than HTTP/2's flow control lets
-    through is ever in this process, and nothing is parsed. (A unary handler is called with a body that was read.)"""
+    [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. A call without it gets a
+    handler for streams that reads nothing and ends the call: this process never holds more of the body than HTTP/2's
+    flow control lets through, and parses none of it. (A unary handler is only called once the body has been read.)"""
 
     def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
-        """``find`` gives each prepared model."""
+        """``find``: returns the calls of a prepared model, by its number."""
         self._token, self._recorder = token, recorder
         self._handlers = {
             method.path: method.handler(_guarded(service, name, find, recorder))
@@ -397,7 +399,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
         self._refused, self._told = 0, -math.inf  # refused calls since the last warning; time of that warning
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Who answers a call, by its metadata alone."""
+        """Choose a call's handler from its metadata alone."""
         path = handler_call_details.method
         handler = self._handlers.get(path)
         if handler is None or token_matches(handler_call_details.invocation_metadata or (), self._token):
@@ -407,7 +409,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
     async def _refuse(self, method: str, requests: Requests, context: Context) -> None:
         self._recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
         self._refused += 1
-        if time.monotonic() - self._told >= _REFUSALS_EVERY_S:  # a caller that tries on fills no log
+        if time.monotonic() - self._told >= _REFUSALS_EVERY_S:  # a caller that keeps trying must not fill the log
             log.warning("refused %d calls, now from %s: wrong or missing token", self._refused, context.peer())
             self._refused, self._told = 0, time.monotonic()
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")

@@ -1,4 +1,4 @@
-"""An owner's health, as grpc.health.v1 tells it: for probes, which have no token."""
+"""Reports an owner's health by grpc.health.v1, for probes, which have no token."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 SERVICE = "grpc.health.v1.Health"
 
-_WATCHERS = 64  # at once: callers without a token must not fill this process's memory
+_WATCHERS = 64  # the most at once: callers without a token must not fill this process's memory
 
 
 class Health:
     """Answers whether this owner serves.
 
-    [Note: requests unread] Callers show no token, so nothing of what they send is read, not even which service they
-    ask for: all services of a server are in one state, and an unknown one is answered alike. Runs on the event loop."""
+    [Note: requests unread] Callers show no token, so nothing they send is read, not even which service they ask about:
+    all services of a server are in one state, and an unknown one gets the same answer. Runs on the event loop."""
 
     def __init__(self) -> None:
         self._status, self._watchers = HealthCheckResponse.SERVING, 0
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Say from now on that it does not serve."""
+        """Answer from now on that this owner does not serve."""
         self._status = HealthCheckResponse.NOT_SERVING
         self._changed.set()
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """For a grpc.aio server."""
+        """The handler for a grpc.aio server."""
         answer = HealthCheckResponse.SerializeToString
         return grpc.method_handlers_generic_handler(
             SERVICE,

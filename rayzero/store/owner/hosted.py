@@ -1,4 +1,4 @@
-"""One owner of a run: for each prepared model its shards, and where they are shared with ranks of the same host."""
+"""Holds one owner's part of each prepared model: its shards, and the memory it shares with ranks of its host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rayzero.telemetry.recorder import LaterModelRecorder, NullRecorder, Recorde
 
 
 class Hosted(NamedTuple):
-    """What an owner has of one prepared model."""
+    """One owner's part of one prepared model."""
 
     service: ShardService
-    shared: SharedOwner | None  # None: its memory is its own
+    shared: SharedOwner | None  # None: it shares no memory
 
 
 class HostedModels:
-    """What an owner has of every prepared model of its run. The models share one memory budget.
+    """One owner's part of every prepared model of its run. The models share one memory budget.
 
-    Knows what an owner is made with; not who asks for it."""
+    Knows how an owner's part is made; not who asks for it."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class HostedModels:
         norms_every: int | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """``share``: directory of memory that is shared with ranks of this host; None: do not share. The others: see
-        ``ShardService``."""
+        """``share``: the directory for memory shared with ranks of this host; None: share none. For the other arguments
+        see ``ShardService``."""
         self._owner, self._num_owners, self._share = owner, num_owners, share
         self._threads, self._memory_budget = threads, memory_budget
         self._recorder, self._norms_every, self._device = recorder or NullRecorder(), norms_every, device
         self._models = ByModel(self._make)
 
     def __getitem__(self, number: int) -> Hosted:
-        """That of one model, made when first asked for. See ``ByModel``."""
+        """The part of model ``number``, made at its first use. See ``ByModel``."""
         return self._models[number]
 
     def _make(self, number: int) -> Hosted:
@@ -65,16 +65,16 @@ class HostedModels:
 
     @property
     def planned_bytes(self) -> int:
-        """What the models' plans say they need; 0 before the first attach."""
+        """The bytes that the models' plans need; 0 before the first attach."""
         return sum(hosted.service.planned_bytes for hosted in self._models.made)
 
     @property
     def decided_steps(self) -> int:
-        """Decisions taken in for the newest model since its first attach: what it needs is in use after some."""
+        """Decisions accepted for the newest model since its first attach: after a few, all its memory is in use."""
         made = self._models.made
         return made[-1].service.decided_steps if made else 0
 
     def close(self) -> None:
-        """Free the shards; after the server in front of them has stopped. Idempotent."""
+        """Free the shards, after the server in front of them has stopped. Idempotent."""
         for hosted in self._models.close():
             hosted.service.close()

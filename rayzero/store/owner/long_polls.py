@@ -1,4 +1,4 @@
-"""How calls of an owner's server wait: on the event loop, holding no thread, asked again until there is an answer."""
+"""Lets calls to an owner's server wait on the event loop without a thread, repeated until there is an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def ended(future: Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait until ``future`` is done, holding no thread and never cancelling it; False after ``timeout_s``."""
+    """Wait until ``future`` is done, without holding a thread or cancelling it; False after ``timeout_s`` seconds."""
     if future.done():
         return True
     loop = asyncio.get_running_loop()
@@ -32,9 +32,9 @@ async def result_of(future: Future[T]) -> T:
 
 
 class Repeats:
-    """The calls that wait for others, by their request: asked again (a long poll, a retry), they are the same call.
+    """The calls that wait for other ranks, by request: a repeated request (a long poll, a retry) is the same call.
 
-    Knows a rank's last calls; not what they do."""
+    Knows a rank's latest calls; not what they do."""
 
     def __init__(self, kept: int = 8) -> None:
         self._kept = kept

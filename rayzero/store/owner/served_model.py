@@ -1,4 +1,4 @@
-"""One prepared model as its owner's server has it: its service, its listeners, the calls that run, its lead."""
+"""What an owner's server has for one prepared model: its service, its listeners, the running calls and its lead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTerms:
-    """What a server has for all of its models: see ``OwnerServer``."""
+    """The options that all models of a server share; see ``OwnerServer``."""
 
     token: str = field(repr=False)
     tls: TlsFiles | None
@@ -41,15 +41,15 @@ class ServerTerms:
 class ServedModel:
     """One prepared model's service behind a server, and its lead.
 
-    Knows the model's number, its peers and the calls that run; not what a call does, addresses of its own, or the other
-    models. After its construction all but ``connect_peers``, ``end`` and ``close`` is the event loop's."""
+    Knows the model's number, its peers and the running calls; not what a call does, its own address, or other models.
+    After construction only ``connect_peers``, ``end`` and ``close`` may be called off the event loop."""
 
     def __init__(self, number: int, hosted: Hosted, terms: ServerTerms) -> None:
         """Call it off the event loop."""
-        self.service, self.shared = hosted  # ``shared``: where this owner shares memory with its host
+        self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self.published = PublishStreams(shared_loop().loop)
-        self.steps = StepCalls(self)  # what is asked within a step, whoever carries it
+        self.steps = StepCalls(self)  # calls within a step, over any transport
         self.lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
         self.spec: ModelSpec | None = None  # set by the first attach
         self.leads = False  # this owner has shard 0
@@ -85,36 +85,36 @@ class ServedModel:
         peers.insert(service.owner, service)
         self.lead = StepLead(peers, shared, service.recorder)
 
-    # ---- what its calls share
+    # ---- for its calls
 
     def take_spec(self, spec: ModelSpec) -> None:
-        """Remember what the first rank attached with."""
+        """Keep the spec of the first rank that attaches."""
         if self.spec is None:
             self.spec = spec
             self.leads = owner_map(spec, self.service.num_owners).owns(self.service.owner, 0)
 
     def require_lead(self) -> StepLead:
-        """The lead; an error when this owner is not it."""
+        """The lead. Raises StoreError if this owner does not lead."""
         if self.lead is None or not self.leads:
             raise StoreError(f"optimizer {self.service.owner} is not the lead owner, or no rank has attached to it")
         return self.lead
 
     def shard(self, index: int, unit: int | None = None) -> tuple[Shard, UnitLayout]:
-        """A shard and its unit; an error when the layout has no such shard or it is not of ``unit``."""
+        """A shard and its unit. Raises StoreError if the layout has no such shard, or ``unit`` does not have it."""
         if self.spec is None:
-            raise StoreError(f"optimizer {self.service.owner}: attach before anything else")
+            raise StoreError(f"optimizer {self.service.owner}: no rank has attached yet; call attach() first")
         shards = self.spec.layout.shards
         if not 0 <= index < len(shards) or unit not in (None, shards[index].unit):
-            raise StoreError(f"optimizer {self.service.owner}: no shard {index} in unit {unit}")
+            raise StoreError(f"optimizer {self.service.owner}: there is no shard {index} in unit {unit}")
         return shards[index], self.spec.layout.units[shards[index].unit]
 
     async def compute(self, work: Callable[..., T], *args: Any) -> T:
-        """Run what allocates or computes off the event loop. It must wait for no other client."""
+        """Run ``work``, which allocates or computes, off the event loop. It must not wait for another client."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around every call: ``end_calls`` ends it with a StoreError."""
+        """Wraps every call, so that ``end_calls`` ends it with a StoreError."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -130,19 +130,19 @@ class ServedModel:
     # ---- the end
 
     def end(self) -> None:
-        """Fail all that waits, before the server stops listening."""
+        """Fail every wait, before the server stops listening."""
         self.stopping = True
         self.service.abort(StoreError(f"optimizer {self.service.owner} was stopped"))
-        if self.leads and self.lead is not None:  # it ends the run for all; who leads nobody does not
+        if self.leads and self.lead is not None:  # it ends the run for all owners
             self.lead.close()
 
     def end_calls(self) -> None:
-        """End every call that runs now."""
+        """End every running call."""
         for task in self._calls:
             task.cancel()
 
     def close(self) -> None:
-        """Close the connections to peers and what is shared, after the server has stopped."""
+        """Close the connections to peers and the shared memory, after the server has stopped."""
         for peer in self._peers:
             peer.close()
         if self.shared is not None:

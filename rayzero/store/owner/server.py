@@ -1,4 +1,4 @@
-"""An owner's gRPC server: its prepared models behind one address."""
+"""Serves an owner over gRPC, with all of its prepared models behind one address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.store.wire.rpc import SERVER_OPTIONS, TlsFiles
 
 _QUICK_S = 30.0  # starting and stopping a server
-_GRACE_S = 2.0  # for calls to end when the server stops
+_GRACE_S = 2.0  # time for calls to end when the server stops
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class OwnerServer:
     ``StepLead``.
 
     Knows its address, its models and when it is stopping; not what a call does (handlers.py). All servers of a
-    process share one event-loop thread. Services are not its own: whoever made them closes them, after ``stop()``.
+    process share one event-loop thread. The server does not own its services: whoever made them closes them, after
+    ``stop()``.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class OwnerServer:
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
-        ``service``, ``shared``: of the run's first prepared model; ``shared``: its memory, to be shared with ranks of
-        the same host. ``models``: has those of the models after it; None: they are refused.
-        ``token``: what every caller must send, not empty. ``poll_s``: how long a call that waits for other ranks is
-        held before its caller is told to ask again. ``peer_timeout_s``: deadline of the lead's calls that compute.
-        ``interceptors``: grpc.aio server interceptors, around every call. Raises StoreError when the port is taken.
+        ``service``: the service of the run's first prepared model. ``shared``: the memory that it shares with ranks of
+        its host; None: it shares none. ``models``: makes the later models' services; None: later models are refused.
+        ``token``: what every caller must send. ``poll_s``: seconds that a call may wait for other ranks before its
+        caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
+        ``interceptors``: grpc.aio server interceptors, around every call.
+
+        Raises ConfigError for an empty token, StoreError if the port is taken.
         """
         if not token:
             raise ConfigError("token must not be empty: it is all that keeps others on this network out of the run")
@@ -71,18 +74,18 @@ class OwnerServer:
             log.warning("optimizer %d listens on %s without TLS", service.owner, self.address)
 
     def _serve(self, number: int) -> ModelCalls:
-        """One model, from its first call on."""
+        """Make what serves one model, at the model's first call."""
         if not number:
             return self._first
         if self._hosted is None:
-            raise StoreError(f"optimizer {self._owner} serves one prepared model, it was asked for model {number}")
+            raise StoreError(f"optimizer {self._owner} serves one prepared model, but was asked for model {number}")
         served = ServedModel(number, self._hosted[number], self._terms)
         if self._addresses is not None:
             served.connect_peers(self._addresses)
         return ModelCalls(served)
 
     async def _find(self, number: int) -> ModelCalls:
-        """A model by its number. One that is new is made off the event loop: it opens channels."""
+        """Find a model by its number. A new one is made off the event loop, because that opens channels."""
         calls = self._models.known(number)
         return calls if calls is not None else await self._first.model.compute(lambda: self._models[number])
 
@@ -106,9 +109,9 @@ class OwnerServer:
             raise StoreError(f"optimizer {self._owner} cannot listen on {address}: {exc}") from exc
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
-        """Tell this owner where all owners listen (by index, itself included), before the first rank attaches.
+        """Give this owner the addresses of all owners (by index, itself included), before the first rank attaches.
 
-        The owner of shard 0 leads with it; on the others it is unused."""
+        Only the owner of shard 0, which leads, uses them. Raises ConfigError unless there is one for each owner."""
         self._first.model.connect_peers(addresses)
         self._addresses = tuple(addresses)
 
@@ -128,7 +131,7 @@ class OwnerServer:
         self._health.stop()
         for model in served:
             model.end_calls()
-        await self._server.stop(_GRACE_S)  # what is left is answering; without grace callers would see a reset link
+        await self._server.stop(_GRACE_S)  # without grace, callers whose calls just ended would see a reset link
 
     def __enter__(self) -> OwnerServer:
         return self
@@ -138,7 +141,7 @@ class OwnerServer:
 
 
 def serve_models(models: HostedModels, **options: Any) -> OwnerServer:
-    """A server in front of all that an owner has. ``options``: see ``OwnerServer``."""
+    """Serve all of an owner's models. ``options``: see ``OwnerServer``."""
     service, shared = models[0]
     return OwnerServer(service, shared=shared, models=models, **options)
 

@@ -1,4 +1,4 @@
-"""An owner's end of shared memory: what it publishes there, and what it hears from ranks and from the lead."""
+"""An owner's end of shared memory: publishes versions there, and takes in what ranks and the lead write."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Rank:
 
 
 class SharedOwner:
-    """Publishes an owner's versions in shared memory and takes in what the ranks of its host push and ask.
+    """Publishes an owner's versions in shared memory and takes in the pushes and questions of its host's ranks.
 
     Knows slabs, bells and mailboxes; not what a step is. One thread listens; it waits for nothing but its bell."""
 
@@ -54,10 +54,10 @@ class SharedOwner:
         self.host = host_identity(directory)
         self._life = secrets.randbits(63)
         self._lock = threading.Lock()
-        self._looking = threading.Lock()  # around every look at what others wrote: each piece is taken once
-        self._failed = False  # something could not be heard
+        self._looking = threading.Lock()  # held while reading what others wrote, so that each message is taken once
+        self._failed = False  # a message could not be read
         self._ranks: dict[int, _Rank] = {}
-        self._orders: dict[int, Asker] = {}  # of the lead: owner -> where it asks
+        self._orders: dict[int, Asker] = {}  # on the lead: its mailbox to each other owner
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
         self._listener: Listener | None = None
@@ -68,9 +68,9 @@ class SharedOwner:
     # ---- memory
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> OwnerSlabs:
-        """Slabs for this owner's tensors and signals; see ``MemoryMaker``. Slabs of dead runs are swept first.
+        """Make the slabs for this owner's tensors and signals; see ``MemoryMaker``. Sweeps slabs of dead runs first.
 
-        Raises MemoryPlanError, before anything is allocated, where they and the ranks' gradients do not fit."""
+        Raises MemoryPlanError, before anything is allocated, if they and the ranks' gradients do not fit."""
         swept = sweep(self.directory)
         if swept:
             size = format_bytes(sum(size for _, size in swept))
@@ -86,17 +86,17 @@ class SharedOwner:
         return self._memory
 
     def offer(self) -> SharedPaths:
-        """What a rank of this host needs to join, after the service has attached."""
+        """The files that a rank of this host has to map, after the service has attached."""
         assert self._memory is not None
         return SharedPaths(str(self._own_control().path), tuple(map(str, self._memory.paths)))
 
     def serve(self, service: ShardService, steps: StepCalls) -> None:
-        """Publish what ``service`` does; ``steps`` answers what comes through mailboxes."""
+        """Publish the versions of ``service``; ``steps`` answers questions from mailboxes."""
         self._service, self._steps = service, steps
         service.on_publish(self._publish)
 
     def record(self, decision: Decision) -> None:
-        """Of the lead: keep a decision where it outlives this process."""
+        """On the lead: record a decision where it outlives this process."""
         write_record(self._own_control(), decision)
 
     # ---- joining
@@ -104,7 +104,7 @@ class SharedOwner:
     def join(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str]) -> None:
         """Map a rank's slabs and, once, the control slabs of the other owners of this host (owner -> path).
 
-        Raises HandshakeError where they are not of this run, StoreError where they cannot be mapped."""
+        Raises HandshakeError if they are not from this run, StoreError if they cannot be mapped."""
         plan = self._plan
         assert plan is not None
         who = f"optimizer {self.owner}"
@@ -125,7 +125,7 @@ class SharedOwner:
         self._bell.ring()
 
     def _meet_owners(self, owners: Mapping[int, str]) -> None:
-        """Mailboxes between the lead and the others, made at the first rank's join."""
+        """Open the mailboxes between the lead and the other owners, at the first rank's join."""
         plan = self._plan
         assert plan is not None
         lead = plan.shard_map.owner(0)
@@ -149,17 +149,17 @@ class SharedOwner:
         assert self._control is not None
         return self._control
 
-    # ---- talking
+    # ---- messages
 
     def _publish(self, published: Sequence[Published]) -> None:
-        """In the updater thread: lines first, then every rank's bell."""
+        """Runs in the updater's thread: writes the lines first, then rings every rank's bell."""
         for each in published:
             self._lines.publish(each)
         for rank in list(self._ranks.values()):
             rank.bell.ring()
 
     def ask(self, owner: int, method: str, request: bytes) -> Future[bytes] | None:
-        """The lead asks another owner; None where shared memory does not reach it."""
+        """On the lead: ask another owner; None if shared memory does not reach it, or cannot take the question."""
         asker = self._orders.get(owner)
         return asker.ask(method, request) if asker is not None else None
 
@@ -168,11 +168,12 @@ class SharedOwner:
             self._look()
 
     def _hear(self, take: Callable[[], None]) -> None:
-        """A message that cannot be read ends the run. Others are still read, so that ranks that ask get the error."""
+        """Take one kind of message. One that cannot be read ends the run; others are still read, so that ranks that ask
+        get the error."""
         try:
             take()
-        except Exception as exc:  # the supervision loop of all that this owner hears
-            if not self._failed:  # again at every look
+        except Exception as exc:  # this loop supervises everything that the owner reads
+            if not self._failed:  # it would be logged again at every look
                 log.exception("optimizer %d cannot go on", self.owner)
             self._failed = True
             self._service.abort(exc if isinstance(exc, StoreError) else StoreError(f"an owner failed: {exc!r}"))
@@ -205,8 +206,8 @@ class SharedOwner:
     # ---- the end
 
     def leave(self, rank: int) -> None:
-        """A rank is gone: what it said before is heard first, whose news may come after those of its leaving; then
-        nothing of it is read any more but gradients that count already."""
+        """A rank is gone. Its last messages are read first, because they may come after the news that it left; then
+        nothing of it is read but gradients that already count."""
         with self._lock:
             gone = self._ranks.pop(rank, None)
         if gone is None:
@@ -217,7 +218,7 @@ class SharedOwner:
             slab.close()
 
     def close(self) -> None:
-        """End the listener and let go of the control slabs; tensors are the service's to close. Idempotent."""
+        """End the listener and close the control slabs. The service closes the tensors. Idempotent."""
         if self._listener is not None:
             self._listener.close()
         error = StoreClosedError(f"optimizer {self.owner} was closed")

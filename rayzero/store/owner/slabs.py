@@ -1,4 +1,4 @@
-"""An owner's tensors in slabs, so that ranks can map what it publishes."""
+"""Allocates an owner's tensors in slabs, so that ranks can map what it publishes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class OwnerSlabs:
         directory: Path | None,
         lines: ShardLines | None = None,
     ) -> None:
-        """``facts``: what the owner's slabs say of themselves, but for their roles. ``directory``: of the files; None:
-        without names, for one process. ``lines``: where to note what happens."""
+        """``facts``: what the headers of the owner's slabs say, apart from their roles. ``directory``: where the files
+        are; None: unnamed files, for one process. ``lines``: where shards have their journals; None: they have none."""
         self._lines = lines
         self._facts, self._directory = facts, directory
         self._who = f"optimizer {facts.index}"
@@ -45,7 +45,7 @@ class OwnerSlabs:
 
     @property
     def paths(self) -> list[Path]:
-        """Of the params slabs, in order."""
+        """The files of the params slabs, in order."""
         return [slab.path for slab in self._params.slabs if slab.path is not None]
 
     @property
@@ -75,6 +75,6 @@ class OwnerSlabs:
         return self._lines.journal(shard) if self._lines is not None else None
 
     def close(self) -> None:
-        """Remove the files; memory that somebody still maps stays until they let go."""
+        """Remove the files; memory that another process still maps lasts until that process unmaps it."""
         for arena in (self._params, *self._state):
             arena.close()

@@ -1,5 +1,5 @@
-"""What ranks ask of the lead and the lead of owners within a step: a message in, a future message out, whoever carries
-them."""
+"""Answers the calls of a step, from ranks to the lead and from the lead to owners: a message in, a future of a message
+out, over any transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods
 
 
 class Answering(Protocol):
-    """Who answers in this process."""
+    """The owner and the lead that answer in this process."""
 
     @property
     def service(self) -> OwnerPeer:
@@ -25,12 +25,12 @@ class Answering(Protocol):
         ...
 
     def require_lead(self) -> StepLead:
-        """The lead. Raises StoreError where this owner does not lead."""
+        """The lead. Raises StoreError if this owner does not lead."""
         ...
 
 
 class StepCalls:
-    """Begins each call; waits for nothing.
+    """Starts each call; waits for nothing.
 
     Knows the lead, this process's owner and what messages mean; not repeats, deadlines or transports."""
 
@@ -50,14 +50,14 @@ class StepCalls:
         }
 
     def begin(self, method: str, request: Any) -> Future[Any]:
-        """The response to come. Raises StoreError where this owner cannot answer at all."""
+        """Start a call; the future has its response. Raises StoreError if this owner cannot answer at all."""
         return self._begin[method](request)
 
     def begin_bytes(self, method: str, request: bytes) -> Future[bytes]:
         """The same, for transports that carry bytes."""
         return then(self.begin(method, _REQUESTS[method].FromString(request)), lambda m: bytes(m.SerializeToString()))
 
-    # ---- of ranks
+    # ---- from ranks
 
     def _finish(self, request: pb.FinishRequest) -> Future[pb.FinishResponse]:
         inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
@@ -91,7 +91,7 @@ class StepCalls:
         mean = self._answering.require_lead().mean(request.rank, request.number, translate.mean_from_pb(request))
         return then(mean, lambda values: pb.MeanResponse(mean=pb.MeanResponse.Mean(values=values)))
 
-    # ---- of the lead
+    # ---- from the lead
 
     def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
         reports = tuple(translate.report_from_pb(report) for report in request.reports)

@@ -1,1 +1,1 @@
-"""An owner of another process as the lead reaches it: through shared memory, or over gRPC."""
+"""How the lead reaches an owner in another process: through shared memory, or over gRPC."""

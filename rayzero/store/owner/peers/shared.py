@@ -1,4 +1,4 @@
-"""An owner of the lead's host, as the lead reaches it: through a mailbox within a step, over gRPC for all else."""
+"""How the lead reaches an owner on its host: through a mailbox within a step, over gRPC for all else."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rayzero.store.wire import translate
 
 
 class SharedPeer:
-    """One owner, spoken to by the lead. An ``OwnerPeer`` (protocol/owner.py).
+    """One owner on the lead's host. An ``OwnerPeer`` (protocol/owner.py).
 
-    Knows both ways to it; within a step it takes the mailbox where there is one."""
+    Knows both transports; within a step it uses the mailbox where there is one."""
 
     def __init__(self, shared: SharedOwner, remote: RemotePeer) -> None:
         """``shared``: the lead's own end of shared memory; ``remote``: the other owner."""
@@ -26,7 +26,7 @@ class SharedPeer:
         self._applied: Future[None] = settled(None)  # the last decision handed over
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        """Norm parts of the step, once every counted push is there."""
+        """Ask for the step's norm parts, which come once every counted push is there."""
         request = pb.CollectRequest(step=step, reports=[translate.report_to_pb(report) for report in reports])
         asked = self._ask("Collect", request)
         if asked is None:
@@ -47,10 +47,10 @@ class SharedPeer:
         return self._remote.write_checkpoint(step, directory)
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Change the owner's shards of a unit. It goes another way than decisions, which it must not overtake."""
+        """Change the owner's shards of a unit. It goes over gRPC and must not overtake a decision in the mailbox."""
         return self._remote.write(number, write)
 
     def abort(self, error: StoreError) -> None:
-        """Fail what waits at the owner. What was decided before goes on: the abort, which goes another way, must not
-        overtake the decision."""
+        """Fail what waits at the owner, once it has the last decision: the abort goes over gRPC and must not overtake a
+        decision in the mailbox."""
         self._applied.add_done_callback(lambda _: self._remote.abort(error))

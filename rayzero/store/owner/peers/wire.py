@@ -1,4 +1,4 @@
-"""An owner of another process, as the lead reaches it over gRPC."""
+"""How the lead reaches an owner in another process over gRPC."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from rayzero.store.wire.rpc import (
 
 T = TypeVar("T")
 
-_QUICK_S = 10.0  # deadline of calls that only hand something over
+_QUICK_S = 10.0  # deadline of calls that compute nothing
 
 
 class RemotePeer:
-    """One owner, spoken to by the lead over gRPC. An ``OwnerPeer`` (protocol/owner.py).
+    """One owner, reached over gRPC. An ``OwnerPeer`` (protocol/owner.py).
 
-    Knows its address and how to ask; not what a step is. Its futures complete on the process's event loop: what
-    is chained to them must not block."""
+    Knows the owner's address and how to call it; not what a step is. Its futures complete on the process's event loop:
+    callbacks on them must not block."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class RemotePeer:
         timeout_s: float = 600.0,
         model: int = 0,
     ) -> None:
-        """``timeout_s``: deadline of calls that compute. ``model``: the number of the prepared model it is led for."""
+        """``timeout_s``: deadline of calls that compute, in seconds. ``model``: the prepared model's number."""
         self.owner = owner
         self._name = f"optimizer {owner} at {address}"
         self._metadata = token_metadata(token, model)
-        self._timeout_s = timeout_s  # of collecting and of writing a checkpoint's shards
+        self._timeout_s = timeout_s  # of Collect, Overwrite and WriteShards
         self._loop = shared_loop()
         self._aborts: list[Future[None]] = []
         self._channel = self._loop.run(_open_channel(address, tls), _QUICK_S)
         self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        """Norm parts of the step, once every counted push is there."""
+        """Ask for the step's norm parts, which come once every counted push is there."""
         request = pb.CollectRequest(step=step, reports=[translate.report_to_pb(report) for report in reports])
 
         async def collect() -> NormParts:
@@ -83,7 +83,7 @@ class RemotePeer:
         return self._submit(save())
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Change the owner's shards of a unit; done when they are."""
+        """Change the owner's shards of a unit; done when they are changed."""
         request = pb.OverwriteRequest(number=number, write=translate.write_to_pb(write))
 
         async def overwrite() -> None:
@@ -92,7 +92,7 @@ class RemotePeer:
         return self._submit(overwrite())
 
     def abort(self, error: StoreError) -> None:
-        """Fail all that waits at the owner. One that cannot be reached is gone itself: nothing more to say."""
+        """Fail every wait at the owner. Errors are ignored: an owner that cannot be reached has gone itself."""
         request = pb.AbortRequest(failure=to_failure(error))
 
         async def abort() -> None:
@@ -101,7 +101,7 @@ class RemotePeer:
         self._aborts.append(self._submit(abort()))
 
     def close(self) -> None:
-        """Close the connection, after aborts have gone out; what else is under way fails."""
+        """Close the connection once the aborts have gone out; other calls under way fail."""
         wait(self._aborts, _QUICK_S)
         self._loop.run(self._channel.close(None), _QUICK_S)
 
