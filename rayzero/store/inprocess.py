@@ -1,4 +1,4 @@
-"""Owners of this process, as its ranks reach them: plain objects, whose bytes are copied once."""
+"""Connects ranks to owners in the same process: calls plain objects and copies bytes once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from rayzero.telemetry.recorder import NullRecorder, Recorder
 T = TypeVar("T")
 
 _CAN_MAP = hasattr(os, "memfd_create")  # Linux
-_POOL = 2  # threads that copy, per rank
+_POOL = 2  # copying threads of each rank
 
 
 class LocalOwners:
@@ -63,9 +63,9 @@ class LocalOwners:
         recorder: Recorder | None = None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """``threads``: torch threads of each owner. ``memory_budget``: bytes each may allocate. ``devices``: of each
-        rank, for further owners with their states there (``offload_fraction``)."""
-        self.memories: dict[int, OwnerSlabs] = {}  # by owner, after the first attach, where this system can map them
+        """``threads``: torch threads of each owner. ``memory_budget``: bytes that each may allocate. ``devices``: each
+        rank's device, for further owners that keep their states there (``offload_fraction``)."""
+        self.memories: dict[int, OwnerSlabs] = {}  # by owner, after the first attach, if this system can map them
         places = [CPU] * num_owners + list(devices)
         self.services = [
             ShardService(
@@ -89,10 +89,10 @@ class LocalOwners:
 
 
 class _Mappable:
-    """Makes one owner's memory so that windows can be opened over it. A ``MemoryMaker``."""
+    """Makes one owner's memory as unnamed files, so that windows can map it. A ``MemoryMaker``."""
 
     def __init__(self, memories: dict[int, OwnerSlabs], owner: int, num_owners: int) -> None:
-        """``memories``: where it is put, by owner."""
+        """``memories``: receives the memory, by owner."""
         self._memories, self._owner, self._num_owners = memories, owner, num_owners
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> OwnerSlabs:
@@ -103,9 +103,9 @@ class _Mappable:
 
 
 class LocalTransfers:
-    """``Transfers`` (store/rank/connection.py) with an owner of this process, which reads gradients where they are.
+    """``Transfers`` (store/rank/connection.py) for an owner in this process, which reads the rank's gradients in place.
 
-    No thread of the pool ever waits for anything."""
+    No thread of the pool ever waits."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class LocalTransfers:
         watch: StallWatch,
         recorder: Recorder,
     ) -> None:
-        """``copies``: threads to copy in. ``lead``: asked whom a step waits for."""
+        """``copies``: the threads that copy. ``lead``: knows whom a step waits for."""
         self.owner, self.transport = service.owner, "inproc"
         self._service, self._lead, self._rank = service, lead, rank
         self._copies, self._watch, self._recorder = copies, watch, recorder
@@ -136,7 +136,7 @@ class LocalTransfers:
         """See ``Transfers.stage``."""
 
         def copy() -> None:
-            for shard in shards:  # the caller's memory is its own after a stall
+            for shard in shards:  # cloned, because the caller may reuse its memory after a stall
                 self._service.stage(shard.index, version, kind, values[shard.start : shard.stop].clone())
 
         gather.run(copy)
@@ -152,7 +152,7 @@ class LocalTransfers:
             read.add_done_callback(partial(self._copy, gather, left, out[shard.start : shard.stop]))
 
     def _copy(self, gather: Gather, left: Gather, out: Tensor, read: Future[Tensor]) -> None:
-        """One shard of a fetch: copy what was read, in the pool."""
+        """Copy one shard of a fetch in the pool, after it was read."""
         error = read.exception()
         if error is not None:
             left.end(error)
@@ -187,7 +187,7 @@ class LocalTransfers:
     def _submit(self, gather: Gather, part: Callable[[], None]) -> None:
         try:
             self._copies.submit(gather.run, part)
-        except RuntimeError:  # the threads have ended
+        except RuntimeError:  # the pool is shut down
             gather.end(StoreClosedError(f"rank {self._rank} closed its store"))
 
     def _count(self, direction: str, shards: Sequence[Shard], tensor: Tensor) -> None:
@@ -196,11 +196,11 @@ class LocalTransfers:
 
 
 class LocalLead:
-    """A ``LeadLine`` (store/rank/connection.py) to the lead of this process."""
+    """A ``LeadLine`` (store/rank/connection.py) to the lead in this process."""
 
     def __init__(self, rank: int, lead: StepLead, watch: StallWatch) -> None:
         self._rank, self._lead, self._watch = rank, lead, watch
-        self._means = 0  # asked for so far
+        self._means = 0  # calls so far
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
@@ -236,14 +236,14 @@ class LocalLead:
 
 
 class LocalConnection:
-    """A ``Connection`` (store/rank/connection.py) to owners of this process."""
+    """A ``Connection`` (store/rank/connection.py) to owners in this process."""
 
     in_process = True
 
     def __init__(
         self, rank: int, owners: LocalOwners, *, stall_timeout: float = 600.0, recorder: Recorder | None = None
     ) -> None:
-        """``stall_timeout``: seconds that a peer may stand still while this rank waits for it."""
+        """``stall_timeout``: seconds that a wait for a peer may last without progress."""
         self.rank, self.owners = rank, owners
         self.recorder = recorder or NullRecorder()
         self._watch = StallWatch(rank, stall_timeout)
@@ -314,7 +314,7 @@ class LocalConnection:
 
 
 def _gradient_memory(spec: ModelSpec, pinned: bool) -> dict[int, Tensor]:
-    """Zeros for a rank's gradients, by unit: 1D, one block for each dtype."""
+    """Zeroed memory for a rank's gradients, by unit: 1D, unit.numel elements, one block for each dtype."""
     blocks = [carve(sizes, dtype, pinned=pinned) for dtype, sizes in gradient_sizes(spec).items()]
     return {unit: flat for block in blocks for unit, flat in block.items()}
 

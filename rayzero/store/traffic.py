@@ -1,4 +1,4 @@
-"""What a store tells: bytes that travelled, what runs, and what a rank's gradients take."""
+"""Records a store's metrics: bytes that travelled, what runs, and the memory of a rank's gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rayzero.telemetry.recorder import Reading, Recorder
 def count_bytes(
     recorder: Recorder, direction: str, transport: str, numel: int, dtype: torch.dtype, sent_as: torch.dtype
 ) -> None:
-    """Note ``numel`` elements of ``dtype`` that have travelled as ``sent_as``."""
+    """Count ``numel`` elements of ``dtype`` that have travelled as ``sent_as``."""
     size = numel * sent_as.itemsize
     recorder.add(TRANSFER_BYTES, size, direction=direction, transport=transport, dtype=dtype_name(sent_as))
     recorder.add(TRANSFER_RAW_BYTES, numel * dtype.itemsize, direction=direction)
 
 
 def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:
-    """Note what runs, once a rank has attached."""
+    """Record what runs, once a rank has attached."""
     try:
         version = metadata.version("rayzero")
     except metadata.PackageNotFoundError:  # run from its sources
@@ -32,6 +32,7 @@ def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:
 
 
 def watch_gradients(recorder: Recorder, flats: Iterable[Tensor], tier: str) -> Callable[[], None]:
-    """Have a rank's gradients in the ledger until the function that this returns is called."""
+    """Report a rank's gradient memory until the returned function is called. ``flats``: by unit; ``tier``: see
+    ``names.MEMORY_BYTES``."""
     size = sum(flat.nbytes for flat in flats)
     return recorder.watch(lambda: [Reading(MEMORY_BYTES, size, {"kind": "grad", "tier": tier})])

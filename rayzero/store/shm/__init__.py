@@ -1,1 +1,1 @@
-"""What both ends of shared memory agree on: what lies where, signals, mailboxes, and what a crash leaves."""
+"""What both ends of shared memory agree on: the layout of slabs, signals, mailboxes, and what a crash leaves."""

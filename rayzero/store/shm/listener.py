@@ -1,4 +1,4 @@
-"""The thread of a process that hears its bell."""
+"""Runs the thread of a process that waits on its bell."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 from rayzero.store.shm.signals import Bell
 
-_LISTEN_S = 1.0  # how often it looks without having been rung for
+_LISTEN_S = 1.0  # how often it looks even if nothing rings
 
 
 class Listener:
-    """Looks at once, and again whenever the bell rings, from a thread of its own.
+    """Looks at once, and again whenever the bell rings, in a thread that it starts.
 
-    Knows the bell; not what there is to see. What rings while it looks makes it look again."""
+    Knows the bell; not what there is to see. A ring during a look makes it look again."""
 
     def __init__(self, bell: Bell, look: Callable[[], None], name: str) -> None:
-        """``look`` waits for nothing and takes care of its own errors."""
+        """``look`` must not wait, and handles its own errors."""
         self._bell, self._look = bell, look
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
@@ -29,7 +29,7 @@ class Listener:
             self._bell.wait(heard, _LISTEN_S)
 
     def close(self) -> None:
-        """End it; from its own thread, after the look that is under way. Idempotent."""
+        """End the thread and join it; called in the thread itself, let the current look end. Idempotent."""
         self._closing = True
         self._bell.ring()
         if self._thread is not threading.current_thread():

@@ -1,7 +1,7 @@
 """Questions and answers between two processes of one host, in shared memory: what unary calls are over gRPC.
 
-Who asks writes a question into a cell of its own memory and rings the other's bell; who answers writes into the cell
-of its own memory that belongs to the question's, and rings back. A cell is free again once its answer was read.
+The asker writes a question into a cell of its memory and rings the answerer's bell. The answerer writes into the
+matching cell of its own memory and rings back. A cell is free again once its answer has been read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayzero.store.wire.rpc import from_failure, to_failure
 SLOTS = 8  # questions that may be open at once between two processes
 
 _ASKED = struct.Struct("<B")  # length of the method's name, which follows
-_ANSWERED = struct.Struct("<QB")  # number of the question, 1 where the answer is an error
+_ANSWERED = struct.Struct("<QB")  # number of the question, 1 if the answer is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Cells:
 
     @staticmethod
     def bytes_for(capacity: int) -> int:
-        """Bytes of shared memory they take."""
+        """Bytes of shared memory that the cells take."""
         return SLOTS * Cell.bytes_for(capacity)
 
     @property
@@ -50,17 +50,17 @@ class Cells:
 class _News:
     """Which of the other side's cells have changed since the last look.
 
-    A cell that is seen while it is written and read when it is whole changes once more for whoever looks next: what
-    tells its messages apart are their numbers."""
+    A cell that changes while it is being written, and is read once it is whole, counts as changed again at the next
+    look. Message numbers tell a new message from that."""
 
     def __init__(self, cells: Cells) -> None:
         self._where = cells
         self._cells = cells.cells()
         self._seen = array("Q", [0] * SLOTS)
-        self._taken = [0] * SLOTS  # number of the last message of each
+        self._taken = [0] * SLOTS  # by cell, the number of the last message taken
 
     def take(self) -> list[tuple[int, int, bytes]]:
-        """(slot, number, message) of each that is whole, once; one that is being written rings when it is done."""
+        """(slot, number, message) of each whole message, once. One that is being written rings when it is done."""
         found = []
         for slot in changed(self._where.address, self._where.stride, self._seen, SLOTS):
             read = self._cells[slot].read()
@@ -73,21 +73,22 @@ class _News:
 class Asker:
     """The asking side.
 
-    Knows open questions; not their meaning. ``take_answers`` is called by whoever hears the other side ring."""
+    Knows open questions; not their meaning. The thread that waits on this process's bell calls ``take_answers``."""
 
     def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
-        """``questions``: ours; ``answers``: the other side's; ``bell``: rung for the other side."""
+        """``questions``: ours; ``answers``: the other side's; ``bell``: the other side's."""
         self._cells = questions.cells()
         self._capacity = questions.capacity
         self._news = _News(answers)
         self._bell = bell
         self._lock = threading.Lock()
-        self._numbers = [0] * SLOTS  # of the last question in each cell
-        self._open: dict[int, Future[bytes]] = {}  # slot -> who waits
+        self._numbers = [0] * SLOTS  # by cell, the number of the last question
+        self._open: dict[int, Future[bytes]] = {}  # slot -> its answer
         self._closed: RayZeroError | None = None
 
     def ask(self, method: str, request: bytes) -> Future[bytes] | None:
-        """Ask; None where the question is too long, or too many are open: use another way."""
+        """Ask; None if the question is too long or too many are open, so that the caller must use gRPC. The future
+        raises what ``close`` was given after that."""
         message = _ASKED.pack(len(method)) + method.encode() + request
         future: Future[bytes] = Future()
         with self._lock:
@@ -104,7 +105,7 @@ class Asker:
         return future
 
     def take_answers(self) -> None:
-        """Settle the questions whose answers are there. One thread calls it."""
+        """Settle the questions whose answers are there. Only one thread may call it."""
         for slot, _, message in self._news.take():
             number, is_error = _ANSWERED.unpack_from(message)
             with self._lock:
@@ -118,7 +119,7 @@ class Asker:
                 settle(future, body)
 
     def close(self, error: RayZeroError) -> None:
-        """Fail what is open, and what comes later."""
+        """Fail open questions and later ones with ``error``."""
         with self._lock:
             self._closed = error
             left, self._open = list(self._open.values()), {}
@@ -129,10 +130,10 @@ class Asker:
 class Answerer:
     """The answering side.
 
-    Knows questions and where their answers go; ``answer`` may be called from any thread."""
+    Knows questions and where their answers go. Any thread may call ``answer``."""
 
     def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
-        """``questions``: the other side's; ``answers``: ours; ``bell``: rung for the other side."""
+        """``questions``: the other side's; ``answers``: ours; ``bell``: the other side's."""
         self._news = _News(questions)
         self._cells = answers.cells()
         self._capacity = answers.capacity
@@ -140,7 +141,7 @@ class Answerer:
         self._locks = [threading.Lock() for _ in range(SLOTS)]
 
     def take_questions(self) -> list[tuple[int, int, str, bytes]]:
-        """(slot, number, method, request) of each new question. One thread calls it."""
+        """(slot, number, method, request) of each new question. Only one thread may call it."""
         found = []
         for slot, number, message in self._news.take():
             (length,) = _ASKED.unpack_from(message)
@@ -149,7 +150,7 @@ class Answerer:
         return found
 
     def answer(self, slot: int, number: int, response: bytes | RayZeroError) -> None:
-        """Answer a question, with a response or an error of our tree."""
+        """Answer a question with a response or an error. A response that is too long becomes a StoreError."""
         if isinstance(response, bytes) and len(response) > self._capacity - _ANSWERED.size:
             response = StoreError(f"an answer of {len(response):,} bytes does not fit a mailbox of {self._capacity:,}")
         is_error = isinstance(response, RayZeroError)

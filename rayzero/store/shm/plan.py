@@ -1,13 +1,13 @@
-"""What lies where in the shared memory of a run: computed, and equal in every process of the host.
+"""Computes what lies where in the shared memory of a run, with the same result in every process of the host.
 
-An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (its alone) and one
-``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
+An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (mapped by nobody
+else) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
     control of an owner   bell | version lines, one a shard | tile stamps | answers, for each rank | orders, for each
                           owner | replies | of the lead: the decision record, two slots
     control of a rank     bell | stamps, one a unit | questions
 
-Every word has one writer; bells are rung by whoever has news for their listener.
+Every word has one writer, except bells: whoever has news for a bell's listener rings it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from rayzero.slabs.slab import Slab
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 
-LINE_BYTES = 64  # of a shard's version line: a cache line of its own
+LINE_BYTES = 64  # a shard's version line fills one cache line
 _ERROR_BYTES = 9000  # the longest error text, and its name
-_REQUEST_BYTES = 256  # of a mean beside its names and numbers: rank, number, weight, a shape of 64 dimensions
+_REQUEST_BYTES = 256  # a mean without its names and values: rank, number, weight, a shape of 64 dimensions
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
-_STAMP_BYTES = 24  # before the presence bits: shared_words.py
+_STAMP_BYTES = 24  # before the presence bits: _STAMP in store/shm/words.py
 
 Wanted = tuple[str, int, int]  # region kind, bytes, stride
 
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """The arithmetic for one model over its owners."""
+    """The sizes and places of one model's shared memory, over its owners."""
 
     spec: ModelSpec
     shard_map: ShardMap
 
     def facts(self, role: str, index: int, kernel: str, incarnation: int) -> SlabFacts:
-        """What a slab of this run says of itself."""
+        """The facts in the header of a slab of this run."""
         return SlabFacts(
             run=self.spec.run,
             role=role,
@@ -58,16 +58,17 @@ class SharedPlan:
         )
 
     def attach(self, path: str, who: str, *, writable: bool, life: SlabFacts | None = None) -> Slab:
-        """Map another process's slab; ``who`` maps it, for messages. ``life``: facts of a slab of the same process.
+        """Map another process's slab. ``who``: the process that maps it, for messages. ``life``: the facts of another
+        slab of the same process.
 
-        Raises HandshakeError where it is of another run or life, StoreError where it cannot be mapped."""
+        Raises HandshakeError if the slab is from another run or life, StoreError if it cannot be mapped."""
         slab = self._attach(path, who, writable=writable)
         facts = slab.header.facts
         if life is not None and (facts.index, facts.incarnation) != (life.index, life.incarnation):
             slab.close()
             raise HandshakeError(
                 f"{path} has {facts.role} of process {facts.index} in its life {facts.incarnation:x}, {who} talks to "
-                f"process {life.index} in its life {life.incarnation:x}: one of the two has started again"
+                f"process {life.index} in its life {life.incarnation:x}: one of the two has been restarted"
             )
         return slab
 
@@ -85,7 +86,7 @@ class SharedPlan:
 
     def params(self, owner: int) -> ArenaPlan:
         """An owner's published parameters by shard index. A run of shards starts on a page, so that ranks can map a
-        unit's shards of several owners one behind the other (slabs/windows.py)."""
+        unit's shards from several owners side by side (slabs/windows.py)."""
         units = self.spec.layout.units
         groups = [
             Group(pieces=tuple(Piece(key=s.index, numel=s.numel, dtype=units[s.unit].dtype) for s in run), align=PAGE)
@@ -94,7 +95,7 @@ class SharedPlan:
         return plan_arena(groups)
 
     def gradients(self) -> ArenaPlan:
-        """A rank's gradients by unit index, each unit contiguous and on pages of its own."""
+        """A rank's gradients by unit index. Each unit is contiguous, on its own pages."""
         accumulate = self.spec.accumulation_steps > 1
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
         pieces = [Piece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
@@ -103,7 +104,7 @@ class SharedPlan:
     # ---- control
 
     def owner_control(self, owner: int) -> Sequence[Wanted]:
-        """Regions of an owner's control slab."""
+        """The regions of an owner's control slab."""
         lines = len(self.shard_map.shards_of(owner)) * LINE_BYTES
         record = (("record", 2 * self._record_bytes, self._record_bytes),) if owner == self.shard_map.owner(0) else ()
         return (
@@ -136,7 +137,7 @@ class SharedPlan:
         return Cell.bytes_for(64 + self._hyper_bytes + 10 * self.spec.world_size)
 
     def rank_control(self) -> Sequence[Wanted]:
-        """Regions of a rank's control slab."""
+        """The regions of a rank's control slab."""
         stride = Cell.bytes_for(self.stamp_bytes)
         return (
             ("bell", BELL_BYTES, 0),
@@ -146,7 +147,7 @@ class SharedPlan:
 
     @cached_property
     def _hyper_bytes(self) -> int:
-        """Room for hyper-parameters: they may get longer than at the start, with more digits."""
+        """Room for hyper-parameters, which may get longer during training, with more digits."""
         return 4096 + 4 * len(canonical_json(self.spec.hyper))
 
     @cached_property
@@ -181,6 +182,6 @@ class SharedPlan:
 
 
 def _cells(capacity: int, sides: int) -> tuple[int, int]:
-    """Bytes of a region with ``Cells`` for each side, and of those of one side."""
+    """Bytes of a region with ``Cells`` for each side, and bytes of one side's ``Cells``."""
     stride = Cells.bytes_for(capacity)
     return stride * sides, stride

@@ -1,8 +1,9 @@
-"""What a dead run's shared memory is still good for: read from its files alone, and decided from what stands there.
+"""Decides what can be recovered from a dead run's shared memory, from its files alone.
 
-An update overwrites masters and moments tile by tile, so an owner that dies in the middle leaves tiles of version n,
-tiles of n + 1, and the tiles its threads were at, which are of neither. The first two kinds can be made one: the
-decision was recorded before any tile changed, and the ranks' gradients stay in their memory until n + 1 is published.
+An update overwrites masters and moments tile by tile. So an owner that dies in the middle leaves tiles of version n,
+tiles of n + 1, and the tiles that its threads were writing, which are of neither. The update can be finished for tiles
+of version n: the decision was recorded before any tile changed, and the ranks' gradients stay in their memory until
+n + 1 is published.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from rayzero.store.shm.words import read_records, region
 class Outcome(StrEnum):
     """What is left of a run."""
 
-    WHOLE = "whole"  # every shard has all bytes of one version, and no decision beyond it was made
-    REDO = "redo"  # the recorded decision brings what is behind to the version it makes
-    REFUSED = "refused"  # no version can be had from here: take a checkpoint
+    WHOLE = "whole"  # every shard has all bytes of one version, and no later decision was made
+    REDO = "redo"  # the recorded decision can bring the tiles that are behind to its version
+    REFUSED = "refused"  # no version can be recovered here: use a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadShard:
-    """What the line and the stamps of a shard say. Versions are -1 where there was none."""
+    """What the line and the stamps of a shard say. A version that never was is -1."""
 
     shard: int
     owner: int
@@ -45,7 +46,7 @@ class DeadShard:
 
     @property
     def version(self) -> int:
-        """Of which all bytes were there."""
+        """The newest version of which all bytes were there."""
         return max(self.published, self.applied)
 
     @property
@@ -61,28 +62,28 @@ class DeadShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadRun:
-    """All that is on this host of a run that has lost an owner."""
+    """What this host still has of a run that has lost an owner."""
 
     run: str
     num_owners: int
     shards: tuple[DeadShard, ...]
     records: tuple[Decision, ...]  # whole slots of the lead's record
-    ranks: frozenset[int]  # whose gradients are here
-    lives: tuple[int, ...]  # owner index of each control slab: a repeated one has slabs of two lives
+    ranks: frozenset[int]  # ranks whose gradients are here
+    lives: tuple[int, ...]  # owner index of each control slab; a repeated index has slabs of two lives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What can be had, and why."""
+    """What can be recovered, and why."""
 
     outcome: Outcome
-    version: int  # of WHOLE; that REDO makes; -1 with REFUSED
+    version: int  # the version that WHOLE has, or that REDO makes; -1 for REFUSED
     reason: str
     behind: tuple[tuple[int, tuple[int, ...]], ...] = ()  # REDO: (shard, tiles to update); no tiles: publish it
 
 
 def assess(run: DeadRun) -> Verdict:
-    """What is left of a run, and what it is good for."""
+    """Decide what can be recovered of a run."""
     refusal = next(_refusals(run), None)
     if refusal is not None:
         return Verdict(outcome=Outcome.REFUSED, version=-1, reason=refusal)
@@ -97,7 +98,7 @@ def assess(run: DeadRun) -> Verdict:
 
 
 def _target(run: DeadRun) -> int:
-    """The newest version that a shard has, has begun, or that was decided."""
+    """The newest version that a shard has or has begun, or that was decided."""
     reached = [shard.version + shard.begun for shard in run.shards]
     return max([*reached, *(shard.decided for shard in run.shards), *(r.step + 1 for r in run.records)])
 
@@ -107,7 +108,7 @@ def _record(run: DeadRun, version: int) -> Decision | None:
 
 
 def _refusals(run: DeadRun) -> Iterator[str]:
-    """Each reason why no version can be had, the most telling first."""
+    """Every reason why no version can be recovered, the most telling first."""
     twice = sorted({owner for owner in run.lives if run.lives.count(owner) > 1})
     if twice:
         yield f"optimizers {twice} left slabs of two lives"
@@ -138,7 +139,7 @@ def _refusals(run: DeadRun) -> Iterator[str]:
 
 
 def dead_runs(slabs: Sequence[FoundSlab]) -> list[DeadRun]:
-    """Every run that has lost an owner, by name. What its other processes write meanwhile may or may not be seen."""
+    """Every run that has lost an owner, by name. What its other processes still write may be missed."""
     by_run: dict[str, list[FoundSlab]] = defaultdict(list)
     for slab in slabs:
         if slab.header is not None and slab.header.facts.role == "control":
@@ -152,7 +153,7 @@ def _is_owner(slab: FoundSlab) -> bool:
 
 
 def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
-    """What the control slabs of one run say; None where no owner's is there."""
+    """What the control slabs of one run say; None if no owner's is among them."""
     with ExitStack() as stack:
         slabs = [slab for entry in found if (slab := _opened(stack, entry)) is not None]
         owners = [slab for slab in slabs if slab.header.regions_of("versions")]
@@ -181,7 +182,7 @@ def _opened(stack: ExitStack, found: FoundSlab) -> Slab | None:
 
 
 def _read_lines(slab: Slab) -> Iterator[DeadShard]:
-    """What an owner's control slab says of its shards; of a dead owner's it changes no more."""
+    """What an owner's control slab says of its shards. A dead owner's slab no longer changes."""
     found = region(slab, "versions")
     for line in range(slab.address(found.offset), slab.address(found.offset) + found.bytes, found.stride):
         first = load_acquire_64(line + TILES) - 1

@@ -1,4 +1,4 @@
-"""Whether two processes can share memory: the same kernel, the same mount, the same user."""
+"""Tells whether two processes can share memory: the same kernel, the same mount, the same user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rayzero.store.shm import signals
 
 
 def host_identity(directory: Path = SHARED_MEMORY) -> str:
-    """Equal in processes that can map each other's slabs in ``directory``; "" where this one cannot share memory.
+    """Equal in processes that can map each other's slabs in ``directory``; "" if this one cannot share memory.
 
-    Containers of one host have its boot id, but mounts of their own."""
+    Containers on one host have the same boot id, but different mounts."""
     if why_no_sharing(directory) is not None:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -21,7 +21,7 @@ def host_identity(directory: Path = SHARED_MEMORY) -> str:
 
 
 def why_no_sharing(directory: Path = SHARED_MEMORY) -> str | None:
-    """Why this process cannot share memory, in a few words; None where it can."""
+    """Why this process cannot share memory, in a few words; None if it can."""
     reason = signals.available()
     if reason is None and not os.access(directory, os.W_OK | os.X_OK):
         reason = f"{directory} cannot be written to"

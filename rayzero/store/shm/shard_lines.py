@@ -1,9 +1,9 @@
-"""One cache line per shard of an owner, in its control slab: where the shard is in its life, for ranks while the owner
-lives and for whoever comes after it.
+"""One cache line per shard in its owner's control slab: what was decided, applied and published. Ranks read it while
+the owner lives, recovery reads it after the owner's death.
 
 Eight 64-bit words: published version + 1, content version + 1, shard index, start, stop, decided version + 1, applied
-version + 1, first tile stamp + 1. Zero is a shard without values, a version that never was, a shard without tiles.
-The owner writes each of them; the words from ``decided`` on are read when it is dead (store/shm/recovery.py).
+version + 1, first tile stamp + 1. Zero means a shard without values, a version that never was, a shard without tiles.
+The owner writes all of them. The words from ``decided`` on are only read once it is dead (store/shm/recovery.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardLines:
     """The lines of one owner. Its owner writes; ranks read."""
 
     def __init__(self, slab: Slab, shards: Sequence[Shard]) -> None:
-        """``shards``: the owner's, in their order."""
+        """``shards``: the owner's shards, in the order of their lines."""
         found = region(slab, "versions")
         self._slab, self._address, self._keeper = slab, slab.address(found.offset), slab.keeper
         self._shards = shards
@@ -37,14 +37,14 @@ class ShardLines:
         self._seen = array("Q", [0] * len(shards))
 
     def describe(self, first_tiles: dict[int, int]) -> None:
-        """Say which shard each line is of, and where its tile stamps begin: the maker's first act."""
+        """Write which shard each line is of and where its tile stamps begin. The owner does this first."""
         for shard in self._shards:
             line, first = self._line[shard.index], first_tiles.get(shard.index, -1)
             for at, value in ((INDEX, shard.index), (START, shard.start), (STOP, shard.stop), (TILES, first + 1)):
                 store_release_64(line + at, value)
 
     def check(self, source: str) -> None:
-        """Raise HandshakeError unless the lines are of the shards that this process computes."""
+        """Raise HandshakeError unless the lines are of the shards that this process expects."""
         for shard in self._shards:
             line = self._line[shard.index]
             there = tuple(load_acquire_64(line + at) for at in (INDEX, START, STOP))
@@ -52,13 +52,13 @@ class ShardLines:
                 raise HandshakeError(f"{source} has shard {there}, this process has {shard}, as (index, start, stop)")
 
     def publish(self, published: Published) -> None:
-        """Make a version visible; ring bells after it."""
+        """Make a version visible. The caller rings bells afterwards."""
         line = self._line[published.shard]
         store_release_64(line + CONTENT, published.content + 1)
         store_release_64(line + PUBLISHED, published.version + 1)
 
     def news(self) -> list[Published]:
-        """What was published since the last look."""
+        """The versions published since the last look."""
         found = []
         for i in changed(self._address, LINE_BYTES, self._seen, len(self._shards)):
             content = load_acquire_64(self._address + i * LINE_BYTES + CONTENT) - 1
@@ -66,7 +66,7 @@ class ShardLines:
         return found
 
     def journal(self, shard: int) -> LineJournal | None:
-        """Of a shard with tiles."""
+        """The journal of a shard; None if the shard has no tile stamps."""
         line = self._line[shard]
         first = load_acquire_64(line + TILES) - 1
         return LineJournal(line, tile_stamps(self._slab, line, first)) if 0 <= first < ON_DEVICE else None

@@ -1,8 +1,9 @@
-"""Words in shared memory that processes tell each other things with (``native/signals.c``).
+"""Flags, bells and cells: words in shared memory by which processes signal each other (``native/signals.c``).
 
-A signal is an address in writable shared memory and the object that keeps that memory mapped. What a process wrote
-before it stored, rang or wrote a cell is seen by the one that loaded, woke or read it; a plain Python store promises
-nothing of that kind. Words lie at multiples of their own size; fresh (zeroed) memory is a valid signal of each kind.
+A signal is an address in writable shared memory and the object that keeps that memory mapped. A process that loads a
+flag, wakes from a bell or reads a cell sees everything that the other process wrote before it stored, rang or wrote;
+a plain Python store does not guarantee that. Words lie at multiples of their own size; fresh (zeroed) memory is a valid
+signal of each kind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CELL_HEADER = 16  # bytes: sequence and size, rz_cell in signals.c
 
 
 def available() -> str | None:
-    """None where signals work; else why not, in one sentence."""
+    """None if signals work; else why not, in one sentence."""
     library = _load()
     return library if isinstance(library, str) else None
 
@@ -42,29 +43,29 @@ def available() -> str | None:
 
 
 def store_release_32(address: int, value: int) -> None:
-    """Store a 32-bit word; who loads it sees all that was written before."""
+    """Store a 32-bit word; a process that loads it sees everything written before."""
     _signals().store_release_32(address, value)
 
 
 def store_release_64(address: int, value: int) -> None:
-    """Store a 64-bit word; who loads it sees all that was written before."""
+    """Store a 64-bit word; a process that loads it sees everything written before."""
     _signals().store_release_64(address, value)
 
 
 def load_acquire_32(address: int) -> int:
-    """Load a 32-bit word, and see all that was written before it was stored."""
+    """Load a 32-bit word, and see everything written before it was stored."""
     return int(_signals().load_acquire_32(address))
 
 
 def load_acquire_64(address: int) -> int:
-    """Load a 64-bit word, and see all that was written before it was stored."""
+    """Load a 64-bit word, and see everything written before it was stored."""
     return int(_signals().load_acquire_64(address))
 
 
 def changed(address: int, stride: int, seen: array[int], count: int) -> list[int]:
     """Which of ``count`` 64-bit words, ``stride`` bytes apart from ``address`` on, differ from ``seen``.
 
-    seen: ``array("Q")`` of at least ``count`` values, brought up to date. One call for thousands of words."""
+    seen: ``array("Q")`` of at least ``count`` values, which this updates. One call handles thousands of words."""
     if seen.typecode != "Q" or len(seen) < count:
         raise UnsupportedError(
             f"seen is array({seen.typecode!r}) of {len(seen)} values: it must be array('Q') of {count}"
@@ -78,14 +79,15 @@ def changed(address: int, stride: int, seen: array[int], count: int) -> list[int
 
 
 class Bell:
-    """A 32-bit count of rings in shared memory (it wraps around), which threads and processes sleep on.
+    """A 32-bit count of rings in shared memory (it wraps around), on which threads and processes sleep.
 
     Knows one word; not what a ring means. Read the value, look for work, then wait on that value: no ring is lost."""
 
     __slots__ = ("_address", "_memory", "_signals")
 
     def __init__(self, address: int, memory: object) -> None:
-        """``address``: of ``BELL_BYTES`` bytes, a multiple of 4, in writable shared memory that ``memory`` keeps."""
+        """``address``: ``BELL_BYTES`` bytes, at a multiple of 4, in writable shared memory that ``memory`` keeps
+        mapped."""
         self._signals = _signals()
         self._address, self._memory = address, memory
 
@@ -95,15 +97,16 @@ class Bell:
         return int(self._signals.load_acquire_32(self._address))
 
     def ring(self) -> None:
-        """Wake all who wait. A system call of about a microsecond; the interpreter lock is kept."""
+        """Wake all waiters. A system call of about a microsecond; it keeps the interpreter lock."""
         self._signals.ring(self._address)
 
     def wait(self, seen: int, timeout_s: float) -> int:
-        """Sleep until the value is not ``seen``, at most ``timeout_s`` seconds; the value (``seen``: time is up)."""
+        """Sleep until the value is not ``seen``, for at most ``timeout_s`` seconds. Returns the value; ``seen`` means
+        that time is up."""
         if (value := self.value) != seen:
             return value
         deadline = time.monotonic_ns() + int(timeout_s * 1e9)
-        while True:  # ends early, with the value unchanged, on a signal: Python's handler runs and may raise
+        while True:  # a signal ends it early, with the value unchanged: Python's handler runs and may raise
             value = int(self._signals.wait(self._address, seen, deadline))
             if value != seen or time.monotonic_ns() >= deadline:
                 return value
@@ -112,13 +115,13 @@ class Bell:
 class Cell:
     """A message in shared memory that one writer replaces while any number of readers read it.
 
-    Knows bytes and their sequence number; not their meaning, nor who waits for them (ring a Bell after the write)."""
+    Knows bytes and their sequence number; not their meaning, or who waits for them (ring a Bell after the write)."""
 
     __slots__ = ("_address", "_memory", "_signals", "capacity")
 
     def __init__(self, address: int, memory: object, capacity: int) -> None:
-        """``address``: of ``Cell.bytes_for(capacity)`` bytes, a multiple of 8, in writable shared memory that
-        ``memory`` keeps. ``capacity``: bytes of the largest message."""
+        """``address``: ``Cell.bytes_for(capacity)`` bytes, at a multiple of 8, in writable shared memory that
+        ``memory`` keeps mapped. ``capacity``: bytes of the largest message."""
         self._signals = _signals()
         self._address, self._memory, self.capacity = address, memory, capacity
 
@@ -133,14 +136,14 @@ class Cell:
         return size - _CELL_HEADER
 
     def write(self, message: bytes) -> None:
-        """Replace the message. One thread of one process at a time; it need not be the one that wrote before.
-        Raises UnsupportedError on one that does not fit."""
+        """Replace the message. Only one thread of one process may write at a time, not always the same one. Raises
+        UnsupportedError if the message does not fit."""
         if len(message) > self.capacity:
             raise UnsupportedError(f"a message of {len(message):,} bytes does not fit a cell of {self.capacity:,}")
         self._signals.cell_write(self._address, message, len(message))
 
     def read(self) -> tuple[int, bytes] | None:
-        """The message and which it is (1: the first); None: never written, or the writer is in the middle of it."""
+        """The message and its number (1: the first); None: never written, or being written."""
         to, size = ctypes.create_string_buffer(_whole_words(self.capacity)), c_uint64()
         sequence = int(self._signals.cell_read(self._address, to, len(to), byref(size)))
         return (sequence // 2, to.raw[: size.value]) if sequence else None

@@ -1,4 +1,4 @@
-"""Control slabs in use: stamps, bells, mailboxes and the lead's decision record, found by their region's kind."""
+"""Finds stamps, bells, mailboxes and the lead's decision record in a control slab, by the kind of their region."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STAMP = struct.Struct("<qQII")  # step, attempt, count, bytes of presence bits,
 
 
 def region(slab: Slab, kind: str) -> Region:
-    """A control slab's region of one kind. Raises HandshakeError where it has none."""
+    """A control slab's region of one kind. Raises HandshakeError if it has none."""
     found = slab.header.regions_of(kind)
     if not found:
         raise HandshakeError(f"{slab.path} has no region {kind!r}: install the same rayzero in every process")
@@ -28,7 +28,7 @@ def region(slab: Slab, kind: str) -> Region:
 
 
 def bell_of(slab: Slab) -> Bell:
-    """The bell of the slab's maker."""
+    """The bell of the process that made the slab."""
     return Bell(slab.address(region(slab, "bell").offset), slab.keeper)
 
 
@@ -49,13 +49,13 @@ class Stamps:
         self._seen = array("Q", [0] * count)
 
     def write(self, unit: int, pushed: Pushed) -> None:
-        """Tell of a push whose bytes are all there; ring bells after it."""
+        """Announce a push whose bytes are all there. The caller rings bells afterwards."""
         head = _STAMP.pack(pushed.step, pushed.attempt, pushed.count, len(pushed.presence))
         self._cells[unit].write(head + pushed.presence)
 
     def news(self) -> list[tuple[int, Pushed]]:
-        """(unit, what is there) of every unit that changed since the last look; one that is being written rings when
-        it is done."""
+        """(unit, its pushes) of every unit that changed since the last look. A stamp being written rings when it is
+        done."""
         found = []
         for unit in changed(self._address, self._stride, self._seen, len(self._cells)):
             read = self._cells[unit].read()
@@ -70,7 +70,7 @@ def _decode(stamp: bytes) -> Pushed:
 
 
 def _record_cells(slab: Slab) -> list[Cell]:
-    """The two slots of the decision record, in the lead's control slab; none in another's."""
+    """The two slots of the decision record; none outside the lead's control slab."""
     return [
         Cell(slab.address(r.offset + at), slab.keeper, Cell.capacity_in(r.stride))
         for r in slab.header.regions_of("record")
@@ -79,13 +79,13 @@ def _record_cells(slab: Slab) -> list[Cell]:
 
 
 def write_record(slab: Slab, decision: Decision) -> None:
-    """Record a decision in the slot that holds the one before the last: a write that is cut off loses no other."""
+    """Record a decision over the one before the last, so that an interrupted write loses no other decision."""
     cells = _record_cells(slab)
     cells[decision.step % len(cells)].write(translate.decision_to_pb(decision).SerializeToString())
 
 
 def read_records(slab: Slab) -> Iterator[Decision]:
-    """The decisions that are recorded whole."""
+    """The decisions whose records are whole."""
     for cell in _record_cells(slab):
         if (read := cell.read()) is not None:
             yield translate.decision_from_pb(pb.Decision.FromString(read[1]))

@@ -1,1 +1,1 @@
-"""What both ends of gRPC agree on: methods, messages, and tensor bytes without copies."""
+"""What both ends of the gRPC store agree on: methods, messages, and tensor bytes without extra copies."""

@@ -2,9 +2,9 @@
 
 ``FetchResponse``, ``PushRequest`` and ``LoadRequest`` of ``protos/rayzero/v1/store.proto`` all carry a ``Chunk`` as
 field 1, and a chunk's payload is its last field. So a message is a few header bytes, written here by hand, followed
-by the bytes of the tensor: one copy to send (grpc takes nothing but ``bytes``), none to receive. The bytes are
-exactly those that the generated classes write (tests/store/test_wire.py); they cost 1.3-2.9 times as much. The first
-message of a client's stream also holds the stream's header, as field 2, after the chunk: a small unit is one message.
+by the bytes of the tensor: one copy to send (grpc takes nothing but ``bytes``), none to receive. The bytes are exactly
+those that the generated classes write (tests/store/test_wire.py), which take 1.3-2.9 times as long. The first message
+of a client's stream also holds the stream's header, as field 2, after the chunk, so a small unit is one message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKSUM, _PAYLOAD = 3 << 3 | _FIXED64, 4 << 3 | _LEN
 
 
 def byte_view(tensor: Tensor) -> Bytes:
-    """The memory of a contiguous 1D CPU tensor as bytes, shared, not copied. Raises ``StoreError`` on others."""
+    """The memory of a contiguous 1D CPU tensor as bytes, shared, not copied. Raises ``StoreError`` for others."""
     require_flat(tensor)
     return tensor.detach().view(torch.uint8).numpy()
 
@@ -45,13 +45,13 @@ def require_flat(tensor: Tensor) -> None:
 
 
 def checksum(payload: memoryview) -> int:
-    """What a chunk says of its payload: xxh3_64, about 20 GB/s."""
+    """The checksum of a chunk's payload: xxh3_64, about 20 GB/s."""
     return int(xxhash.xxh3_64_intdigest(payload))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A piece of one shard's bytes; ``payload`` is a view into the message it came in."""
+    """A part of one shard's bytes; ``payload`` is a view into the message it came in."""
 
     shard: int
     offset: int  # bytes from the shard's first byte
@@ -59,7 +59,7 @@ class Chunk:
     payload: memoryview
 
     def verify(self) -> None:
-        """Raise ``TransferError`` when the payload is not what was sent."""
+        """Raise ``TransferError`` if the payload is not what was sent."""
         got = checksum(self.payload)
         if got != self.checksum:
             raise TransferError(
@@ -81,8 +81,8 @@ def _varint(value: int) -> bytes:
 
 
 def encode_chunk(shard: int, offset: int, payload: memoryview, header: bytes = b"") -> bytes:
-    """A FetchResponse, PushRequest or LoadRequest that holds one chunk, and after it ``header``, a whole encoded
-    message with the header field alone. Zero fields are left out, as proto3 does."""
+    """A FetchResponse, PushRequest or LoadRequest that holds one chunk followed by ``header``, an encoded message that
+    has only the header field. Fields that are zero are left out, as in proto3."""
     digest = checksum(payload)
     fields = bytearray()
     if shard:
@@ -122,7 +122,7 @@ def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Every field as (tag, value): an int for numbers, a view for bytes. Unknown ones are included."""
+    """Every field as (tag, value): an int for numbers, a view for bytes. Unknown fields are included."""
     at, end = 0, len(message)
     while at < end:
         tag, at = _read_varint(message, at)
@@ -156,7 +156,7 @@ def _decode_chunk_body(body: memoryview) -> Chunk:
 
 
 def _field(message: bytes, wanted: int) -> memoryview | None:
-    """The bytes of one field of a message, a view into it; None when it has none."""
+    """The bytes of one field of a message, as a view; None if the message does not have it."""
     for tag, value in _fields(memoryview(message)):
         if tag == wanted:
             assert isinstance(value, memoryview)
@@ -165,23 +165,24 @@ def _field(message: bytes, wanted: int) -> memoryview | None:
 
 
 def decode_chunk(message: bytes) -> Chunk | None:
-    """The chunk that a message carries, a view into it; None when it has none.
+    """The chunk that a message carries, as a view; None if it carries none.
 
-    Raises ``TransferError`` when the bytes are no protobuf message."""
+    Raises ``TransferError`` if the bytes are not a protobuf message."""
     body = _field(message, _CHUNK)
     return None if body is None else _decode_chunk_body(body)
 
 
 def decode_header(message: bytes) -> bytes | None:
-    """The encoded header that opens a client's stream; None when the message has none. Raises ``TransferError``."""
+    """The encoded header of a client's stream; None if the message has none. Raises ``TransferError`` if the bytes are
+    not a protobuf message."""
     body = _field(message, _HEADER)
     return None if body is None else bytes(body)
 
 
 class Assembly:
-    """Puts one shard's chunks in place, from first to last byte.
+    """Writes one shard's chunks into its memory, from first to last byte.
 
-    Knows which byte is next; not where chunks come from. Without memory the bytes are checked and dropped."""
+    Knows which byte is next; not where chunks come from. Without memory it checks the bytes and drops them."""
 
     def __init__(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
         """``out``: ``size_bytes`` bytes of memory, or None."""
@@ -194,7 +195,8 @@ class Assembly:
         return self._filled == self._size
 
     def take(self, message: bytes | None) -> None:
-        """Verify a message's chunk and put it in its place; None: the stream has ended. Raises ``TransferError``."""
+        """Verify a message's chunk and write it; None: the stream has ended. Raises ``TransferError`` if the chunk is
+        missing, damaged or not the next one."""
         chunk = None if message is None else decode_chunk(message)
         if chunk is None:
             what = "the stream ended" if message is None else "a message without bytes came"

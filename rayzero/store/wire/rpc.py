@@ -1,4 +1,4 @@
-"""What both ends of the gRPC store must agree on: methods, limits, the token, and how errors cross the wire."""
+"""What both ends of the gRPC store agree on: methods, limits, the token, and how errors cross the wire."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORE_SERVICE = "rayzero.v1.StoreService"
 OWNER_SERVICE = "rayzero.v1.OwnerService"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
-MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB are fastest
+MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB is fastest
 
 POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 
@@ -36,7 +36,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 64 << 10),
-    # A peer whose host vanished says nothing: ask it every 30 s, also while no call is open.
+    # A peer whose host has vanished sends nothing: ping it every 30 s, even while no call is open.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -51,9 +51,9 @@ SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_int
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of the .proto: its path and how its messages are written and read.
+    """One method of the .proto: its path, and how its messages are encoded and decoded.
 
-    Messages that carry chunks stay ``bytes`` on the side that reads or writes payloads (store/wire/payload.py)."""
+    Messages that carry chunks stay ``bytes`` on both sides, for store/wire/payload.py."""
 
     path: str
     client_streaming: bool
@@ -63,7 +63,7 @@ class Method:
 
     @property
     def streams(self) -> bool:
-        """True: one of its sides sends more than one message."""
+        """True: one side sends more than one message."""
         return self.client_streaming or self.server_streaming
 
     @property
@@ -110,7 +110,7 @@ def _method(service: str, described: MethodDescriptor) -> Method:
 
 
 def methods(service: str) -> dict[str, Method]:
-    """Every method of a service of store.proto, by name, as the generated descriptors have it."""
+    """Every method of a service of store.proto, by name, from the generated descriptors."""
     described = pb.DESCRIPTOR.services_by_name[service.rpartition(".")[2]]
     return {method.name: _method(service, method) for method in described.methods}
 
@@ -120,11 +120,11 @@ def methods(service: str) -> dict[str, Method]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files for mutual TLS; servers and clients of a run use one form. Both sides must show a certificate."""
+    """PEM files for mutual TLS: servers and clients of a run must both show a certificate."""
 
-    certificate: Path  # this process's chain
+    certificate: Path  # this process's certificate chain
     key: Path
-    authority: Path  # whose certificates are trusted
+    authority: Path  # the authority whose certificates are trusted
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials of a server that refuses clients without a certificate."""
@@ -139,12 +139,12 @@ class TlsFiles:
 
 
 def token_metadata(token: str, model: int = 0) -> Metadata:
-    """What a caller sends with every call. ``model``: the number of the prepared model that it is about."""
+    """The metadata of every call. ``model``: the number of the prepared model that the call is about."""
     return ((TOKEN_KEY, token), (MODEL_KEY, str(model)))
 
 
 def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
-    """Which prepared model a call is about. Raises StoreError where that is no number."""
+    """The number of the prepared model that a call is about. Raises StoreError if it is not a number."""
     sent = next((value for key, value in metadata if key == MODEL_KEY), "0")
     try:
         return int(sent)
@@ -183,7 +183,7 @@ _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.RunFailedError: _S.ABORTED,
 }
 _BY_NAME = {cls.__name__: cls for cls in _CODES}
-_BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # a status that no handler of ours chose
+_BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # for a status that none of our handlers chose
     _S.UNAVAILABLE: errors.TransferError,
     _S.DEADLINE_EXCEEDED: errors.StallError,
     _S.UNAUTHENTICATED: errors.HandshakeError,
@@ -192,7 +192,7 @@ _BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # a status that no handler
 
 
 def to_status(error: RayZeroError) -> tuple[grpc.StatusCode, str, Metadata]:
-    """How an error of our tree leaves a server: code, details for other tools, and metadata for our client."""
+    """How a server sends an error: a code, details for other tools, and metadata for our client."""
     name = next(cls.__name__ for cls in type(error).__mro__ if cls in _CODES)
     text = str(error)[:_MAX_MESSAGE_CHARS]
     metadata: Metadata = ((_ERROR_KEY, name), (_MESSAGE_KEY, text.encode()))
@@ -200,7 +200,7 @@ def to_status(error: RayZeroError) -> tuple[grpc.StatusCode, str, Metadata]:
 
 
 def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
-    """The error that a server sent, or the one of our tree that fits a failed call to ``peer`` (a name for people)."""
+    """The error that a server sent, or else the RayZeroError that fits a failed call. ``peer``: for messages."""
     sent = dict(cast(Iterable[tuple[str, Any]], error.trailing_metadata() or ()))
     if _ERROR_KEY in sent:
         return named_error(sent[_ERROR_KEY], sent.get(_MESSAGE_KEY, b"").decode())
@@ -209,14 +209,14 @@ def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
 
 
 def named_error(name: str, message: str) -> RayZeroError:
-    """An error of our tree by class name; an unknown name gives a ``StoreError`` that says it."""
+    """A RayZeroError by class name; an unknown name gives a ``StoreError`` that contains it."""
     if name in _BY_NAME:
         return _BY_NAME[name](message)
     return StoreError(f"{name}: {message}")
 
 
 def to_failure(error: RayZeroError) -> pb.Failure:
-    """An error as a message, for what is not the answer to a call."""
+    """An error as a message, where it is not the status of a call."""
     return pb.Failure(error=type(error).__name__, message=str(error)[:_MAX_MESSAGE_CHARS])
 
 

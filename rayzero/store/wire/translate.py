@@ -1,4 +1,4 @@
-"""Our messages (rayzero/protocol/messages.py) as protobuf messages, and back. Nothing but field by field."""
+"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def report_from_pb(report: pb.FinishReport) -> FinishReport:
 
 
 def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
-    """What a step is decided with."""
+    """A rank's inputs to the decision of a step."""
     edits = [pb.Edit(kind=_KINDS[edit.kind], value=edit.value) for edit in inputs.edits]
     return pb.StepInputs(edits=edits, hyper=_json(inputs.hyper))
 
@@ -141,7 +141,7 @@ def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
 
 
 def write_to_pb(write: Write) -> pb.Write:
-    """What a rank wants written."""
+    """A write that a rank asks for."""
     return pb.Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
 
 
@@ -151,14 +151,14 @@ def write_from_pb(write: pb.Write) -> Write:
 
 
 def mean_to_pb(rank: int, number: int, given: MeanInput) -> pb.MeanRequest:
-    """What a rank gives to its ``number``th mean."""
+    """A rank's input to its ``number``th mean."""
     return pb.MeanRequest(
         rank=rank, number=number, names=given.names, shape=given.shape, values=given.values, weight=given.weight
     )
 
 
 def mean_from_pb(request: pb.MeanRequest) -> MeanInput:
-    """What a rank gives."""
+    """The inverse of :func:`mean_to_pb`, without rank and number."""
     return MeanInput(
         names=tuple(request.names),
         shape=tuple(request.shape),
