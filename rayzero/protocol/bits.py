@@ -1,4 +1,4 @@
-"""Tensors compared bit by bit: what tells whether two ranks wrote the same values."""
+"""Compares tensors bit by bit, to tell whether two ranks wrote the same values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element 
 
 
 def digest_of(values: Tensor) -> str:
-    """Equal for equal bytes. ``values``: host memory, contiguous."""
+    """A digest that is equal for equal bytes. ``values``: any shape and dtype, contiguous, host memory."""
     content: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Per element (of two tensors of one dtype) whether its bits are the same: NaNs may be equal, 0.0 is not -0.0."""
+    """Whether each element has the same bits, as a bool tensor of their shape: NaNs may be equal, 0.0 is not -0.0. Both
+    tensors have one shape and one dtype of 1, 2 or 4 bytes."""
     bits = _BITS[ours.itemsize]
     return ours.view(bits) == theirs.view(bits)

@@ -1,11 +1,11 @@
-"""The gradients that one rank has pushed of one range, added up.
+"""Adds up the gradients that one rank has pushed for one range.
 
-Both ends of the store add with it: a rank in its own memory, which owners of its host read; an owner in the memory
-that it keeps for a rank of another host.
+Both ends of the store use it: a rank in its own memory, which owners of its host read; an owner in the memory that it
+keeps for a rank on another host.
 
-[Note: gradient memory] With one planned backward a step, memory is of the unit's dtype: a push lands in it as it is.
-With more it is fp32, and pushes are added in their order, whatever their dtype. fp32 memory takes more pushes than were
-planned; 16-bit memory refuses the second one, naming the setting.
+[Note: gradient memory] With one planned backward a step, the memory has the unit's dtype, and a push lands in it as it
+is. With more it is fp32, and pushes are added in order, whatever their dtype. fp32 memory takes more pushes than were
+planned; 16-bit memory refuses the second one with an error that names the setting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _WIDE = 1 << 16  # elements
 
 
 def gradient_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:
-    """Of the memory for a rank's gradients of a unit. ``accumulate``: more than one backward a step is planned."""
+    """The dtype of the memory for a rank's gradients of a unit. ``accumulate``: more than one backward a step is
+    planned."""
     return torch.float32 if accumulate else unit.dtype
 
 
 def gradient_sizes(spec: ModelSpec) -> dict[torch.dtype, list[tuple[int, int]]]:
-    """What the memory for a rank's gradients takes: by dtype, (unit, elements) of every trained unit."""
+    """The sizes of the memory for a rank's gradients: by dtype, (unit, elements) of every trained unit."""
     sizes: dict[torch.dtype, list[tuple[int, int]]] = {}
     for unit in spec.layout.units:
         if unit.trainable:
@@ -41,10 +42,10 @@ class GradientSum:
     """The sum of one rank's pushes in one attempt at a step, over a whole unit or a shard of it.
 
     Knows pushes, their order and which parameters have a gradient; not who reads the memory, or when it is free.
-    Whoever uses it makes its calls one after the other."""
+    Calls must not overlap."""
 
     def __init__(self, unit: UnitLayout, memory: Tensor, slices: Sequence[SlotSlice]) -> None:
-        """``memory``: 1D, the range's elements, of ``gradient_dtype``. ``slices``: the parameters that lie in it."""
+        """``memory``: 1D, the range's elements, ``gradient_dtype``. ``slices``: the parameters that lie in it."""
         self.unit, self.memory = unit, memory
         self.step, self.attempt = -1, 0
         self.count = 0  # pushes of that attempt whose bytes are here
@@ -55,7 +56,7 @@ class GradientSum:
 
     @classmethod
     def of_unit(cls, unit: UnitLayout, memory: Tensor) -> GradientSum:
-        """That of a whole unit: ``memory`` has unit.numel elements."""
+        """The sum over a whole unit: ``memory`` has unit.numel elements."""
         return cls(
             unit,
             memory,
@@ -63,19 +64,19 @@ class GradientSum:
         )
 
     def is_older(self, push: Contribution | Pushed) -> bool:
-        """Whether ``push`` belongs to an attempt before the one that is here."""
+        """Whether ``push`` belongs to an attempt before the current one."""
         return (push.step, push.attempt) < (self.step, self.attempt)
 
     def count_of(self, step: int, attempt: int) -> int:
-        """Pushes of that attempt whose bytes are here."""
+        """How many pushes of that attempt have their bytes here."""
         return self.count if (self.step, self.attempt) == (step, attempt) else 0
 
     def is_stale(self, push: Contribution) -> bool:
-        """Whether ``push`` is of an older attempt, or a repeat: it is dropped."""
+        """Whether ``push`` is a repeat or from an older attempt, so that it is dropped."""
         return self.is_older(push) or push.seq < self.count_of(push.step, push.attempt)
 
     def lands(self, push: Contribution) -> bool:
-        """Whether the bytes of ``push`` may be put into the memory as they are: nothing is there to add them to."""
+        """Whether the bytes of ``push`` may go into the memory as they are, because there is nothing to add them to."""
         return push.seq == 0 and self.memory.dtype is self.unit.dtype
 
     def holds(self, values: Tensor) -> bool:
@@ -93,18 +94,18 @@ class GradientSum:
             )
 
     def open(self, push: Contribution) -> None:
-        """``push`` may write now: a newer attempt voids what is here."""
+        """Prepare to write ``push``. A newer attempt discards what is here."""
         if (push.step, push.attempt) != (self.step, self.attempt):
             self.step, self.attempt, self.count, self.presence = push.step, push.attempt, 0, 0
 
     def add(self, push: Contribution, values: Tensor) -> None:
-        """Add the bytes of the next push of the attempt that is open. ``values``: 1D, the range's elements, any
-        floating dtype; nothing is copied where they are the memory itself, whose padding is then zero already."""
+        """Add the next push of the open attempt. ``values``: 1D, the range's elements, any floating dtype. Nothing is
+        copied if they are the memory itself; its padding must be zero then."""
         if self.holds(values):
             return
         now = int.from_bytes(push.presence, "little") & self._all
         if push.seq == 0:
-            self.memory.copy_(values)  # absent slots too: nobody reads them
+            self.memory.copy_(values)  # including absent slots, which are never read
         elif now == self._all == self.presence & self._all:
             add_widened(self.memory, values)
         else:
@@ -119,26 +120,26 @@ class GradientSum:
             add_widened(ours, theirs) if self.presence >> part.slot & 1 else ours.copy_(theirs)
 
     def clear_padding(self) -> None:
-        """Make the elements between parameters zero."""
+        """Zero the elements between parameters."""
         for start, stop in self._padding:
             self.memory[start:stop].zero_()
 
     def close(self, push: Contribution) -> Pushed:
-        """Count ``push``, whose bytes were added; what is here now."""
+        """Count ``push``, whose bytes have been added. Returns what is here now."""
         self.count += 1
         self.presence |= int.from_bytes(push.presence, "little")
         bits = self.presence.to_bytes(len(push.presence), "little")
         return Pushed(step=self.step, attempt=self.attempt, count=self.count, presence=bits)
 
     def replace(self, pushed: Pushed) -> None:
-        """The rank whose memory this is tells what is here."""
+        """Take over what the rank that owns this memory says is here."""
         self.step, self.attempt, self.count = pushed.step, pushed.attempt, pushed.count
         self.presence = int.from_bytes(pushed.presence, "little")
 
 
 class _Wide(threading.local):
-    """fp32 scratch of a thread that adds 16-bit gradients, made at its first use: ``add_`` of mixed dtypes would
-    allocate at every one."""
+    """Each thread's fp32 scratch for adding 16-bit gradients, made at its first use: ``add_`` of mixed dtypes would
+    allocate every time."""
 
     def __init__(self) -> None:
         self.values = torch.empty(_WIDE)
@@ -148,7 +149,8 @@ _wide = _Wide()
 
 
 def add_widened(total: Tensor, values: Tensor) -> None:
-    """``total += values`` in fp32; 16-bit values are widened a block at a time, without allocating."""
+    """``total += values``, both 1D and of one size. ``total`` is fp32; 16-bit values are widened a block at a time,
+    without allocating."""
     if values.dtype is torch.float32:
         total.add_(values)
         return

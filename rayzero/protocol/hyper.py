@@ -1,4 +1,4 @@
-"""Hyper-parameters and optimizer classes, as they cross from ranks to owners."""
+"""Checks the hyper-parameters and finds the optimizer class that ranks send to owners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rayzero.protocol.messages import Hyper
 
 
 def require_numbers(group: int, options: Hyper, like: Hyper) -> None:
-    """Raise ConfigError naming the first option that is not a number, or as many numbers, where ``like`` has that."""
+    """Raise ConfigError, naming the option, unless every option that is a number in ``like`` is one, and every one that
+    is several numbers is as many."""
     for name, example in like.items():
         value = options.get(name)
         if _is_number(example) and not _is_number(value):
@@ -31,7 +32,8 @@ def _are_numbers(value: object) -> bool:
 
 
 def resolve_optimizer(path: str) -> type[torch.optim.Optimizer]:
-    """The class behind ``"module:qualname"``. Raises UnsupportedError naming it when it cannot be imported."""
+    """The class behind ``"module:qualname"``. Raises UnsupportedError if it cannot be imported, ConfigError if it is no
+    optimizer class."""
     module, _, qualname = path.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -1,6 +1,6 @@
-"""What ranks and owners say to each other: frozen values, no behaviour.
+"""The messages between ranks, owners and the lead: frozen values without behaviour.
 
-Ranks (``protocol/store.py``), owners (``owner/``), the lead (``lead/``) and every transport (``store/``) speak these.
+Ranks (``protocol/store.py``), owners (``owner/``), the lead (``lead/``) and every transport (``store/``) use them.
 Steps count from 0; *version* ``v`` is the content after ``v`` decided steps, so step ``n`` reads version ``n`` and
 publishes version ``n + 1``.
 """
@@ -19,25 +19,26 @@ from rayzero.layout.model_layout import ModelLayout
 
 PROTOCOL_VERSION = 3
 
-COMPUTE = "compute"  # fetch kinds: the published parameters in the unit's dtype ...
-MASTER = "master"  # ... the fp32 master, or the name of an optimizer state such as "exp_avg" ...
-STEP = "step"  # ... or how many updates each parameter has had, fp32, the same number all over its range
-GROUP = "group"  # a kind of write alone: each parameter's parameter group, fp32, the same number all over its range
+# Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
+COMPUTE = "compute"  # the published parameters, in the unit's dtype
+MASTER = "master"  # the fp32 masters
+STEP = "step"  # how many updates each parameter has had: fp32, one number repeated over its range
+GROUP = "group"  # only to write: each parameter's parameter group, fp32, one number repeated over its range
 
-_NAMES_SHOWN = 8  # of a mapping, in messages
+_NAMES_SHOWN = 8  # how many of a mapping's names a message shows
 MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no blanks: equal values give equal text (floats print exactly)."""
+    """JSON with sorted keys and no blanks, so that equal values give equal text (floats print exactly)."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """All that an owner must know of a training; every rank of a run sends the same one at attach."""
+    """Everything that an owner must know about a training. Every rank of a run sends the same one at attach."""
 
     run: str
     layout: ModelLayout
@@ -48,9 +49,9 @@ class ModelSpec:
     accumulation_steps: int = 1  # backwards planned per step
     nonfinite: str = "skip"  # "skip" | "raise"
     shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
-    kernel: str = "auto"  # kernels/: who computes the update
+    kernel: str = "auto"  # kernels/: what computes the update
     offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
-    restore_from: str | None = None  # checkpoint directory the owners start from
+    restore_from: str | None = None  # the checkpoint directory that the owners start from
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description; ``from_json`` is its inverse."""
@@ -74,7 +75,7 @@ class ModelSpec:
 class Attached:
     """An owner's answer to attach."""
 
-    version: int  # what it has published, or will publish once rank 0 has loaded every unit
+    version: int  # the version that it has published, or will publish once rank 0 has loaded every unit
     needs_load: bool  # True: rank 0 must load the initial weights
 
 
@@ -83,17 +84,17 @@ class Contribution:
     """The header of one push of one rank for one unit; the gradient bytes travel beside it."""
 
     step: int
-    attempt: int  # this rank's discards within the step so far
+    attempt: int  # how often this rank has discarded within the step
     rank: int
     unit: int
-    seq: int  # this rank's push counter for this unit in this attempt, from 0
+    seq: int  # how many pushes of this unit this rank has made before, in this attempt
     presence: bytes  # bit i (least significant first) set: slot i of the unit has a gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """All that one rank has pushed of one unit in an attempt, where the bytes lie in that rank's own memory and owners
-    read them there: the sum of its contributions so far."""
+    """The sum of one rank's contributions for one unit in an attempt so far. Its bytes lie in that rank's memory, where
+    owners read them."""
 
     step: int
     attempt: int
@@ -123,7 +124,7 @@ def unpack_presence(presence: bytes, num_slots: int) -> list[bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
-    """What is left of a rank-summed gradient: multiplied by ``scale``, then every element within +-``limit``."""
+    """What clipping does to a rank-summed gradient: multiply by ``scale``, then clamp every element to +-``limit``."""
 
     scale: float
     limit: float
@@ -131,13 +132,13 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReport:
-    """What one rank pushed in a step: an owner is ready when it has every counted push."""
+    """What one rank pushed in a step. An owner is ready when it has every counted push."""
 
     step: int
     attempt: int
     rank: int
     counts: tuple[int, ...]  # pushes per unit, in unit order
-    clamp: Clamp | None = None  # whose norm is asked for; None: that of the averaged gradients, always asked first
+    clamp: Clamp | None = None  # for the norm of clamped gradients; None: of the averaged gradients, which comes first
 
 
 class EditKind(StrEnum):
@@ -150,7 +151,7 @@ class EditKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One such call."""
+    """One edit of the gradients."""
 
     kind: EditKind
     value: float
@@ -161,7 +162,7 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What a step is decided with; every rank must send the same (compared by ``digest``)."""
+    """A rank's inputs to the decision of a step. Every rank must send the same (compared by ``digest``)."""
 
     edits: tuple[Edit, ...]  # in the order of the calls
     hyper: tuple[Hyper, ...]  # per parameter group, read at step()
@@ -174,7 +175,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """What a rank wants written into a unit; every rank must send the same."""
+    """A rank's request to write into a unit. Every rank must send the same."""
 
     version: int  # the version that is changed
     unit: int
@@ -183,7 +184,7 @@ class Write:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """The first names, for messages."""
+    """The first names and the number of the others, for messages."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(map(repr, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
@@ -192,14 +193,14 @@ def quoted(names: Sequence[str]) -> str:
 class MeanInput:
     """What one rank adds to a mean over ranks."""
 
-    names: tuple[str, ...] = ()  # of the numbers of a mapping, sorted; empty: a number or a tensor
-    shape: tuple[int, ...] = ()  # of a tensor
+    names: tuple[str, ...] = ()  # a mapping's keys, sorted; empty: a number or a tensor
+    shape: tuple[int, ...] = ()  # a tensor's shape
     values: tuple[float, ...]  # fp64: one for each name, or the tensor's elements
     weight: float  # >= 0; a rank of weight 0 has no part in the mean
 
     @property
     def size_bytes(self) -> int:
-        """At most what it takes in a message, but for a few bytes that all have."""
+        """An upper bound on its bytes in a message, apart from a few bytes that every mean needs."""
         return 8 * len(self.values) + sum(len(name.encode()) + 4 for name in self.names)
 
     def __str__(self) -> str:
@@ -210,7 +211,7 @@ class MeanInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """The exact global L2 norm of a step's averaged gradients, before any clipping."""
+    """The exact global L2 norm of a step's averaged gradients, before clipping or of what a ``Clamp`` leaves."""
 
     step: int
     total: float
@@ -247,7 +248,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file that belongs to a checkpoint: written and fsynced, not yet named by a manifest."""
+    """A file of a checkpoint: written and fsynced, but not yet in a manifest."""
 
     name: str
     size_bytes: int
@@ -266,7 +267,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class SharedPaths:
-    """Where a process's slabs are, for those who join it."""
+    """The slab files of a process, for processes that map them."""
 
     control: str
     tensors: tuple[str, ...]  # params of an owner, grads of a rank, in order

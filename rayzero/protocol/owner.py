@@ -1,4 +1,4 @@
-"""An owner as the lead sees it."""
+"""What the lead may ask of an owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OwnerPeer(Protocol):
         ...
 
     def apply(self, decision: Decision) -> Future[None]:
-        """See ``ShardService.apply``; done when the owner has taken the decision in, not when it has updated."""
+        """See ``ShardService.apply``; done when the owner has accepted the decision, not when it has updated."""
         ...
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:

@@ -1,4 +1,4 @@
-"""Which owner has which shard of a model in training."""
+"""Computes which owner has which shard of a model in training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from rayzero.protocol.messages import ModelSpec
 
 
 def owner_map(spec: ModelSpec, num_owners: int) -> ShardMap:
-    """The owner of every shard. ``num_owners``: all of them, :func:`device_owners` included, which come last, in the
-    order of their ranks."""
+    """The owner of every shard. ``num_owners``: all owners, including :func:`device_owners`, which come last, in rank
+    order."""
     return shard_map_for(
         spec.layout,
         num_owners,
@@ -19,5 +19,5 @@ def owner_map(spec: ModelSpec, num_owners: int) -> ShardMap:
 
 
 def device_owners(world_size: int, offload_fraction: float) -> int:
-    """How many owners have their states on a rank's device: one beside each rank, or none."""
+    """How many owners keep their states on a rank's device: one beside each rank, or none."""
     return world_size if offload_fraction < 1 else 0

@@ -1,16 +1,16 @@
-"""The seam between ranks and owners: what a rank may ask of the store, and what it may rely on.
+"""What a rank may ask of the store, and what it may rely on.
 
 Issue and wait are two verbs: a call that moves bytes or waits for others returns a ``Future`` at once, and the
-caller waits on it where it needs the result. An error that belongs to the call is raised by the future.
+caller waits on it where it needs the result. The future raises the call's error.
 
 One step of rank r, version n::
 
     fetch(u, n, COMPUTE, out)    for every unit, forward and again backward     -> out filled
-    push(Contribution(...), g)   as each unit's gradients are complete          -> landed: g is free again
+    push(Contribution(...), g)   when each unit's gradients are complete        -> landed: g is free again
     finish(report, inputs)       all fetches of version n done, all pushes landed
-    write(u, n, COMPUTE, values) where the user wrote into u: every rank, any time before its commit
-    commit(rank, n, inputs)      only if finish had no inputs (the norm was wanted first)
-    fetch(u, n + 1, ...)         resolves when u's shards are published, not when the step is
+    write(u, n, COMPUTE, values) if the user wrote into u: every rank, any time before its commit
+    commit(n, inputs)            only if finish had no inputs (the norm was needed first)
+    fetch(u, n + 1, ...)         done once u's shards are published, not the whole step
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class ParameterStore(Protocol):
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.
 
-        page_lock: lock what ``mapped`` and ``landing`` give, for copies to and from a CUDA device.
+        ``page_lock``: lock the memory that ``mapped`` and ``landing`` return, for copies to and from a CUDA device.
 
-        Raises HandshakeError when this rank's spec differs from what an owner already has, naming both sides,
-        and MemoryPlanError when the owner's host is too small.
+        Raises HandshakeError, naming both sides, if this rank's spec differs from the one an owner already has, and
+        MemoryPlanError if the owner's host has too little memory.
         """
         ...
 
     def load(self, unit: int, values: Tensor) -> Future[None]:
-        """Rank 0 only, once per unit after attach said ``needs_load``: the unit's initial flat vector.
+        """Send a unit's initial flat vector. Only rank 0 does this, once per unit, if attach returned ``needs_load``.
 
         ``values``: 1D, unit.numel elements, fp32 for trained units, the unit's dtype for frozen ones. Version 0
         of a shard is published when its values are there.
@@ -59,67 +59,67 @@ class ParameterStore(Protocol):
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out`` (1D, host memory, unit.numel elements) with ``kind`` of the unit at exactly ``version``.
 
-        ``kind``: COMPUTE in the unit's dtype, MASTER or an optimizer state's name in fp32. Waits for shards not
-        yet published; ``out`` must stay alive and untouched until the future is done. Cancelled or failed
-        futures leave ``out`` undefined.
+        ``kind``: COMPUTE in the unit's dtype; MASTER, STEP or an optimizer state's name in fp32. Waits for shards that
+        are not published yet. ``out`` must stay alive and untouched until the future is done. A cancelled or failed
+        future leaves ``out`` undefined.
         """
         ...
 
     def published(self, unit: int, version: int) -> Future[int]:
         """Done once every shard of the unit has ``version``. The result is the version that its content is from: older
-        than ``version`` where the last decisions changed nothing, so that a copy of that content is still good.
+        than ``version`` if the last decisions changed nothing, so that a copy of that content is still valid.
         """
         ...
 
     def mapped(self, unit: int) -> Tensor | None:
         """The unit's published parameters where the owners write them: 1D, unit.numel elements, the unit's dtype, host
-        memory that stays there as long as a tensor over it. None: only ``fetch`` reaches them.
+        memory that lives as long as a tensor over it. None: only ``fetch`` reaches them.
 
-        It holds version ``v`` from ``published(unit, v)`` until the finish of step ``v``. Nobody may write to it;
+        It holds version ``v`` from ``published(unit, v)`` until the finish of step ``v``. Do not write to it;
         ``revert`` undoes writes that happened.
         """
         ...
 
     def revert(self, unit: int) -> None:
-        """Throw away what this rank has written into the unit's mapped memory; no owner has seen it."""
+        """Discard what this rank has written into the unit's mapped memory. No owner has seen it."""
         ...
 
     def landing(self, contribution: Contribution) -> Tensor | None:
-        """This rank's memory that the gradients of a push may be gathered in, before ``push`` of that very tensor,
-        which then copies nothing: 1D, unit.numel elements, the unit's dtype, zeros to be written into its padding.
-        None: bring memory of your own.
+        """Memory of this rank in which a push's gradients may be gathered: 1D, unit.numel elements, the unit's dtype.
+        The caller writes zeros into its padding and passes this very tensor to ``push``, which then copies nothing.
+        None: the caller uses its own memory.
         """
         ...
 
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Hand over one unit's gradients (1D, unit.numel elements, the unit's dtype; absent slots' bytes are
-        never read). Done when every owner holds the bytes in memory that belongs to this rank: it waits for
-        nobody else. A repeat with the same header is dropped.
+        never read). Done when the bytes are in this rank's memory, where owners read them, or in its landing at every
+        other owner: it does not wait for other ranks. A repeat with the same header is dropped.
         """
         ...
 
     def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
-        """Change a unit of ``version``: every rank calls it with equal values, and it is done for all at once.
+        """Change a unit of ``version``. Every rank calls it with equal values, and it takes effect for all at once.
 
-        values: 1D, unit.numel elements, host memory, unchanged until the future is done. ``kind``: COMPUTE in the
-        unit's dtype, where masters of elements whose published bits are the same keep their precision; MASTER, STEP,
-        GROUP or an optimizer state's name in fp32. This rank's own fetches of the unit must be over; a fetch of
-        ``version`` after the write, and ``mapped``, give what was written.
+        ``values``: 1D, unit.numel elements, host memory, unchanged until the future is done. ``kind``: COMPUTE in the
+        unit's dtype, which keeps the masters of elements whose published bits stay the same; MASTER, STEP, GROUP or an
+        optimizer state's name in fp32. This rank's own fetches of the unit must be over; a fetch of ``version`` after
+        the write, and ``mapped``, return what was written.
 
-        Applied once all ranks have called it, when ``version`` is published and before its step is decided; writes of
-        one rank one after the other. Ranks that write different things, and a rank that finishes the step without
-        writing, fail the run by name.
+        The write is applied once all ranks have called it, after ``version`` is published and before its step is
+        decided. A rank makes its writes one after the other. If ranks write different values, or one finishes the step
+        without the write, the run fails with an error that names them.
         """
         ...
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """Say what was pushed. With ``inputs`` this is also the commit. The future waits for all ranks.
+        """Report what was pushed. With ``inputs`` this is also the commit. The future waits for all ranks.
 
-        Again with a ``clamp``, before the commit: the norm of what that leaves of the same gradients."""
+        A second call with a ``clamp``, before the commit, gives the norm of what the clamp leaves of the gradients."""
         ...
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
-        """Ask for the step to be decided, after a finish without inputs. The future waits for all ranks."""
+        """Ask the lead to decide the step, after a finish without inputs. The future waits for all ranks."""
         ...
 
     def decision(self, step: int) -> Future[Decision]:
@@ -127,23 +127,23 @@ class ParameterStore(Protocol):
         ...
 
     def discard(self, step: int, attempt: int) -> Future[None]:
-        """Reopen a step after a finish without inputs: the contributions of ``attempt`` count no more."""
+        """Reopen a step after a finish without inputs: the contributions of ``attempt`` no longer count."""
         ...
 
     def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Write version ``step`` as a checkpoint; every rank calls it with the same ``directory``.
 
         Owners write their shards beside this rank's own ``files`` (already in ``staging_path(directory)``,
-        checkpoint/writer.py); when all are there the lead owner writes the manifest and renames.
+        checkpoint/writer.py). When all files are there, the lead writes the manifest and renames the folder.
         """
         ...
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
-        """The weighted mean over all ranks, number by number: fp64 sums in rank order, the same bits for all.
+        """The weighted mean over all ranks, number by number: fp64 sums in rank order, with the same bits on all ranks.
 
-        Every rank calls it equally often; the nth calls belong together, at any moment of a step, and wait for no
-        step. Ranks whose names or shapes differ, and weights that add up to 0, fail that call on every rank; so does
-        a rank that has left without calling."""
+        Every rank calls it equally often, at any moment of a step; the nth calls belong together and wait for no step.
+        A call fails on every rank if names or shapes differ, if the weights add up to 0, or if a rank has left without
+        it."""
         ...
 
     def close(self, reason: str = "closed") -> None:
