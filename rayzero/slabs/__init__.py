@@ -1,1 +1,1 @@
-"""Shared memory: files that are mapped by several processes, what lies where in them, and windows over several."""
+"""Shared memory: files that several processes map, what lies where in them, and windows over parts of several."""

@@ -1,4 +1,4 @@
-"""Arena: many tensors carved out of as few slabs as hold them."""
+"""Carves many tensors out of as few slabs as hold them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rayzero.slabs.header import SlabFacts, header_bytes, lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, SLAB_BYTES, Progress, Slab, create_slabs
 
 REGION = "tensors"  # kind of the region that holds them
-_ELEMENTS = 64  # a tensor starts at a multiple of as many elements, as shards do
+_ELEMENTS = 64  # a tensor starts at a multiple of this many elements, as shards do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A tensor to be."""
+    """A tensor to place: 1D, ``numel`` elements of ``dtype``."""
 
     key: Hashable
     numel: int
@@ -27,15 +27,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Pieces that lie in one slab, one behind the other."""
+    """Pieces that lie in one slab, one after the other."""
 
     pieces: tuple[Piece, ...]
-    align: int = 1  # bytes: a power of two up to a page, at which the first piece starts
+    align: int = 1  # the first piece starts at a multiple of this many bytes: a power of two, at most a page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor is."""
+    """Where a tensor lies."""
 
     slab: int
     offset: int  # bytes from the slab's start
@@ -45,14 +45,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaPlan:
-    """Places of all pieces, and what each slab holds. Equal groups give equal plans in every process."""
+    """The places of all pieces, and the size of each slab. Equal groups give equal plans in every process."""
 
     places: dict[Hashable, Place]
     slabs: tuple[int, ...]  # bytes of each slab's region
 
 
 def plan_arena(groups: Sequence[Group], slab_bytes: int = SLAB_BYTES) -> ArenaPlan:
-    """Put groups into slabs in order. Each is at most ``slab_bytes``, but for a group that is larger alone."""
+    """Put groups into slabs in order. A slab has at most ``slab_bytes``, unless one group alone is larger."""
     first = header_bytes(num_regions=1)
     places: dict[Hashable, Place] = {}
     ends: list[int] = []  # bytes from each slab's start
@@ -69,7 +69,7 @@ def plan_arena(groups: Sequence[Group], slab_bytes: int = SLAB_BYTES) -> ArenaPl
 
 
 def _lay_out(group: Group, start: int) -> tuple[list[int], int]:
-    """Offsets of the pieces, and the end, in bytes, where nothing lies from ``start`` on."""
+    """The pieces' offsets and the group's end, in bytes, if the slab is free from ``start`` on."""
     at, offsets = _align(start, group.align), []
     for piece in group.pieces:
         at = _align(at, _ELEMENTS * piece.dtype.itemsize)
@@ -85,10 +85,10 @@ def _align(offset: int, to: int) -> int:
 class Arena:
     """Tensors by key, in slabs.
 
-    Knows where each lies; not what they are for. Tensors stay readable after ``close()``."""
+    Knows where each tensor lies; not what it is for. Tensors stay readable after ``close()``."""
 
     def __init__(self, plan: ArenaPlan, slabs: Sequence[Slab]) -> None:
-        """Over slabs that were made or attached in the plan's order."""
+        """``slabs``: made or attached, in the plan's order."""
         self.plan, self.slabs = plan, tuple(slabs)
 
     @classmethod
@@ -100,7 +100,7 @@ class Arena:
         *,
         on_progress: Progress | None = None,
     ) -> Arena:
-        """Make the slabs, zeroed; each has ``facts`` with its own number. Raises what ``create_slabs`` does."""
+        """Make the slabs, zeroed; each has ``facts`` with its own number. Raises what ``create_slabs`` raises."""
         headers = [
             lay_out_slab(replace(facts, number=facts.number + number), [(REGION, size, 0)])
             for number, size in enumerate(plan.slabs)
@@ -113,6 +113,6 @@ class Arena:
         return self.slabs[place.slab].tensor(place.offset, place.numel, place.dtype)
 
     def close(self, *, unlink: bool = True) -> None:
-        """Close all slabs."""
+        """Close all slabs; see ``Slab.close``."""
         for slab in self.slabs:
             slab.close(unlink=unlink)

@@ -1,4 +1,4 @@
-"""Tells how far the making of slabs is: at a few GB/s, a large model's take a minute before anything is trained."""
+"""Logs the progress of making slabs: at a few GB/s, those of a large model take a minute before training starts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rayzero.quantities import format_bytes
 
 log = logging.getLogger(__name__)
 
-_QUICK_S = 1.0  # what takes no longer is not worth a word
+_QUICK_S = 1.0  # nothing is logged before
 _SAY_EVERY_S = 5.0
 
 
 class FillProgress:
-    """A log line once making takes more than a second, then every few seconds, and one at its end. A ``Progress``
+    """Logs a line once making takes more than a second, then every few seconds, then at the end. A ``Progress``
     (slabs/slab.py), for one call of ``create_slabs``."""
 
     def __init__(self, who: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """``who`` makes them, for the log; ``clock``: seconds."""
+        """``who``: the maker's name in the log. ``clock``: returns seconds."""
         self._who, self._clock = who, clock
         self._began = clock()
         self._next = self._began + _QUICK_S
 
     def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are there."""
+        """``done`` of ``total`` bytes are made."""
         now, told = self._clock(), self._next > self._began + _QUICK_S
         if now < self._next and not (done == total and told):
             return

@@ -27,20 +27,20 @@ _TABLE_AT = _FIXED.size + _CRC.size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabFacts:
-    """Whose slab it is."""
+    """Says whose slab it is."""
 
     run: str  # run id: at most 128 bytes
     role: str  # "params" and "state" of an owner, "grads" of a rank: at most 16 bytes
     index: int  # of the owner or rank
-    number: int = 0  # which of its slabs
-    incarnation: int  # life of the owner or rank: one that starts again has another, and slabs of its own
+    number: int = 0  # which of its slabs of this role
+    incarnation: int  # the life of the owner or rank: after a restart it has another one, and other slabs
     layout_digest: str
-    kernel: str  # with its instruction set: what made the bits of parameters and states
+    kernel: str  # the kernel that makes the bits of parameters and states, with its instruction set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a slab with one purpose. Who does not know a kind leaves it alone."""
+    """A range of a slab with one purpose. A reader ignores kinds that it does not know."""
 
     kind: str  # at most 16 bytes
     offset: int  # bytes from the slab's start
@@ -50,13 +50,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabHeader:
-    """All that stands in the header."""
+    """Everything in the header."""
 
     facts: SlabFacts
     regions: tuple[Region, ...]
     header_bytes: int
     bytes: int  # of the whole slab, header included: whole pages
-    pid: int  # of the maker, as it sees itself
+    pid: int  # of the maker, in the maker's own namespace
 
     def regions_of(self, kind: str) -> tuple[Region, ...]:
         """The regions of one kind, in table order."""
@@ -69,7 +69,7 @@ def header_bytes(num_regions: int) -> int:
 
 
 def lay_out_slab(facts: SlabFacts, wanted: Sequence[tuple[str, int, int]]) -> SlabHeader:
-    """Regions in order, each from a page of its own on. wanted: (kind, bytes, stride) of each."""
+    """Lay out regions in order, each on its own pages. ``wanted``: (kind, bytes, stride) of each."""
     offset = first = header_bytes(len(wanted))
     regions = []
     for kind, size, stride in wanted:
@@ -79,7 +79,7 @@ def lay_out_slab(facts: SlabFacts, wanted: Sequence[tuple[str, int, int]]) -> Sl
 
 
 def encode_header(header: SlabHeader) -> bytes:
-    """The header's bytes, without the rest of its last page. Raises UnsupportedError on names that do not fit."""
+    """The header's bytes, without the rest of its last page. Raises UnsupportedError for names that do not fit."""
     facts = header.facts
     fixed = _FIXED.pack(
         MAGIC,
@@ -101,13 +101,16 @@ def encode_header(header: SlabHeader) -> bytes:
 
 
 def decode_header(source: str, data: bytes, file_bytes: int) -> SlabHeader:
-    """Read what ``encode_header`` wrote. ``data``: the slab's first bytes, at least its header; ``file_bytes``: of the
-    whole file. Raises HandshakeError, naming ``source``, on anything else."""
+    """Read what ``encode_header`` wrote. ``data``: the slab's first bytes, at least its header. ``file_bytes``: size of
+    the whole file. Raises HandshakeError, naming ``source``, for anything else."""
     magic, version = struct.unpack_from("<8sI", data.ljust(12, b"\0"))
     if magic != MAGIC:
-        raise HandshakeError(f"{source} begins with {magic!r}, a slab with {MAGIC!r}: it is no slab")
+        raise HandshakeError(f"{source} is not a slab: it begins with {magic!r}, a slab with {MAGIC!r}")
     if version != FORMAT:
-        raise HandshakeError(f"{source} has slab format {version}, this rayzero reads {FORMAT}: install the same one")
+        raise HandshakeError(
+            f"{source} has slab format {version}, this rayzero reads {FORMAT}: install the same rayzero in every "
+            "process"
+        )
     if len(data) < _TABLE_AT:
         raise HandshakeError(f"{source} ends after {len(data)} bytes, within its header")
     _, _, size, total, pid, run, role, index, number, incarnation, digest, kernel, count = _FIXED.unpack_from(data)

@@ -1,4 +1,4 @@
-"""Ranges of virtual memory, from the C library: mapped, advised, and unmapped once nothing uses them any more."""
+"""Maps ranges of virtual memory through the C library, and unmaps them once nothing uses them any more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE  # bytes
 _MAP_FIXED = 0x10  # not in the mmap module; the same on Linux and macOS
 _PROT_NONE = 0  # nor are these
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-_HIGHEST = 7 if sys.byteorder == "little" else 0  # byte of a pagemap entry, with these flags (bits 63, 62, 61):
+_HIGHEST = 7 if sys.byteorder == "little" else 0  # the byte of a pagemap entry that has these flags (bits 63, 62, 61)
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
@@ -32,41 +32,41 @@ def whole_pages(size: int) -> int:
 class Mapping:
     """A range of this process's memory. Its bytes stay mapped while it, its ``keeper`` or any tensor of it is alive.
 
-    Knows addresses; not what lies there, nor the file it came from."""
+    Knows addresses; not what lies there, or which file it came from."""
 
     def __init__(self, address: int, size: int) -> None:
-        """Take over a range of ``size`` bytes that was just mapped."""
+        """Take over a range of ``size`` bytes that has just been mapped."""
         self.address, self.size = address, size
-        self.keeper = (ctypes.c_ubyte * size).from_address(address)  # tensors, and whoever has an address, hold this
+        self.keeper = (ctypes.c_ubyte * size).from_address(address)  # held by tensors, and by whoever uses addresses
         weakref.finalize(self.keeper, _unmap, address, size).atexit = False  # threads may still read at exit
 
     @classmethod
     def of_file(cls, fd: int, size: int, *, writable: bool) -> Mapping:
-        """The first ``size`` bytes of a file, shared with all who map it. Raises OSError."""
+        """Map the first ``size`` bytes of a file, shared with every process that maps it. Raises OSError."""
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         return cls(_map(None, size, access, mmap.MAP_SHARED, fd, 0), size)
 
     @classmethod
     def reserve(cls, size: int) -> Mapping:
-        """Addresses without memory: reading one is a fault, until ``place`` puts a file there. Raises OSError."""
+        """Reserve addresses without memory: reading one faults until ``place`` puts a file there. Raises OSError."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         return cls(_map(None, size, _PROT_NONE, flags, -1, 0), size)
 
     def place(self, at: int, fd: int, file_offset: int, size: int, *, private: bool) -> None:
-        """Put ``size`` bytes of a file, from ``file_offset``, at ``at``: readable and writable. All three in bytes, the
-        offsets of whole pages. private: what this process writes stays its own. Raises OSError."""
+        """Map ``size`` bytes of a file, from ``file_offset``, at offset ``at``, readable and writable. All three are in
+        bytes, the offsets are whole pages. ``private``: this process's writes stay its own. Raises OSError."""
         kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED  # few private pages are written
         access = mmap.PROT_READ | mmap.PROT_WRITE
         _map(self.address + at, size, access, kind | _MAP_FIXED, fd, file_offset)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """1D, ``numel``, of the bytes from ``offset`` on. Raises ValueError beyond the end."""
+        """The bytes from ``offset`` on as a tensor: 1D, ``numel`` elements. Raises ValueError beyond the end."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.keeper, dtype=dtype, count=numel, offset=offset)
 
     def populate(self, offset: int, size: int) -> None:
-        """Fault in pages of a fresh file mapping, which are zero. Raises OSError where memory is short."""
+        """Fault in pages of a fresh file mapping, which are zero. Raises OSError if memory is short."""
         try:
             self._advise(offset, size, _POPULATE_WRITE)
         except OSError as exc:
@@ -75,8 +75,8 @@ class Mapping:
             ctypes.memset(self.address + offset, 0, size)  # an older kernel: touch them
 
     def has_private(self, offset: int, size: int) -> bool:
-        """Whether this process has pages of its own there: it wrote to a private mapping of a file. Reads 8 bytes a
-        page; True where the system does not tell."""
+        """Whether this process has its own pages there, because it wrote to a private mapping of a file. Reads 8 bytes
+        a page; True if the system does not say."""
         first, pages = (self.address + offset) // PAGE, whole_pages(size) // PAGE
         try:
             pagemap = os.open("/proc/self/pagemap", os.O_RDONLY)  # Linux, admin-guide/mm/pagemap.rst
@@ -92,7 +92,7 @@ class Mapping:
         return any(flags & (_PRESENT | _SWAPPED) and not flags & _OF_FILE for flags in highest)
 
     def drop_private(self, offset: int, size: int) -> None:
-        """Throw away what this process wrote into private pages: they show the file again."""
+        """Discard what this process wrote into private pages: they show the file again."""
         self._advise(offset, size, mmap.MADV_DONTNEED)
 
     def _advise(self, offset: int, size: int, advice: int) -> None:
@@ -117,7 +117,7 @@ def _check(result: int) -> None:
 
 @functools.cache
 def _libc() -> Any:
-    """Its calls leave the interpreter lock to others: populating a gigabyte takes a quarter of a second."""
+    """The C library. Its calls release the interpreter lock: populating a gigabyte takes a quarter of a second."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = c_void_p
     libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_int64)

@@ -1,11 +1,11 @@
-"""Slabs: files of shared memory that outlive nobody. One maker, who holds the file's lock; any number who attach.
+"""Slabs: files of shared memory. One process makes a slab and holds its lock; any number of processes attach it.
 
-[Note: no slab stays behind] A maker locks its file (``flock``) before it fills it and keeps the lock while it lives;
-the kernel frees the lock when it dies, however it dies. ``sweep`` removes exactly the files whose lock it can share:
-an exclusive one would fail beside whoever lists the slab or sweeps too, and take a dead maker for a living one. A file
-that was created but not locked yet can be caught by that: its maker, who waits for the sweep's lock, sees that it lost
-its name, and begins again under another one. A process that the maker forked, without exec, shares the lock and keeps
-the slab from sweeps.
+[Note: no slab stays behind] A maker locks its file (``flock``) before it fills it, and keeps the lock while it lives.
+The kernel frees the lock when the maker dies, however it dies. ``sweep`` removes exactly the files for which it gets a
+shared lock. (An exclusive lock would fail while another process lists or sweeps the slab, so a dead maker would seem
+alive.) A sweep can hit a file that is created but not locked yet: its maker, which waits for the sweep's lock, then
+sees that the file has lost its name, and makes another one. A process that the maker forked, without exec, shares the
+lock and keeps the slab from sweeps.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_hea
 from rayzero.slabs.mapping import Mapping
 
 SHARED_MEMORY = Path("/dev/shm")
-SLAB_BYTES = 1 << 30  # more, smaller files: each is filled by a thread of its own
+SLAB_BYTES = 1 << 30  # several smaller files, so that several threads fill them
 _PIECE = 64 << 20  # bytes that are allocated and faulted in between two reports of progress
-_MAKING = ".making"  # end of the name of a slab that is not filled yet
+_MAKING = ".making"  # suffix of a slab that is not filled yet
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -45,11 +45,11 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 class Slab:
     """One file of shared memory, mapped.
 
-    Knows its file, its lock and its mapping; not what the regions mean. What was taken from it (tensors, ``keeper``)
-    stays readable after ``close()``; the memory is freed when the last of that is gone, in every process."""
+    Knows its file, its lock and its mapping; not what the regions mean. Its tensors and ``keeper`` stay valid after
+    ``close()``; the memory is freed when the last of them is gone, in every process."""
 
     def __init__(self, header: SlabHeader, mapping: Mapping, fd: int, path: Path | None, *, made: bool) -> None:
-        """Take over an open, mapped file. ``Slab.create`` and ``Slab.attach`` make one."""
+        """Take over an open, mapped file. ``Slab.create`` and ``Slab.attach`` call it."""
         self.header, self.path = header, path
         self._mapping: Mapping | None = mapping
         self._fd = fd
@@ -57,14 +57,15 @@ class Slab:
 
     @classmethod
     def create(cls, header: SlabHeader, directory: Path | None = SHARED_MEMORY) -> Slab:
-        """Make one: see ``create_slabs``."""
+        """Make one slab; see ``create_slabs``."""
         return create_slabs([header], directory)[0]
 
     @classmethod
     def attach(cls, path: Path, *, writable: bool, run: str, layout_digest: str) -> Slab:
-        """Map a slab of another process. Raises HandshakeError where it is not this run's, this layout's or no slab.
+        """Map a slab of another process. Raises HandshakeError if it is missing, is not a slab, or is from another run
+        or layout, OSError if it cannot be mapped.
 
-        writable=False: a write into one of its tensors kills the process."""
+        ``writable=False``: a write into one of its tensors kills the process."""
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as exc:
@@ -79,30 +80,31 @@ class Slab:
         return cls(header, mapping, fd, path, made=False)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """1D, ``numel``: the bytes from ``offset``, counted from the slab's start. Raises ValueError beyond its end."""
+        """The bytes from ``offset`` on, counted from the slab's start, as a tensor: 1D, ``numel`` elements. Raises
+        ValueError beyond the slab's end, StoreClosedError after ``close``."""
         return self._open().tensor(offset, numel, dtype)
 
     def address(self, offset: int) -> int:
-        """Where byte ``offset`` of the slab is in this process; valid while ``keeper`` is held."""
+        """The address of byte ``offset`` in this process, valid while ``keeper`` is held."""
         return self._open().address + offset
 
     @property
     def keeper(self) -> object:
-        """Keeps the mapping while it is held: for who uses addresses."""
+        """Keeps the slab mapped while it is held, for callers that use addresses."""
         return self._open().keeper
 
     def page_lock(self) -> PageLock:
-        """Have CUDA copy to and from it by itself; of a slab that this process may write to."""
+        """Lock the slab's pages, so that CUDA copies to and from it directly. The slab must be writable here."""
         mapping = self._open()
         return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
 
     def fileno(self) -> int:
-        """The open file, to map parts of it elsewhere."""
+        """The open file's descriptor, to map parts of it elsewhere."""
         self._open()
         return self._fd
 
     def close(self, *, unlink: bool = True) -> None:
-        """Let go of the file. The maker removes it, unless unlink=False leaves that to a ``sweep``. Idempotent."""
+        """Close the file. Its maker also removes it, unless ``unlink=False`` leaves that to a ``sweep``. Idempotent."""
         self._mapping = None
         if (left := self._release.detach()) is not None:
             _, _, (fd, path, pid), _ = left
@@ -115,7 +117,8 @@ class Slab:
 
 
 def _release(fd: int, path: Path | None, pid: int, *, unlink: bool = True) -> None:
-    """``path``: of the maker, process ``pid``; a process forked from it leaves file and lock alone."""
+    """Close a slab's file. ``path``: set only for the maker, process ``pid``, which also removes the file and frees the
+    lock; a process forked from the maker does neither."""
     if path is not None and os.getpid() == pid:
         if unlink:
             path.unlink(missing_ok=True)
@@ -124,7 +127,7 @@ def _release(fd: int, path: Path | None, pid: int, *, unlink: bool = True) -> No
 
 
 def read_header(path: Path, fd: int) -> SlabHeader:
-    """Of an open file. Raises HandshakeError where it is no slab that this rayzero reads."""
+    """Read the header of an open file. Raises HandshakeError if it is not a slab that this rayzero reads."""
     return decode_header(str(path), os.pread(fd, 1 << 20, 0), os.fstat(fd).st_size)
 
 
@@ -134,11 +137,11 @@ def read_header(path: Path, fd: int) -> SlabHeader:
 def create_slabs(
     headers: Sequence[SlabHeader], directory: Path | None = SHARED_MEMORY, *, on_progress: Progress | None = None
 ) -> list[Slab]:
-    """Make slabs, all their pages allocated, zeroed and mapped, several at once; all of them or none.
+    """Make slabs with all pages allocated, zeroed and mapped, several at once; all of them or none.
 
-    directory: of shared memory, or a file system that has room; None: files without a name, for one process.
-    on_progress: called in the making threads, one at a time. Pages lie where the calling thread's NUMA policy says.
-    Raises MemoryPlanError where there is no room, ConfigError where there is no such directory."""
+    ``directory``: in shared memory, or on a file system with room; None: unnamed files, for one process.
+    ``on_progress``: called in the making threads, one at a time. Pages lie where the calling thread's NUMA policy says.
+    Raises MemoryPlanError if there is no room, ConfigError if there is no such directory."""
     total = sum(header.bytes for header in headers)
     if directory is not None:
         _check_room(total, directory)
@@ -158,7 +161,7 @@ def create_slabs(
 
 
 class _Filling:
-    """Several slabs on their way: what is done, what was made, and what went wrong first."""
+    """The slabs that are being made: the bytes done, the slabs made, and the first error."""
 
     def __init__(self, total: int, on_progress: Progress | None) -> None:
         self._total, self._done, self._on_progress = total, 0, on_progress
@@ -167,30 +170,30 @@ class _Filling:
         self._lock = threading.Lock()
 
     def go_on(self) -> bool:
-        """Whether nothing went wrong so far."""
+        """Whether there has been no error so far."""
         return self._error is None
 
     def progress(self, size: int) -> None:
-        """``size`` bytes more are there."""
+        """Count ``size`` more bytes as done."""
         with self._lock:
             self._done += size
             if self._on_progress:
                 self._on_progress(self._done, self._total)
 
     def add(self, slab: Slab) -> Slab:
-        """A slab is made."""
+        """Keep a slab that is made; returns it."""
         with self._lock:
             self._made.append(slab)
         return slab
 
     def stop(self, error: BaseException) -> BaseException:
-        """Something went wrong: the first thing that did."""
+        """Stop the other slabs because of ``error``; returns the first error."""
         with self._lock:
             self._error = self._error or error
             return self._error
 
     def close_all(self) -> None:
-        """Remove what was made."""
+        """Close and remove the slabs that were made."""
         for slab in self._made:
             slab.close()
 
@@ -201,12 +204,12 @@ def _create(directory: Path | None, filling: _Filling, header: SlabHeader) -> Sl
     else:
         fd, path = _create_locked(directory, _stem(header.facts))
     try:
-        mapping = Mapping.of_file(fd, header.bytes, writable=True)  # of a file that grows into it
+        mapping = Mapping.of_file(fd, header.bytes, writable=True)  # the file grows into it
         for start in range(0, header.bytes, _PIECE):
             if not filling.go_on():
                 raise InterruptedError("another slab could not be made")
             size = min(_PIECE, header.bytes - start)
-            os.posix_fallocate(fd, start, size)  # not ftruncate: full memory is an error here, SIGBUS at a write later
+            os.posix_fallocate(fd, start, size)  # not ftruncate, with which full memory is a SIGBUS at a later write
             mapping.populate(start, size)
             filling.progress(size)
         os.pwrite(fd, encode_header(header), 0)
@@ -220,7 +223,7 @@ def _create(directory: Path | None, filling: _Filling, header: SlabHeader) -> Sl
 
 
 def _create_locked(directory: Path, stem: str) -> tuple[int, Path]:
-    """A new file that is locked. See [Note: no slab stays behind]."""
+    """Create a file and lock it. See [Note: no slab stays behind]."""
     while True:
         path = directory / f"{stem}-{secrets.token_hex(4)}.slab{_MAKING}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -238,24 +241,24 @@ def _stem(facts: SlabFacts) -> str:
 def _check_room(total: int, directory: Path) -> None:
     if not directory.is_dir():
         raise ConfigError(
-            f"slab_dir is {str(directory)!r}, which is no directory: name one with room for shared memory"
+            f"slab_dir is {str(directory)!r}, which is not a directory: name one with room for shared memory"
         )
     if total > shutil.disk_usage(directory).free:
         raise no_room(total, directory, "too small")
 
 
-# ---- other people's slabs ---------------------------------------------------------------------------------------
+# ---- slabs of other processes ----------------------------------------------------------------------------------
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
-    """Remove the slabs whose makers are dead; (path, bytes) of each. Those of other users are left alone."""
+    """Remove the slabs whose makers are dead; returns (path, bytes) of each. Slabs of other users stay."""
     removed = []
     for path, fd in _opened(directory):
         if not _free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it
         try:
             path.unlink()
-        except FileNotFoundError:  # another sweep's; or it got its final name, and its maker died: the next sweep's
+        except FileNotFoundError:  # another sweep was faster, or the file got its final name: the next sweep's
             continue
         removed.append((path, os.fstat(fd).st_size))
     return removed
@@ -268,11 +271,11 @@ class FoundSlab:
     path: Path
     bytes: int
     alive: bool  # its maker lives
-    header: SlabHeader | None  # None: not filled yet, or of another rayzero
+    header: SlabHeader | None  # None: not filled yet, or from another rayzero
 
 
 def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
-    """The slabs of this host that this user may read, by name."""
+    """The slabs of this host that this user may read and write, sorted by name."""
     return [
         FoundSlab(
             path=path,
@@ -292,11 +295,11 @@ def _header_or_none(path: Path, fd: int) -> SlabHeader | None:
 
 
 def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Each slab file with a file descriptor that is closed after its turn."""
+    """Every slab file, with a file descriptor that is closed after its turn."""
     for path in sorted([*directory.glob("rayzero-*.slab"), *directory.glob(f"rayzero-*.slab{_MAKING}")]):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, another user's, or no file
+        except OSError:  # gone in the meantime, another user's, or not a file
             continue
         try:
             yield path, fd
@@ -305,7 +308,7 @@ def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _free(fd: int) -> bool:
-    """Whether no maker holds the lock; then none gets it before ``fd`` is closed."""
+    """Whether no maker holds the lock. If so, none can get it before ``fd`` is closed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Windows: parts of several slabs side by side in one range of addresses, so that they are one tensor. No copy."""
+"""Maps parts of several slabs side by side into one range of addresses, so that they are one tensor without a copy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WindowPiece:
 
 
 def can_map(pieces: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether pieces (window offset, file offset, bytes), in window order, fill a window from its start without a gap
-    and each starts at a page in both."""
+    """Whether pieces (window offset, file offset, bytes), in window order, fill a window from its start without a gap,
+    and each starts at a page in both the window and the file."""
     end = 0
     for window_offset, file_offset, size in pieces:
         if window_offset != end or window_offset % PAGE or file_offset % PAGE or size <= 0:
@@ -35,15 +35,15 @@ def can_map(pieces: Sequence[tuple[int, int, int]]) -> bool:
 
 
 class Window:
-    """Pieces of slabs, one behind the other, as one 1D tensor of bytes.
+    """Parts of slabs, one after the other, as one 1D tensor.
 
-    Knows the range it maps; not what the bytes mean. Slabs may be closed while it is open. Pages are shared with all
-    who map the slabs; with private=True, a page that this process writes to is its own copy from then on, until
-    ``revert()``: what others write there meanwhile is not seen."""
+    Knows the range it maps; not what the bytes mean. Slabs may be closed while it is open. Its pages are shared with
+    every process that maps the slabs. With ``private=True``, a page that this process writes to becomes its own copy
+    until ``revert()``: it does not see what others write there meanwhile."""
 
     def __init__(self, pieces: Sequence[WindowPiece], *, private: bool) -> None:
-        """Map them. Raises UnsupportedError unless ``can_map`` and each lies within its slab, OSError where the slab
-        was attached to be read only and private is False."""
+        """Map the pieces. Raises UnsupportedError unless ``can_map`` and each piece lies within its slab, OSError if
+        a slab was attached read-only and ``private`` is False."""
         starts = [sum(piece.bytes for piece in pieces[:index]) for index in range(len(pieces))]
         _check([(at, piece.offset, piece.bytes) for at, piece in zip(starts, pieces, strict=True)], pieces)
         self.private, self.bytes = private, sum(piece.bytes for piece in pieces)
@@ -53,17 +53,17 @@ class Window:
         self._mapping: Mapping | None = mapping
 
     def tensor(self, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """1D, all of the window. It stays readable after ``close()``."""
+        """The whole window, 1D. The tensor stays readable after ``close()``. Raises StoreClosedError after that."""
         return self._open().tensor(0, self.bytes // dtype.itemsize, dtype)
 
     def page_lock(self) -> PageLock:
-        """Have CUDA copy from it by itself. See :class:`PageLock`."""
+        """Lock the window's pages, so that CUDA copies from it directly. See :class:`PageLock`."""
         mapping = self._open()
         return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
 
     def revert(self) -> None:
-        """Throw away what this process wrote: the window shows the slabs again. Only of a private window. Costs little
-        where nothing was written."""
+        """Discard what this process wrote, so that the window shows the slabs again. Costs little if nothing was
+        written. Raises UnsupportedError for a window that is not private."""
         if not self.private:
             raise UnsupportedError("a shared window cannot be reverted: what was written to it is in the slabs")
         mapping = self._open()

@@ -86,7 +86,7 @@ def test_a_name_that_does_not_fit_the_header_is_refused() -> None:
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        (0, "it is no slab"),
+        (0, "slab is not a slab: it begins with"),
         (8, "has slab format 254, this rayzero reads 1"),
         (20, "damaged header"),
         (60, "damaged header"),
@@ -106,7 +106,7 @@ def test_a_slab_that_was_cut_off_is_refused() -> None:
         decode_header("slab", encode_header(whole), whole.bytes - 1)
     with pytest.raises(HandshakeError, match="within its header"):
         decode_header("slab", encode_header(whole)[:40], whole.bytes)
-    with pytest.raises(HandshakeError, match="no slab"):
+    with pytest.raises(HandshakeError, match="is not a slab"):
         decode_header("slab", b"", 0)
 
 
@@ -147,7 +147,7 @@ def test_attaching_to_what_belongs_to_others_names_both_sides(slab: Slab, tmp_pa
     with pytest.raises(HandshakeError, match="is not there"):
         Slab.attach(tmp_path / "rayzero-none.slab", writable=False, **OURS)
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(HandshakeError, match="no slab"):
+    with pytest.raises(HandshakeError, match="is not a slab"):
         Slab.attach(tmp_path / "text", writable=False, **OURS)
 
 
