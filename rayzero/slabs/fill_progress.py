@@ -32,5 +32,9 @@ class FillProgress:
         self._next = now + _SAY_EVERY_S
         speed = done / (now - self._began) / 1e9
         log.info(
-            "%s: %s of %s of shared memory made, %.1f GB/s", self._who, format_bytes(done), format_bytes(total), speed
+            "%s has made %s of %s of shared memory, %.1f GB/s",
+            self._who,
+            format_bytes(done),
+            format_bytes(total),
+            speed,
         )

@@ -30,7 +30,7 @@ class SlabFacts:
     """Says whose slab it is."""
 
     run: str  # run id: at most 128 bytes
-    role: str  # "params" and "state" of an owner, "grads" of a rank: at most 16 bytes
+    role: str  # "params", "state", "control" of an owner; "grads", "control" of a rank: at most 16 bytes
     index: int  # of the owner or rank
     number: int = 0  # which of its slabs of this role
     incarnation: int  # the life of the owner or rank: after a restart it has another one, and other slabs

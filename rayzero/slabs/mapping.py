@@ -17,7 +17,7 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE  # bytes
 _MAP_FIXED = 0x10  # not in the mmap module; the same on Linux and macOS
-_PROT_NONE = 0  # nor are these
+_PROT_NONE = 0  # not in the mmap module either
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _HIGHEST = 7 if sys.byteorder == "little" else 0  # the byte of a pagemap entry that has these flags (bits 63, 62, 61)
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20

@@ -258,7 +258,7 @@ def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
             continue  # its maker lives, or has removed it
         try:
             path.unlink()
-        except FileNotFoundError:  # another sweep was faster, or the file got its final name: the next sweep's
+        except FileNotFoundError:  # another sweep took it, or its maker renamed it and died: then the next does
             continue
         removed.append((path, os.fstat(fd).st_size))
     return removed

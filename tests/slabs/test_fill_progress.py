@@ -29,9 +29,9 @@ def test_what_takes_less_than_a_second_is_not_told(caplog: pytest.LogCaptureFixt
 
 def test_what_takes_longer_is_told_with_its_speed_now_and_then_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog, [0.5, 2.0, 3.0, 7.0, 8.0], [GIB, 4 * GIB, 6 * GIB, 14 * GIB, 16 * GIB]) == [
-        "rank 3: 4 GiB of 16 GiB of shared memory made, 2.1 GB/s",
-        "rank 3: 14 GiB of 16 GiB of shared memory made, 2.1 GB/s",
-        "rank 3: 16 GiB of 16 GiB of shared memory made, 2.1 GB/s",
+        "rank 3 has made 4 GiB of 16 GiB of shared memory, 2.1 GB/s",
+        "rank 3 has made 14 GiB of 16 GiB of shared memory, 2.1 GB/s",
+        "rank 3 has made 16 GiB of 16 GiB of shared memory, 2.1 GB/s",
     ]
 
 
@@ -46,5 +46,5 @@ def test_the_making_of_slabs_reports_to_it(tmp_path: Path, caplog: pytest.LogCap
         )
     slab.close()
     assert [record.message.partition(",")[0] for record in caplog.records] == [
-        "optimizer 1: 8 KiB of 8 KiB of shared memory made"
+        "optimizer 1 has made 8 KiB of 8 KiB of shared memory"
     ]

@@ -247,7 +247,7 @@ def test_the_lead_must_know_its_peers() -> None:
     with (
         OwnerServer(service, token=TOKEN) as server,
         connected([server]) as (store,),
-        pytest.raises(StoreError, match="optimizer 0 leads but was not told its peers"),
+        pytest.raises(StoreError, match="optimizer 0 leads but has no peers"),
     ):
         store.attach(make_spec(1))
     service.close()
@@ -626,7 +626,7 @@ def test_an_unknown_failure_is_a_store_error_that_says_it() -> None:
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("grpc", "rank 0: gRPC to every owner (1): transport='grpc' was asked for"),
+        ("grpc", "rank 0 uses gRPC to every owner (1): transport='grpc' is set"),
         ("auto", "rank 0: gRPC (another host or container) to optimizers [0]"),
     ],
 )
@@ -649,7 +649,7 @@ def test_auto_without_shared_memory_warns_and_shm_refuses(caplog: pytest.LogCapt
         connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent"), **options).close()
         with pytest.raises(UnsupportedError, match="/nonexistent cannot be written to; use 'auto' or 'grpc'"):
             connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent", transport="shm"), **options)
-    assert caplog.messages == ["rank 0: gRPC to every owner (1): /nonexistent cannot be written to"]
+    assert caplog.messages == ["rank 0 uses gRPC to every owner (1): /nonexistent cannot be written to"]
 
 
 def test_the_generated_code_is_current() -> None:

@@ -146,7 +146,7 @@ class RankCalls:
 
     def _connected_lead(self) -> StepLead:
         if self._model.lead is None:
-            raise StoreError(f"optimizer {self._model.service.owner} leads but was not told its peers: connect_peers()")
+            raise StoreError(f"optimizer {self._model.service.owner} leads but has no peers: call connect_peers()")
         return self._model.lead
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
@@ -410,7 +410,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
         self._recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
         self._refused += 1
         if time.monotonic() - self._told >= _REFUSALS_EVERY_S:  # a caller that keeps trying must not fill the log
-            log.warning("refused %d calls, now from %s: wrong or missing token", self._refused, context.peer())
+            log.warning("refused %d calls without the run's token, the last from %s", self._refused, context.peer())
             self._refused, self._told = 0, time.monotonic()
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
 

@@ -68,7 +68,9 @@ class ServedModel:
         """See ``OwnerServer.connect_peers``. Call it off the event loop."""
         service, terms, shared = self.service, self._terms, self.shared
         if len(addresses) != service.num_owners:
-            raise ConfigError(f"{len(addresses)} addresses for {count(service.num_owners, 'owner')}")
+            raise ConfigError(
+                f"connect_peers() got {len(addresses)} addresses, but the run has {count(service.num_owners, 'owner')}"
+            )
         self._peers = [
             RemotePeer(
                 owner,
@@ -133,7 +135,7 @@ class ServedModel:
         """Fail every wait, before the server stops listening."""
         self.stopping = True
         self.service.abort(StoreError(f"optimizer {self.service.owner} was stopped"))
-        if self.leads and self.lead is not None:  # it ends the run for all owners
+        if self.leads and self.lead is not None:  # only the owner that leads ends the run for all
             self.lead.close()
 
     def end_calls(self) -> None:

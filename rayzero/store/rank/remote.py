@@ -141,7 +141,7 @@ class RemoteConnection:
     def _shake_hands(self, spec: ModelSpec) -> list[Any]:
         """Attach to every owner; returns answers by owner. Raises HandshakeError unless kernel and version agree."""
         self._greeted = True
-        # an owner allocates, or restores a checkpoint, before it answers: give it as long as any other call
+        # an owner allocates, or restores a checkpoint, before it answers: it has at least as long as any other call
         deadline_s = max(QUICK_S, self._stall_s)
         request = pb.AttachRequest(
             protocol_version=PROTOCOL_VERSION,

@@ -36,12 +36,12 @@ def connect_store(
             "transport='inproc' needs the owners in the rank's own process; on a cluster use 'auto' or 'grpc'"
         )
     share = config.shared_directory
-    reason = why_no_sharing(share) if share is not None else "transport='grpc' was asked for"
+    reason = why_no_sharing(share) if share is not None else "transport='grpc' is set"
     if config.transport == "shm" and reason is not None:
         raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
     if reason is not None:
         level = logging.INFO if share is None else logging.WARNING  # shared memory was wanted
-        log.log(level, "rank %d: gRPC to every owner (%d): %s", rank, len(addresses), reason)
+        log.log(level, "rank %d uses gRPC to every owner (%d): %s", rank, len(addresses), reason)
     return RankStore(
         RemoteConnection(
             rank,

@@ -105,7 +105,7 @@ class StallWatch:
                     self._thread.start()
         if error is not None:
             fail(future, error)
-        future.add_done_callback(lambda _: self._forget(number))  # the number, as the wait would be a cycle
+        future.add_done_callback(lambda _: self._forget(number))  # no reference cycle: an ended wait is freed
         return future
 
     def close(self, error: StoreError | None = None) -> None:

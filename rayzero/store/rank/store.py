@@ -322,7 +322,7 @@ class RankStore:
     def _route(self, unit: int) -> _Route:
         self._require_attached()
         if not 0 <= unit < len(self._routes):
-            raise StoreError(f"rank {self.connection.rank}: there is no unit {unit}, only {len(self._routes)}")
+            raise StoreError(f"rank {self.connection.rank} asked for unit {unit}, the layout has {len(self._routes)}")
         return self._routes[unit]
 
     def _timing(self, metric: Metric) -> Callable[[], None]:

@@ -29,7 +29,7 @@ class Listener:
             self._bell.wait(heard, _LISTEN_S)
 
     def close(self) -> None:
-        """End the thread and join it; called in the thread itself, let the current look end. Idempotent."""
+        """End the thread and join it. If the thread itself calls this, it ends after the current look. Idempotent."""
         self._closing = True
         self._bell.ring()
         if self._thread is not threading.current_thread():

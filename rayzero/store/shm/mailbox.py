@@ -87,8 +87,8 @@ class Asker:
         self._closed: RayZeroError | None = None
 
     def ask(self, method: str, request: bytes) -> Future[bytes] | None:
-        """Ask; None if the question is too long or too many are open, so that the caller must use gRPC. The future
-        raises what ``close`` was given after that."""
+        """Ask; None if the question is too long or too many are open, so that the caller must use gRPC. After ``close``
+        the future raises its error."""
         message = _ASKED.pack(len(method)) + method.encode() + request
         future: Future[bytes] = Future()
         with self._lock:

@@ -1,7 +1,7 @@
 """Computes what lies where in the shared memory of a run, with the same result in every process of the host.
 
-An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (mapped by nobody
-else) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
+An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (which nobody else
+maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
     control of an owner   bell | version lines, one a shard | tile stamps | answers, for each rank | orders, for each
                           owner | replies | of the lead: the decision record, two slots

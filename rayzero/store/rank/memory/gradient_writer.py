@@ -39,7 +39,7 @@ class GradientWriter:
 
     def __init__(self, region: GradientRegion, readers: GradientReaders, name: str) -> None:
         self.region, self._readers = region, readers
-        self._free: dict[int, Future[int]] = {}  # unit -> done when its range is free for its step
+        self._free: dict[int, Future[int]] = {}  # unit -> done when its range is free for the step below
         self._steps: dict[int, int] = {}  # unit -> the newest step of its pushes
         self._sent: dict[int, Future[None]] = {}  # unit -> done when nothing is sent from its range any more
         self._order = PushOrder()

@@ -30,8 +30,8 @@ from rayzero.store.shm.words import Stamps, bell_of, cells_of
 
 
 def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
-    """Why a rank may fail to page-lock its gradients and the parameters of ``owners`` (on its host); None: it should
-    not."""
+    """Why a rank may fail to page-lock its gradients and the parameters of ``owners``, which are on its host; None if
+    there is no such reason."""
     params = sum(sum(plan.params(owner).slabs) for owner in owners)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return beyond_limit(params, sum(plan.gradients().slabs), soft)
@@ -149,7 +149,7 @@ class SharedRank:
     # ---- parameters
 
     def shard(self, owner: int, shard: int) -> Tensor:
-        """A shard's published parameters in its owner's memory (1D, the unit's dtype), only to be read."""
+        """A shard's published parameters in its owner's memory: 1D, the unit's dtype. Do not write to it."""
         return self._owners[owner].params.tensor(shard)
 
     # ---- the end
