@@ -165,9 +165,9 @@ def test_the_first_failure_wins_in_the_specified_order() -> None:
         del wrong[field]
     both: dict[str, Any] = {"gpu_param_memory_budget": 3 * MIB, "max_gpu_memory_mb": 2, "cpu_memory_budget": 5 * MIB}
     line = error_line(lambda: ZeroConfig(**both, max_cpu_memory_mb=4))
-    assert "gpu_param_memory_budget is 3 MB but max_gpu_memory_mb allows 2 MB" in line
+    assert "gpu_param_memory_budget is 3 MiB but max_gpu_memory_mb allows 2 MiB" in line
     line = error_line(lambda: ZeroConfig(cpu_memory_budget=5 * MIB, max_cpu_memory_mb=4))
-    assert "cpu_memory_budget is 5 MB but max_cpu_memory_mb allows 4 MB" in line
+    assert "cpu_memory_budget is 5 MiB but max_cpu_memory_mb allows 4 MiB" in line
 
 
 def test_an_excess_below_one_mib_passes() -> None:
@@ -248,7 +248,7 @@ def test_scaling_and_run_settings_are_checked() -> None:
     assert "num_workers is 0" in error_line(lambda: ScalingConfig(num_workers=0))
     assert "cpus_per_worker is 0" in error_line(lambda: ScalingConfig(cpus_per_worker=0))
     assert "name is 'a/b' but must be a plain folder name" in error_line(lambda: RunConfig(name="a/b"))
-    assert "takes 130 bytes and may take 128; shorten it" in error_line(lambda: RunConfig(name="π" * 65))
+    assert "takes 130 bytes and may take at most 128; shorten it" in error_line(lambda: RunConfig(name="π" * 65))
     assert RunConfig(name="π" * 64).path.name == "π" * 64
     assert "name is '..'" in error_line(lambda: RunConfig(name=".."))
     assert "checkpoint_every is 0" in error_line(lambda: RunConfig(checkpoint_every=0))

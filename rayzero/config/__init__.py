@@ -1,9 +1,9 @@
-"""What a user may set: frozen values, checked where they are made, in Python or YAML.
+"""The settings of a user: frozen configs that are checked when they are made, in Python or from YAML.
 
-A wrong setting is one line, a :class:`~rayzero.errors.ConfigError` that names it, its value and what is allowed.
+A wrong setting raises a one-line :class:`~rayzero.errors.ConfigError` that names it, its value and what is allowed.
 Every field's docstring says exactly what it changes, and its first sentence stands alone: ``help()``, ``rayzero train
---help-config`` and ``json_schema()`` show the same texts. Constructors are written out for type checkers alone: what
-goes in ("4GiB", a Path) is wider than what comes out.
+--help-config`` and ``json_schema()`` show the same texts. Constructors are written out only for type checkers, because
+they accept more types ("4GiB", a Path) than the fields have.
 """
 
 from __future__ import annotations

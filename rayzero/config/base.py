@@ -1,4 +1,4 @@
-"""What every config is: frozen, checked where it is made, one line per error, YAML in and out."""
+"""The base of every config: frozen, checked when it is made, one-line errors, read from YAML and written as YAML."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _allowed(message: str) -> str:
 
 
 def _one_line(model: type[BaseModel], error: ValidationError) -> str:
-    """The first thing wrong (unknown settings before wrong values), as one line."""
+    """Describe the first error in one line; unknown settings come before wrong values."""
     found = error.errors(include_url=False)
     for item in found:
         if item["type"] == "extra_forbidden":
@@ -67,7 +67,7 @@ def _one_line(model: type[BaseModel], error: ValidationError) -> str:
 
 
 class ConfigModel(BaseModel):
-    """Base of every config: frozen, no unknown settings, one-line errors, YAML in and out.
+    """Base of every config: frozen, without unknown settings, with one-line errors, read from and written as YAML.
 
     Knows its fields; not where they came from or who reads them."""
 
@@ -76,7 +76,7 @@ class ConfigModel(BaseModel):
     if not TYPE_CHECKING:  # type checkers keep the fields' own signature
 
         def __init__(self, **settings: Any) -> None:
-            """Raises ConfigError, one line, for an unknown setting or a wrong value."""
+            """Raises a one-line ConfigError for an unknown setting or a wrong value."""
             try:
                 super().__init__(**settings)
             except ValidationError as error:
@@ -87,20 +87,20 @@ class ConfigModel(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Have ``help()`` show the settings, a line each, instead of pydantic's annotations."""
+        """Make ``help()`` show a line for each setting, instead of pydantic's annotations."""
         cls.__doc__ = f"{cls.__doc__}\n\nSettings:\n\n" + "\n".join(f"    {line}" for line in describe_fields(cls))
         cls.__signature__ = Settings.of(cls.__signature__)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        """From plain values, as YAML gives them; raises ConfigError."""
+        """Make a config from plain values, as YAML gives them. Raises ConfigError."""
         if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
             raise ConfigError(f"{cls.__name__}: settings must be a mapping of names, got {reprlib.repr(settings)}")
         return cls(**settings)
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """From YAML text (a mapping; empty text means all defaults); raises ConfigError."""
+        """Make a config from YAML text: a mapping, or nothing for all defaults. Raises ConfigError."""
         return cls.from_mapping(load_yaml(text, source=cls.__name__))
 
     def to_yaml(self) -> str:
@@ -116,5 +116,5 @@ class ConfigModel(BaseModel):
         return schema
 
     def replace(self, **changes: Any) -> Self:
-        """A new config with some settings changed, checked like any other."""
+        """A new config with some settings changed. It is checked like any other: raises ConfigError."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)

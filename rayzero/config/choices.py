@@ -1,4 +1,4 @@
-"""Named choices of the config, with the numbers each stands for."""
+"""The named choices of the config, and the numbers that each stands for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 from typing import Literal, Self
 
 CheckpointErrors = Literal["warn", "raise"]
-"""What becomes of a training whose checkpoint the storage does not take."""
+"""What happens to the training when its storage does not take a checkpoint."""
 
 
 class _NamedChoice(StrEnum):
-    """A choice that is also found by its name or value in any case."""
+    """A choice that can be looked up by its name or its value, in upper or lower case."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
@@ -29,7 +29,7 @@ class CpuCompressionMethod(_NamedChoice):
     LOSSLESS = "lossless"
 
     def ratio(self) -> float:
-        """Nominal stored bytes per original byte (for plans; a measured ratio is a codec's own business)."""
+        """Nominal stored bytes per original byte, for plans. The ratio that a codec measures may differ."""
         return _COMPRESSION[self][0]
 
     def is_lossy(self) -> bool:
@@ -37,7 +37,7 @@ class CpuCompressionMethod(_NamedChoice):
         return _COMPRESSION[self][1]
 
     def description(self) -> str:
-        """One phrase for people."""
+        """The choice in one phrase, for people."""
         return _COMPRESSION[self][2]
 
 
@@ -52,7 +52,7 @@ _COMPRESSION = {
 
 
 class AutoMemoryStrategy(_NamedChoice):
-    """How early and how hard memory pressure shortens the prefetch (memory/pressure.py)."""
+    """How early and how much memory pressure reduces the prefetch depth (memory/pressure.py)."""
 
     CONSERVATIVE = "conservative"
     BALANCED = "balanced"
@@ -61,16 +61,16 @@ class AutoMemoryStrategy(_NamedChoice):
 
     @property
     def pressure_threshold(self) -> float:
-        """Pressure (used / limit, 0-1) above which something is done."""
+        """Pressure (used / limit, 0 to 1) above which the prefetch depth is reduced."""
         return _STRATEGY[self][0]
 
     @property
     def aggressiveness(self) -> float:
-        """Share of the prefetch depth given up at full pressure, 0-1."""
+        """Share of the prefetch depth that is given up at full pressure, 0 to 1."""
         return _STRATEGY[self][1]
 
     def description(self) -> str:
-        """One phrase for people."""
+        """The choice in one phrase, for people."""
         return _STRATEGY[self][2]
 
 
@@ -78,5 +78,5 @@ _STRATEGY = {
     AutoMemoryStrategy.CONSERVATIVE: (0.9, 0.2, "acts late, gives up a fifth of the prefetch depth"),
     AutoMemoryStrategy.BALANCED: (0.75, 0.5, "acts at three quarters, gives up half of the prefetch depth"),
     AutoMemoryStrategy.AGGRESSIVE: (0.6, 0.8, "acts early, gives up most of the prefetch depth"),
-    AutoMemoryStrategy.EXTREME: (0.4, 1.0, "acts first of all, down to no prefetch"),
+    AutoMemoryStrategy.EXTREME: (0.4, 1.0, "acts first, and reduces the depth to nothing"),
 }

@@ -1,5 +1,5 @@
-"""A config's settings as lines for people, from the annotations and docstrings of its fields: the one source of both
-``help()`` and ``rayzero train --help-config``."""
+"""Describes a config's settings in lines for people. They are made from the annotations and docstrings of its fields,
+for both ``help()`` and ``rayzero train --help-config``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Settings", "Unit", "describe_fields", "describe_settings"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a number of an annotated type counts, or where it lies."""
+    """The unit of a number of an annotated type, or its range."""
 
     name: str
 
 
 class Settings(inspect.Signature):
-    """A constructor's signature that is short where it is printed: ``help()`` has a line for each setting below it.
-    Whoever completes names finds them all."""
+    """A constructor's signature that prints in short form, because ``help()`` has a line for each setting below it.
+    Its parameters are still complete, for editors that complete names."""
 
     __slots__ = ()
 
@@ -41,13 +41,14 @@ class Settings(inspect.Signature):
 
 
 def describe_fields(model: type[BaseModel]) -> list[str]:
-    """``cpu_memory_budget: bytes = 32GiB  Bytes of host memory ...``, a line for each field, in order, with values as
-    Python has them."""
+    """A line for each field, in order, such as ``cpu_memory_budget: bytes = 32GiB  Bytes of host memory ...``. Values
+    are written as in Python."""
     return [_line(name, name, model, repr) for name in model.model_fields]
 
 
 def describe_settings(model: type[BaseModel], group: str = "") -> list[str]:
-    """The same for every setting of a YAML file or command line, those of groups by their dotted names."""
+    """A line for every setting of a YAML file or a command line, with values written as in JSON. The names of settings
+    in groups are dotted."""
     lines = []
     for name, field in model.model_fields.items():
         value = field.get_default(call_default_factory=True)
@@ -65,12 +66,12 @@ def _line(shown: str, name: str, model: type[BaseModel], write: Callable[[Any], 
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence, on one line."""
+    """The text up to the first full stop that ends a sentence, on one line."""
     return re.split(r"(?<=[.])\s+(?=[A-Z\"`])", " ".join(text.split()), maxsplit=1)[0]
 
 
 def _kind(hint: Any, write: Callable[[Any], str]) -> str:
-    """Its unit, else its choices, else its type."""
+    """The unit of a setting; its choices if it has no unit; its type if it has neither."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         unit = next((one.name for one in reversed(hint.__metadata__) if isinstance(one, Unit)), None)

@@ -1,4 +1,4 @@
-"""``ScalingConfig`` and ``RunConfig``: how many processes a run has, and where its files go."""
+"""``ScalingConfig`` and ``RunConfig``: how many processes a run has, and where it writes its files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rayzero.config.choices import CheckpointErrors
 from rayzero.config.telemetry import TelemetryConfig
 
 MAX_NAME_BYTES = 128
-"""Of a run's name in UTF-8: shared memory is marked with it, and a slab's header has room for as many."""
+"""The most bytes of a run's name in UTF-8: every slab of shared memory has the name in its header, with this room."""
 
 
 class ScalingConfig(ConfigModel):
-    """How many processes a run has and what each may use."""
+    """Says how many processes a run has and what each may use."""
 
     num_workers: Processes = 2
     """Rank workers: data-parallel copies of the training loop."""
@@ -30,32 +30,35 @@ class ScalingConfig(ConfigModel):
     """True: every rank worker asks Ray for one GPU."""
 
     cpus_per_worker: Positive | None = None
-    """CPUs Ray reserves for each rank worker; None: a fair share of what the cluster has."""
+    """CPUs that Ray reserves for each rank worker; None: a fair share of the cluster's."""
 
     cpus_per_optimizer: Positive | None = None
-    """CPUs Ray reserves for each optimizer actor; None: a fair share of what the cluster has."""
+    """CPUs that Ray reserves for each optimizer actor; None: a fair share of the cluster's."""
 
     threads_per_worker: Count | None = None
-    """Compute threads of each rank worker; None: its CPUs, at least one."""
+    """Compute threads of each rank worker; None: as many as it has CPUs, at least one."""
 
     threads_per_optimizer: Count | None = None
-    """Compute threads of each optimizer actor; None: its CPUs, at least one."""
+    """Compute threads of each optimizer actor; None: as many as it has CPUs, at least one."""
 
     bind_numa: Flag = True
-    """On hosts with several NUMA nodes: bind each process to the CPUs of one, ranks with a GPU to that beside it."""
+    """True: on hosts with several NUMA nodes, each process is bound to the CPUs of one; a rank with a GPU to the node
+    beside that GPU."""
 
     memory_per_worker: Size | None = None
-    """Bytes of host memory Ray reserves for each rank worker; None: none (`rayzero train` fills in what it plans)."""
+    """Bytes of host memory that Ray reserves for each rank worker; None: nothing (`rayzero train` reserves its
+    plan)."""
 
     memory_per_optimizer: Size | None = None
-    """Bytes of host memory Ray reserves for each optimizer actor; None: none (`rayzero train` fills in its plan)."""
+    """Bytes of host memory that Ray reserves for each optimizer actor; None: nothing (`rayzero train` reserves its
+    plan)."""
 
     optimizer_labels: dict[str, str] = Field(default_factory=lambda: {"rayzero.io/role": "optimizer"})
-    """Labels of the nodes that optimizer actors are placed on with placement="cpu_nodes": Ray's label selector, name
-    and "x", "!x", "in(a, b)" or "!in(a, b)"."""
+    """Labels of the nodes that optimizer actors are placed on with placement="cpu_nodes". Each is a label's name and
+    Ray's selector for its value: "x", "!x", "in(a, b)" or "!in(a, b)"."""
 
     placement_timeout: Seconds = 30.0
-    """Seconds to wait for the cluster to place every process before that is an error."""
+    """Seconds to wait for the cluster to place every process before the run fails."""
 
     if TYPE_CHECKING:
 
@@ -78,29 +81,29 @@ class ScalingConfig(ConfigModel):
 
 
 class RunConfig(ConfigModel):
-    """Where a run's files go and when it writes checkpoints."""
+    """Says where a run's files go and when it writes checkpoints."""
 
     name: str = "rayzero"
     """Name of the run's directory; at most 128 bytes."""
 
     storage_path: str = "runs"
-    """Directory that holds run directories."""
+    """Directory in which each run has its directory."""
 
     checkpoint_every: Count | None = None
     """Steps between checkpoints; None: only at the end."""
 
     keep_last: Count | None = None
-    """Checkpoints that `rayzero train` keeps: older ones are deleted when a new one is complete; None: all."""
+    """Checkpoints that `rayzero train` keeps: it deletes older ones once a new one is complete; None: all."""
 
     on_checkpoint_error: CheckpointErrors = "warn"
-    """Where the storage does not take a checkpoint (full, read-only): "warn": save_checkpoint returns None with a
-    warning and training goes on; "raise": it raises CheckpointWriteError, on every rank."""
+    """What save_checkpoint does if the storage does not take a checkpoint (full, read-only). "warn": it returns None
+    with a warning, and training goes on. "raise": it raises CheckpointWriteError on every rank."""
 
     resume: Flag | str = False
-    """True: continue from the run's newest checkpoint; a path: from that checkpoint."""
+    """True: continue from the run's newest checkpoint; a path: from that checkpoint; False: start anew."""
 
     telemetry: TelemetryConfig = TelemetryConfig()
-    """What the run tells Prometheus, and where it is found."""
+    """What the run measures and exports, and where Prometheus finds it."""
 
     if TYPE_CHECKING:
 
@@ -122,7 +125,7 @@ class RunConfig(ConfigModel):
         if not value or value in (".", "..") or "/" in value or "\\" in value or "\0" in value:
             raise ValueError("must be a plain folder name")
         if (size := len(os.fsencode(value))) > MAX_NAME_BYTES:
-            raise ValueError(f"takes {size} bytes and may take {MAX_NAME_BYTES}; shorten it")
+            raise ValueError(f"takes {size} bytes and may take at most {MAX_NAME_BYTES}; shorten it")
         return value
 
     @field_validator("storage_path", "resume", mode="before")
@@ -140,6 +143,6 @@ class RunConfig(ConfigModel):
 
     @property
     def discovery_dir(self) -> Path:
-        """Where a Prometheus that was configured once finds this run's targets while it runs."""
+        """The directory where a Prometheus that was configured once finds this run's targets while it runs."""
         chosen = self.telemetry.discovery_dir
         return Path(self.storage_path) / ".targets" if chosen is None else Path(chosen)

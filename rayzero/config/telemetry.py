@@ -12,24 +12,27 @@ Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 
 
 class TelemetryConfig(ConfigModel):
-    """What a run tells of itself, and where Prometheus finds it."""
+    """Says what a run measures and exports, and where Prometheus finds it."""
 
     enabled: Flag = True
-    """False: no process opens a port, and nothing is written for Prometheus. Counting costs so little that it stays."""
+    """True: every process serves its metrics. False: no process opens a port, and nothing is written for Prometheus;
+    processes still count, because that costs almost nothing."""
 
     bind: Literal["auto", "loopback", "node"] = "auto"
-    """What exporters listen on. "auto": loopback where the whole run is on one node, else each node's address; "node":
-    always that, for a Prometheus in another container. Nothing is encrypted or asked for a password."""
+    """Address that exporters listen on. "auto": loopback if the whole run is on one node, else each node's address.
+    "loopback": always loopback. "node": always the node's address, for a Prometheus in another container. There is
+    neither encryption nor a password."""
 
     port: Port = 0
     """Port of the coordinator's exporter, which also serves http_sd (``/sd``); 0: any free one."""
 
     exporter_ports: Port = 0
-    """Exporter ``i`` listens on this + ``i`` (optimizer actors first, then ranks); 0: any free ones."""
+    """Port of the first exporter: exporter ``i`` listens on this + ``i`` (optimizer actors first, then ranks); 0: any
+    free ports."""
 
     discovery_dir: str | None = None
-    """Directory of file_sd files, one a running run, which a Prometheus that was configured once watches; null:
-    ``.targets`` in storage_path."""
+    """Directory of file_sd files, one for each running run, which Prometheus watches; null: ``.targets`` in
+    storage_path."""
 
     norms_every: Count | None = 200
     """Steps between measurements of gradient, update and parameter norms by layer group; null: never."""
@@ -38,8 +41,8 @@ class TelemetryConfig(ConfigModel):
     """True: each optimizer actor measures its host's memory bandwidth when it starts (96 MiB, under 0.2 s)."""
 
     trace_steps: Count | None = None
-    """Keep what happened when, in every process, and write the last so many steps to trace.json in the run's folder
-    when it ends; null: only while ``rayzero trace`` asks for it."""
+    """How many of its last steps the run traces: it writes them to trace.json in its folder when it ends, and every
+    process keeps spans all the time; null: processes keep spans only while ``rayzero trace`` asks for them."""
 
     @field_validator("discovery_dir")
     @classmethod

@@ -1,4 +1,4 @@
-"""YAML text in and out: plain mappings, one-line errors that name the source, and dotted overrides."""
+"""Reads and writes YAML as plain mappings, with one-line errors that name the source, and applies dotted overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayzero.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with 1.2 floats (``1e-4`` is a number) and no silent second key."""
+    """Loads safe YAML with the floats of YAML 1.2 (``1e-4`` is a number), and refuses a key that is set twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what ``_Loader`` reads back as it was: text that looks like its floats is quoted."""
+    """Writes YAML that ``_Loader`` reads back unchanged: text that looks like one of its floats is quoted."""
 
 
 for _side in (_Loader, _Dumper):
@@ -54,7 +54,9 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def load_yaml(text: str, *, source: str = "YAML") -> dict[str, Any]:
-    """A mapping from YAML text; ``source`` names it in errors. Empty text is an empty mapping. Raises ConfigError."""
+    """Parse YAML text that is a mapping; empty text is an empty one. ``source`` names the text in errors.
+
+    Raises ConfigError if the text is not YAML, or not a mapping with text keys."""
     value = _parse_yaml(text, source)
     if value is None:
         return {}
@@ -64,7 +66,7 @@ def load_yaml(text: str, *, source: str = "YAML") -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A mapping from a YAML file; raises ConfigError naming the file when it is missing or not one."""
+    """Read a mapping from a YAML file. Raises ConfigError, which names the file, if it cannot be read or is not one."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -76,8 +78,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of ``settings`` with each ``"key=value"`` or ``"part.key=value"`` set; values are read as YAML.
 
-    Only the shape is checked here (the config made from the result checks names and values): raises ConfigError
-    on text without ``=``, on an empty key, and on a dotted key that goes through something that is not a mapping.
+    Only the shape is checked here; the config that is made from the result checks names and values. Raises ConfigError
+    for text without ``=``, an empty key, and a dotted key that leads through a value that is not a mapping.
     """
     result: dict[str, Any] = copy.deepcopy(dict(settings))
     for override in overrides:

@@ -27,76 +27,78 @@ Broadcast = Literal["pull", "push"]
 
 
 class ZeroConfig(ConfigModel):
-    """How a model's states are split, moved and updated."""
+    """Says how a model's states are split, moved and updated."""
 
     offload_params: Flag = True
-    """True: a unit's parameters leave the device when other units need their room in gpu_param_memory_budget. False:
-    every unit stays resident between uses and is refreshed only when a new version is published."""
+    """True: a unit's parameters leave the device when other units need room in gpu_param_memory_budget. False:
+    every unit stays on the device between uses and is fetched again only when a new version is published."""
 
     offload_grads: Flag = True
-    """True: gradients leave the device as soon as a unit's are complete. False: they accumulate on the device in
-    fp32 and are pushed once, at step()."""
+    """True: a unit's gradients leave the device as soon as they are complete. False: they accumulate on the device in
+    fp32 and are pushed once, in step()."""
 
     offload_optimizer_states: Flag = True
-    """True: masters and moments live on the host, as far as offload_fraction says. False: on the ranks' devices, as
-    with offload_fraction=0."""
+    """True: the part of masters and moments that offload_fraction says lives on the host. False: all of them live on
+    the ranks' devices, as with offload_fraction=0."""
 
     offload_fraction: Share = 1.0
-    """Of the trained elements, how many have their optimizer on the host, 0 to 1. The others' masters and moments lie
-    on the ranks' devices, each rank's an equal part, in whole shards: those used first in forward, whose update would
-    be waited for first. In a run with optimizer actors it is zero_config's that counts."""
+    """Share of the trained elements whose optimizer runs on the host, 0 to 1. Masters and moments of the others lie on
+    the ranks' devices, an equal part on each, in whole shards: the shards that forward uses first, because ranks would
+    wait for their updates first. In a run with optimizer actors, the value in the trainer's zero_config counts."""
 
     offload_activations: tuple[str, ...] = ()
     """Patterns (fnmatch) of module names ("layers.*.mlp") whose saved activations wait in host memory between forward
-    and backward; the matches of a pattern are one group in summaries. Exact."""
+    and backward; the matches of a pattern are one group in summaries. The values stay exact."""
 
     activation_fraction: Share = 1.0
-    """Of their bytes, how many leave the device, 0 to 1, the earliest first."""
+    """Share of the bytes saved by offload_activations' modules that leaves the device, 0 to 1, the earliest first."""
 
     activation_min_bytes: Size = MIB
-    """Bytes: saved tensors smaller than this stay."""
+    """Bytes that a saved tensor must have to be offloaded; smaller ones stay on the device."""
 
     activation_device_budget: Size | None = None
-    """Bytes of saved activations of those modules to hold on the device, instead of activation_fraction: whether a
-    module's are kept, offloaded or recomputed is chosen by measured times. None: no such choice is made."""
+    """Bytes of saved activations that offload_activations' modules may hold on the device; used instead of
+    activation_fraction. Measured times decide which modules keep, offload or recompute theirs. None: no such choice is
+    made."""
 
     activation_host_budget: Size | None = None
-    """Bytes of host memory they may take; beyond it they stay on the device. None: no bound."""
+    """Bytes of host memory that offloaded activations may take; the rest stays on the device. None: no limit."""
 
     cpu_memory_budget: Size = 32 * GIB
     """Bytes of host memory each owner's plan may use (parameters, master, moments, gradient landing, staging)."""
 
     gpu_param_memory_budget: Size = 2 * GIB
-    """Bytes of gathered parameters on a rank's device, prefetches included; one oversize unit alone is let through."""
+    """Bytes of gathered parameters on a rank's device, prefetches included; a larger unit is admitted when alone."""
 
     prefetch_buffer_size: Count = 16
     """Prefetch depth: how many units ahead of the one in use are fetched, within gpu_param_memory_budget. With
-    prefetch_adaptive the most there may be, and what the first pass begins with."""
+    prefetch_adaptive, this is the maximum and the depth of the first pass."""
 
     prefetch_adaptive: Flag = True
-    """True: the prefetch depth follows measured fetch and compute times: as few units ahead as are there in time.
-    False: it is prefetch_buffer_size."""
+    """True: the prefetch depth follows measured fetch and compute times: the fewest units that still arrive in time.
+    False: it is always prefetch_buffer_size."""
 
     max_gpu_memory_mb: Mebibytes = 8192
-    """MiB: what measured device memory is divided by to get memory pressure."""
+    """MiB of device memory that count as full: memory pressure is measured device memory over this."""
 
     max_cpu_memory_mb: Mebibytes = 65536
-    """MiB: what measured process memory (RSS) is divided by to get memory pressure."""
+    """MiB of host memory that count as full: memory pressure is the process's RSS over this."""
 
     async_prefetch: Flag = True
-    """False: no unit is fetched before it is asked for."""
+    """True: units are fetched before they are used. False: a unit is fetched only at its use."""
 
     overlap_computation: Flag = True
-    """False: transfers are synchronous: no prefetch, a push waits until it landed, step() waits for the update."""
+    """False: transfers are synchronous: nothing is prefetched, a push waits until it has landed, and step() waits for
+    the update."""
 
     pin_cpu_memory: Flag = True
     """True: staging buffers are page-locked when the rank's device is CUDA. On a CPU rank there is no staging copy."""
 
     cpu_compression: CpuCompressionMethod = CpuCompressionMethod.NONE
-    """How stored tensors are compressed. Anything but "none" is refused by name for now."""
+    """How tensors on the host are compressed. Anything but "none" is refused by name for now."""
 
     auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
-    """How measured memory pressure scales the prefetch depth down (memory/pressure.py)."""
+    """How measured memory pressure reduces the prefetch depth (memory/pressure.py)."""
 
     precision: Precision = "fp32"
     """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" needs a loss scale: use
@@ -107,26 +109,26 @@ class ZeroConfig(ConfigModel):
     update. "backward" is refused by name for now."""
 
     max_grad_norm: Positive | None = None
-    """Clip the global gradient norm to this in every step(), in one message with the finish; None: no clipping."""
+    """Every step() clips the global gradient norm to this, in the same message as the finish; None: no clipping."""
 
     nonfinite: Nonfinite = "skip"
-    """What a step with an inf or nan gradient does: "skip" leaves the weights unchanged, "raise" raises."""
+    """What a step with an inf or nan gradient does: "skip" leaves the weights unchanged, "raise" raises an error."""
 
     gradient_accumulation_steps: Count = 1
-    """Backwards planned per step; above 1 each owner keeps an fp32 accumulator per rank."""
+    """Backwards planned per step; above 1, each owner keeps an fp32 accumulator per rank."""
 
     shard_bytes: Size = 8 * MIB
     """Bytes of fp32 master in one shard, a multiple of 256 bytes (64 elements)."""
 
     shard_map: Spread = "balanced"
-    """How shards are given to owners (layout/shard_map.py)."""
+    """How shards are distributed over owners (layout/shard_map.py)."""
 
     units: Literal["auto"] | tuple[str, ...] = "auto"
-    """"auto": the blocks of every ModuleList and Sequential; or names of the module classes that are units."""
+    """"auto": the blocks of every ModuleList and Sequential are units; or a list of module classes that are units."""
 
     min_unit_bytes: Size = MIB
-    """With units="auto", a module outside the blocks whose own parameters have more bytes than this is a unit of
-    its own; the smaller ones are the root unit."""
+    """Bytes: with units="auto", a module outside the blocks is a unit of its own if its own parameters take more than
+    this; the smaller modules form the root unit."""
 
     keep_fp32: tuple[str, ...] = ()
     """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
@@ -134,40 +136,41 @@ class ZeroConfig(ConfigModel):
     frozen_masters: Flag = True
     """True: owners keep the fp32 values of frozen parameters that the compute dtype would round (4 bytes a parameter),
     so that full_state_dict, checkpoints and exports have them exactly. False: they are rounded, and prepare() says so.
-    Frozen parameters that have the compute dtype at prepare() cost nothing in either case."""
+    Frozen parameters that already have the compute dtype at prepare() cost nothing in either case."""
 
     transport: Transport = "auto"
-    """How ranks reach owners in other processes. "auto": shared memory with those of the same host, gRPC with the
-    others. "shm": shared memory or an error; "grpc": gRPC with all. "inproc": owners are plain objects of the rank's
-    process (a rank alone)."""
+    """How ranks reach owners in other processes. "auto": shared memory with owners on the same host, gRPC with the
+    others. "shm": shared memory, or an error. "grpc": gRPC with all owners. "inproc": owners are plain objects in the
+    rank's process (for one rank alone)."""
 
     slab_dir: str = "/dev/shm"
-    """Directory of the files that owners and ranks of a host share as memory. Another tmpfs, or a file system with
-    room, where /dev/shm is small."""
+    """Directory of the files that owners and ranks of a host share as memory. Choose another tmpfs or a file system
+    with room if /dev/shm is small."""
 
     placement: Placement = "beside_rank"
-    """Where owners are placed. "beside_rank": on each rank's node. "packed": together, on as few nodes as hold them.
-    "cpu_nodes": spread over the nodes with the labels of ``scaling_config.optimizer_labels``."""
+    """Where owners are placed. "beside_rank": on each rank's node. "packed": together, on as few nodes as can hold
+    them. "cpu_nodes": spread over the nodes with the labels of ``scaling_config.optimizer_labels``."""
 
     stall_timeout: Seconds = 600.0
-    """Seconds a wait on a peer's progress may take before it is a StallError that names who waits for what."""
+    """Seconds to wait for a peer's progress before a StallError says who waits for what."""
 
     kernel: Kernel = "auto"
-    """Who computes the update: C with the processor's vectors, tiled torch, or plain float arithmetic for tests;
-    "auto" takes the fastest there is."""
+    """What computes the update: C with vector instructions, tiled torch, or plain Python floats for tests; "auto"
+    takes the fastest that works here."""
 
     chunk_bytes: Size = 2 * MIB
     """Bytes of payload in one gRPC message."""
 
     wire_compression: WireCompression = "none"
-    """How fp32 gradients travel between hosts (gRPC). "none": as they are; what RayZero calls exact needs this. "bf16":
-    half the bytes, rounded to nearest even and widened by the owner before they are added. The relative error of an
-    element is at most 2**-8 (for magnitudes below 2**-126 the absolute one at most 2**-134); inf and nan stay, and
-    finite magnitudes above 3.396e38 become inf."""
+    """How fp32 gradients travel between hosts (gRPC). "none": unchanged, which exact results need. "bf16": half the
+    bytes, rounded to nearest even, and widened by the owner before they are added. The relative error of an element is
+    at most 2**-8 (below a magnitude of 2**-126 the absolute error is at most 2**-134); inf and nan stay, and finite
+    magnitudes above 3.396e38 become inf."""
 
     broadcast: Broadcast = "pull"
     """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
-    as soon as it has memory for the unit, and owners send each shard with its publication: no round trip after it."""
+    as soon as it has memory for the unit, and owners send each shard when they publish it, without another round
+    trip."""
 
     if TYPE_CHECKING:
 
@@ -247,7 +250,9 @@ class ZeroConfig(ConfigModel):
         ):
             wanted, allowed = getattr(self, budget) // MIB, getattr(self, limit)
             if wanted > allowed:
-                raise ValueError(f"{budget} is {wanted} MB but {limit} allows {allowed} MB; raise one, lower the other")
+                raise ValueError(
+                    f"{budget} is {wanted} MiB but {limit} allows {allowed} MiB; raise {limit} or lower {budget}"
+                )
         return self
 
     @property
@@ -257,7 +262,7 @@ class ZeroConfig(ConfigModel):
 
     @property
     def shared_directory(self) -> Path | None:
-        """Where memory is shared with processes of the same host; None where ``transport`` forbids it."""
+        """The directory of the memory shared with processes of the same host; None if ``transport`` forbids it."""
         return Path(self.slab_dir) if self.transport in ("auto", "shm") else None
 
     @property
@@ -267,11 +272,11 @@ class ZeroConfig(ConfigModel):
 
     @property
     def effective_cpu_memory_budget(self) -> int:
-        """Bytes of uncompressed tensors that ``cpu_memory_budget`` holds, rounded down."""
+        """Bytes of uncompressed tensors that fit in ``cpu_memory_budget``, rounded down."""
         return math.floor(self.cpu_memory_budget / Fraction(str(self.compression_ratio)))
 
     def require_supported(self) -> None:
-        """Raise UnsupportedError, naming the setting and what to use, for what RayZero cannot do yet."""
+        """Raise UnsupportedError, which names the setting and what to use, for values that RayZero cannot do yet."""
         for field, value, instead in _NOT_YET:
             if getattr(self, field) == value:
                 raise UnsupportedError(f"{field}={_plain(value)} is not supported yet; {instead}")
