@@ -1,8 +1,8 @@
-"""Every measurement that is taken: name, type, unit, labels, buckets and help, once.
+"""Defines every metric once: its name, type, unit, labels, buckets and help text.
 
-Rules: prefix ``rayzero_``, base units in the name, ``_total`` for counters, ``_ratio`` for 0 to 1, few label values.
-Which process a series is from is not among its labels: Prometheus adds TARGET_LABELS to all that it scrapes, from
-what discovery says of the process (telemetry/discovery.py). Nothing is here that nothing feeds.
+Names start with ``rayzero_`` and contain base units; counters end in ``_total``, values from 0 to 1 in ``_ratio``. No
+label has many values, and none says which process a series is from: Prometheus adds TARGET_LABELS to all that it
+scrapes, as discovery tells it (telemetry/discovery.py). Every metric here has code that feeds it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from functools import partial
 from rayzero.telemetry.metric import COORDINATOR, EVERY, OPTIMIZER, RANK, Kind, Metric
 
 TARGET_LABELS = ("run", "role", "rank", "actor", "node")
-"""``rank`` is on rank workers only, ``actor`` (the owner's index) on optimizer actors only, the others on all."""
+"""Only rank workers have ``rank``, only optimizer actors have ``actor`` (the owner's index), and all have the rest."""
 
 MAX_GROUPS = 64
-"""Values of the label ``group``: units in forward order, neighbours together where there are more."""
+"""The most values of the label ``group``. Groups are units in forward order; if there are more units, neighbours share
+a group."""
 
 MAX_REPORTED = 64
-"""Values of the label ``name``: names that a training loop reports numbers under, in the order of their first use."""
+"""The most values of the label ``name``: the first names that a training loop reports numbers under."""
 
 _STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
@@ -36,7 +37,8 @@ BUILD_INFO = _gauge(
     unit="",
     labels=("version", "torch", "kernel", "transport"),
     roles=(RANK,),
-    help="1; what runs: versions, who computes updates, how bytes travel (shm, grpc, shm+grpc, inproc).",
+    help="Always 1. The labels say what runs: versions, the kernel that computes updates, and how bytes travel (shm, "
+    "grpc, shm+grpc, inproc).",
 )
 STEP = _gauge(
     name="rayzero_step", unit="steps", roles=(RANK,), help="Steps this rank has committed, resumed ones included."
@@ -55,13 +57,13 @@ ETA_SECONDS = _gauge(
     name="rayzero_eta_seconds",
     unit="s",
     roles=(RANK,),
-    help="Steps left times the mean seconds of this process's steps so far.",
+    help="Estimated seconds to the end: steps left times the mean seconds of this process's steps so far.",
 )
 TRAIN_LOSS = _gauge(
     name="rayzero_train_loss",
     unit="nats",
     roles=(RANK,),
-    help="This rank's loss in its last step; average over ranks for the run's.",
+    help="This rank's loss in its last step. The run's loss is the average over ranks.",
 )
 REPORTED = _gauge(
     name="rayzero_reported",
@@ -76,47 +78,46 @@ LEARNING_RATE = _gauge(
     unit="",
     labels=("param_group",),
     roles=(RANK,),
-    help="Learning rate of the last committed step, by index of the parameter group.",
+    help="Learning rate of the last committed step, by the parameter group's index.",
 )
 GRAD_NORM = _gauge(
     name="rayzero_grad_norm",
     unit="",
     roles=(OPTIMIZER,),
-    help="Global L2 norm of the averaged gradients before clipping, last decided step; from the lead owner only.",
+    help="Global L2 norm of the last decided step's averaged gradients, before clipping. Lead owner only.",
 )
 CLIP_FACTOR = _gauge(
     name="rayzero_clip_factor",
     unit="ratio",
     roles=(OPTIMIZER,),
-    help="What clipping by norm multiplied the gradients by in the last applied step: 1 where it did not; lead owner "
-    "only.",
+    help="The factor by which clipping by norm scaled the gradients of the last applied step; 1 if it did not clip. "
+    "Lead owner only.",
 )
 LOSS_SCALE = _gauge(
     name="rayzero_loss_scale",
     unit="",
     roles=(OPTIMIZER,),
-    help="What the loss of the last decided step was multiplied by, as the ranks' scalers say: 1 without one; lead "
-    "owner only.",
+    help="The loss scale of the last decided step, as the ranks' scalers report it; 1 without a scaler. Lead owner "
+    "only.",
 )
 DECIDED_STEPS = _counter(
     name="rayzero_decided_steps_total",
     unit="steps",
     roles=(OPTIMIZER,),
-    help="Steps decided in this process's life, those that changed nothing among them; lead owner only.",
+    help="Steps decided since this process started, including those that changed nothing. Lead owner only.",
 )
 CLIPPED_STEPS = _counter(
     name="rayzero_clipped_steps_total",
     unit="steps",
     roles=(OPTIMIZER,),
-    help="Of the decided steps, those whose gradients clipping by norm made smaller; lead owner only.",
+    help="Decided steps in which clipping by norm made the gradients smaller. Lead owner only.",
 )
 SKIPPED_STEPS = _counter(
     name="rayzero_skipped_steps_total",
     unit="steps",
     labels=("reason",),
     roles=(OPTIMIZER,),
-    help="Of the decided steps, those that changed no weights. reason: nonfinite (an inf or nan gradient); lead owner "
-    "only.",
+    help="Decided steps that changed no weights. reason: nonfinite (an inf or nan gradient). Lead owner only.",
 )
 
 # ---- where the step goes ----------------------------------------------------------------------------------------
@@ -125,30 +126,30 @@ STEP_SECONDS = _histogram(
     name="rayzero_step_seconds",
     roles=(RANK,),
     buckets=_STEP_S,
-    help="From the end of one optimizer.step() to the end of the next, on the host's clock.",
+    help="Seconds from the end of one optimizer.step() to the end of the next, on the host's clock.",
 )
 STEP_PHASE_SECONDS = _histogram(
     name="rayzero_step_phase_seconds",
     labels=("phase",),
     roles=(RANK,),
     buckets=_PART_S,
-    help="What a step is made of, once a step; phases add up to rayzero_step_seconds. phase: data (the loop's own "
-    "work), forward, backward, grad_push, norm, optimizer, fetch_wait, checkpoint; waits are not in the pass they "
-    "interrupt. Host clock: on CUDA the time kernels take shows where the host waits for them.",
+    help="Seconds of each phase of a step, one value a step; phases add up to rayzero_step_seconds. phase: data (the "
+    "loop's own work), forward, backward, grad_push, norm, optimizer, fetch_wait, checkpoint; a wait does not count in "
+    "the pass it interrupts. Host clock: on CUDA, the time of kernels shows up where the host waits for them.",
 )
 EXPOSED_WAIT_SECONDS = _counter(
     name="rayzero_exposed_wait_seconds_total",
     unit="s",
     labels=("cause",),
     roles=(RANK,),
-    help="Seconds this rank's loop stood still. cause: fetch (bytes on their way), optimizer (update not published), "
-    "push (gradients not landed), norm (other ranks), mean (other ranks, in mean_over_ranks).",
+    help="Seconds that this rank's loop waited. cause: fetch (bytes in flight), optimizer (update not published yet), "
+    "push (gradients not landed yet), norm (other ranks), mean (other ranks, in mean_over_ranks).",
 )
 OVERLAP_RATIO = _gauge(
     name="rayzero_optimizer_overlap_ratio",
     unit="ratio",
     roles=(RANK,),
-    help="Of the time from the last step's commit to its last published weights, the part this rank did not wait for.",
+    help="Share of the time from the last step's commit to its last published weights in which this rank did not wait.",
 )
 
 MODEL_FLOPS = _gauge(
@@ -156,7 +157,7 @@ MODEL_FLOPS = _gauge(
     unit="flop/s",
     roles=(RANK,),
     only="rayzero train",
-    help="Operations of the model in one step of this rank, as torch's flop counter found before the run, over the "
+    help="Floating-point operations of this rank's step, as torch's flop counter counted them before the run, over the "
     "last step's seconds, waits included.",
 )
 MFU_RATIO = _gauge(
@@ -164,8 +165,8 @@ MFU_RATIO = _gauge(
     unit="ratio",
     roles=(RANK,),
     only="rayzero train on a GPU of known peak",
-    help="rayzero_model_flops_per_second over the peak of this rank's GPU by its data sheet, dense and 16-bit; not "
-    "told where that is not known.",
+    help="rayzero_model_flops_per_second over the dense 16-bit peak in the data sheet of this rank's GPU; absent if "
+    "that peak is not known.",
 )
 
 # ---- prefetch and links -----------------------------------------------------------------------------------------
@@ -175,45 +176,45 @@ PREFETCH_REQUESTS = _counter(
     unit="uses",
     labels=("result",),
     roles=(RANK,),
-    help="Uses of a unit that was not up. result: hit (its bytes were there), late (on their way), miss (not asked "
-    "for yet).",
+    help="Uses of a unit that was not up. result: hit (its bytes had arrived), late (they were in flight), miss (they "
+    "had not been requested).",
 )
 PREFETCH_DEPTH = _gauge(
-    name="rayzero_prefetch_depth_units", unit="units", roles=(RANK,), help="Units asked for ahead of the one in use."
+    name="rayzero_prefetch_depth_units", unit="units", roles=(RANK,), help="Units fetched ahead of the one in use."
 )
 PREFETCH_LEAD_SECONDS = _histogram(
     name="rayzero_prefetch_lead_seconds",
     roles=(RANK,),
     buckets=_TRANSFER_S,
-    help="How long before its use a unit was there (hits only).",
+    help="Seconds between a unit's arrival and its use; hits only.",
 )
 PREFETCH_LATE_SECONDS = _histogram(
     name="rayzero_prefetch_late_seconds",
     roles=(RANK,),
     buckets=_TRANSFER_S,
-    help="Waits for a unit that was on its way.",
+    help="Seconds that a rank waited for a unit in flight.",
 )
 PREFETCH_GROUP_LATE_SECONDS = _counter(
     name="rayzero_prefetch_group_late_seconds_total",
     unit="s",
     labels=("group",),
     roles=(RANK,),
-    help="Seconds waited for units that were not there at their use, by layer group: where the stall is.",
+    help="Seconds waited for units that had not arrived at their use, by layer group: shows where the stall is.",
 )
 PREFETCH_INFLIGHT_BYTES = _gauge(
-    name="rayzero_prefetch_inflight_bytes", unit="bytes", roles=(RANK,), help="Bytes of units on their way."
+    name="rayzero_prefetch_inflight_bytes", unit="bytes", roles=(RANK,), help="Bytes of units in flight."
 )
 PREFETCH_WINDOW_BYTES = _gauge(
     name="rayzero_prefetch_window_bytes",
     unit="bytes",
     roles=(RANK,),
-    help="Bytes of gathered parameters, those on their way included.",
+    help="Bytes of gathered parameters, including those in flight.",
 )
 PREFETCH_WINDOW_LIMIT_BYTES = _gauge(
     name="rayzero_prefetch_window_limit_bytes",
     unit="bytes",
     roles=(RANK,),
-    help="The most there may be: gpu_param_memory_budget.",
+    help="Limit of rayzero_prefetch_window_bytes: gpu_param_memory_budget.",
 )
 FETCH_SECONDS = _histogram(
     name="rayzero_fetch_seconds",
@@ -221,30 +222,30 @@ FETCH_SECONDS = _histogram(
     roles=(RANK,),
     buckets=_TRANSFER_S,
     only="gRPC between hosts, or CUDA",
-    help="One unit's fetch from request to filled, waiting for its version included. CPU ranks of the owners' host "
-    "compute in the owners' memory and fetch nothing.",
+    help="Seconds of one unit's fetch, from the request until it is filled, including the wait for its version. CPU "
+    "ranks on the owners' host compute in the owners' memory and fetch nothing.",
 )
 PUSH_SECONDS = _histogram(
     name="rayzero_push_seconds",
     labels=("transport",),
     roles=(RANK,),
     buckets=_TRANSFER_S,
-    help="One unit's push from call to landed.",
+    help="Seconds of one unit's push, from the call until it has landed.",
 )
 TRANSFER_BYTES = _counter(
     name="rayzero_transfer_bytes_total",
     unit="bytes",
     labels=("direction", "transport", "dtype"),
     roles=(RANK,),
-    help="Payload as it travelled (headers excluded). direction: fetch, push, load; transport: shm, grpc, inproc; "
-    "dtype: as on the wire.",
+    help="Payload bytes as sent, without headers. direction: fetch, push, load; transport: shm, grpc, inproc; "
+    "dtype: that on the wire.",
 )
 TRANSFER_RAW_BYTES = _counter(
     name="rayzero_transfer_raw_bytes_total",
     unit="bytes",
     labels=("direction",),
     roles=(RANK,),
-    help="The same payload before wire compression: divide by rayzero_transfer_bytes_total for the ratio.",
+    help="Payload bytes before wire compression; over rayzero_transfer_bytes_total they give the ratio.",
 )
 TRANSFER_RETRIES = _counter(
     name="rayzero_transfer_retries_total",
@@ -252,21 +253,21 @@ TRANSFER_RETRIES = _counter(
     labels=("direction", "transport"),
     roles=(RANK,),
     only="a link that failed",
-    help="Bulk streams sent again whole after a failed link or damaged bytes.",
+    help="Bulk streams that were sent again, whole, after a link failed or bytes were damaged.",
 )
 GRPC_REQUESTS = _counter(
     name="rayzero_grpc_requests_total",
     unit="calls",
     labels=("method", "code"),
     roles=(OPTIMIZER,),
-    help="gRPC calls answered by this owner; a stream is one call, counted at its end.",
+    help="gRPC calls that this owner answered; a stream is one call, counted at its end.",
 )
 GRPC_REQUEST_SECONDS = _histogram(
     name="rayzero_grpc_request_seconds",
     labels=("method",),
     roles=(OPTIMIZER,),
     buckets=_TRANSFER_S,
-    help="From a call's arrival to its end. Calls that wait for other ranks (finish, commit) include the wait.",
+    help="Seconds from a call's arrival to its end. Calls that wait for other ranks (finish, commit) include the wait.",
 )
 
 # ---- optimizer tier ---------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ OPTIMIZER_UPDATE_SECONDS = _histogram(
     name="rayzero_optimizer_update_seconds",
     roles=(OPTIMIZER,),
     buckets=_PART_S,
-    help="One step's update and publication of all shards of this owner.",
+    help="Seconds in which this owner updates and publishes all its shards for one step.",
 )
 OPTIMIZER_PARAMS = _counter(
     name="rayzero_optimizer_params_total", unit="params", roles=(OPTIMIZER,), help="Parameter elements updated."
@@ -284,16 +285,16 @@ OPTIMIZER_BYTES = _counter(
     name="rayzero_optimizer_memory_bytes_processed_total",
     unit="bytes",
     roles=(OPTIMIZER,),
-    help="Bytes of gradients read and states and weights read or written by updates, each once; its rate in update "
-    "seconds over rayzero_host_bandwidth_limit_bytes_per_second is the efficiency.",
+    help="Bytes of gradients that updates read, and of states and weights that they read or write, each counted once. "
+    "Per update second, over rayzero_host_bandwidth_limit_bytes_per_second, it is the efficiency.",
 )
 HOST_BANDWIDTH_LIMIT = _gauge(
     name="rayzero_host_bandwidth_limit_bytes_per_second",
     unit="bytes/s",
     roles=(OPTIMIZER,),
     only="telemetry.measure_bandwidth and the native library",
-    help="Memory traffic of this owner's threads updating three arrays in place, measured at its start, in what "
-    "other processes left of the host then.",
+    help="Memory bandwidth of this owner's threads when they update three arrays in place, measured at its start; "
+    "other processes that ran then reduce it.",
 )
 OPTIMIZER_QUEUE_DEPTH = _gauge(
     name="rayzero_optimizer_queue_depth",
@@ -305,7 +306,7 @@ OPTIMIZER_QUEUE_BYTES = _gauge(
     name="rayzero_optimizer_queue_bytes",
     unit="bytes",
     roles=(OPTIMIZER,),
-    help="Published parameters of shards whose update is decided and not yet published.",
+    help="Bytes of the published parameters of shards whose update is decided but not published yet.",
 )
 OPTIMIZER_THREADS = _gauge(
     name="rayzero_optimizer_threads", unit="threads", roles=(OPTIMIZER,), help="Threads that compute updates."
@@ -314,7 +315,7 @@ OPTIMIZER_CORES = _gauge(
     name="rayzero_optimizer_cores",
     unit="cores",
     roles=(OPTIMIZER,),
-    help="CPUs this process may run on (its affinity).",
+    help="CPUs that this process may run on (its affinity).",
 )
 OPTIMIZER_CPU_SECONDS = _counter(
     name="rayzero_optimizer_cpu_seconds_total",
@@ -326,20 +327,20 @@ PARAM_VERSION = _gauge(
     name="rayzero_param_version",
     unit="versions",
     roles=(OPTIMIZER,),
-    help="The newest version of which this owner has published all its shards.",
+    help="The newest version that this owner has published for all its shards.",
 )
 VERSION_LAG = _gauge(
     name="rayzero_version_lag",
     unit="versions",
     roles=(RANK,),
-    help="Steps this rank has committed beyond the newest version it knows to be published as a whole: 0 or 1.",
+    help="Steps that this rank has committed beyond the newest version that it knows is published completely: 0 or 1.",
 )
 SHARDS = _gauge(name="rayzero_shards", unit="shards", roles=(OPTIMIZER,), help="Shards of this owner.")
 SHARD_IMBALANCE = _gauge(
     name="rayzero_shard_imbalance_ratio",
     unit="ratio",
     roles=(COORDINATOR,),
-    help="Largest over mean of the owners' update seconds since the last heartbeat that brought news: 1 is even.",
+    help="Largest over mean of the owners' update seconds since the last heartbeat with new values; 1 is balanced.",
 )
 
 # ---- memory -----------------------------------------------------------------------------------------------------
@@ -349,56 +350,60 @@ MEMORY_BYTES = _gauge(
     unit="bytes",
     labels=("kind", "tier"),
     roles=EVERY,
-    help="What this process has made, by purpose, each byte counted by its maker alone. kind: param, master, exp_avg, "
-    "exp_avg_sq (or another optimizer state), grad, staging, process (what it was before the run, a rank when its "
-    "loop handed its model over: interpreter, torch, what was imported), "
-    "other (the heap's rest: activations, the user's), unused (given back, kept by malloc, resident); "
-    "tier: gpu, pinned, shm, ram. Over the processes of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
+    help="Bytes that this process has allocated, by purpose; only the process that made a byte counts it. kind: param, "
+    "master, exp_avg, exp_avg_sq (or another optimizer state), grad, staging, process (its size before the run, for a "
+    "rank before it passed its model: interpreter, torch, imports), other (the rest of the heap: activations and the "
+    "user's objects), unused (freed, but kept by malloc and resident). tier: gpu, pinned, shm, ram. Over the processes "
+    "of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
 )
 PROCESS_MEMORY_BYTES = _gauge(
     name="rayzero_process_memory_bytes",
     unit="bytes",
     labels=("kind",),
     roles=EVERY,
-    help="As the kernel counts. kind: rss (all resident), pss (shared pages in equal parts), uss (its own), shm "
-    "(resident shared memory).",
+    help="Bytes of this process as the kernel counts them. kind: rss (all resident pages), pss (shared pages divided "
+    "among their processes), uss (its private pages), shm (resident shared memory).",
 )
 HEAP_BYTES = _gauge(
     name="rayzero_heap_bytes",
     unit="bytes",
     labels=("kind",),
     roles=EVERY,
-    help="As malloc counts. kind: used (given out now), peak (CPU ranks: the most given out that was seen at the end "
-    "of a forward or when a unit's gradients had come, in the first three steps).",
+    help="Bytes as malloc counts them. kind: used (allocated now), peak (CPU ranks: the most allocated at the end of a "
+    "forward or when a unit's gradients were complete, in the first three steps).",
 )
 PINNED_BYTES = _gauge(
     name="rayzero_pinned_bytes",
     unit="bytes",
     roles=(RANK,),
     only="CUDA",
-    help="Host memory this rank has page-locked.",
+    help="Bytes of host memory that this rank has page-locked.",
 )
 SHM_USED_BYTES = _gauge(
     name="rayzero_shm_used_bytes",
     unit="bytes",
     roles=EVERY,
-    help="In use, by anybody, where slabs are made on this node (slab_dir); take one process of a node.",
+    help="Bytes in use, by any process, in the file system of slab_dir on this node. Take one process of a node.",
 )
 SHM_LIMIT_BYTES = _gauge(
-    name="rayzero_shm_limit_bytes", unit="bytes", roles=EVERY, help="Size of that file system; SIGBUS beyond it."
+    name="rayzero_shm_limit_bytes",
+    unit="bytes",
+    roles=EVERY,
+    help="Size of the file system of slab_dir; a process that needs more of it gets SIGBUS.",
 )
 HOST_MEMORY_LIMIT_BYTES = _gauge(
     name="rayzero_host_memory_limit_bytes",
     unit="bytes",
     labels=("source",),
     roles=EVERY,
-    help="source: ram, cgroup (the tightest of this process's, where there is one), ray (where Ray kills processes).",
+    help="Limits of this node's memory. source: ram, cgroup (the tightest one of this process, if it has any), ray "
+    "(the use at which Ray kills processes).",
 )
 HOST_MEMORY_HEADROOM_BYTES = _gauge(
     name="rayzero_host_memory_headroom_bytes",
     unit="bytes",
     roles=EVERY,
-    help="What may still be taken on this node before the first of those limits; take one process of a node.",
+    help="Bytes left on this node up to the first of the rayzero_host_memory_limit_bytes. Take one process of a node.",
 )
 GPU_MEMORY_BYTES = _gauge(
     name="rayzero_gpu_memory_bytes",
@@ -406,14 +411,15 @@ GPU_MEMORY_BYTES = _gauge(
     labels=("kind",),
     roles=(RANK,),
     only="CUDA",
-    help="Torch's allocator on this rank's device. kind: allocated, reserved, peak_active; total: the device has.",
+    help="Bytes of torch's allocator on this rank's device. kind: allocated, reserved, peak_active, total (the "
+    "device's memory).",
 )
 GPU_ALLOC_RETRIES = _counter(
     name="rayzero_gpu_alloc_retries_total",
     unit="retries",
     roles=(RANK,),
     only="CUDA",
-    help="Allocations that succeeded only after cached memory was given back.",
+    help="Allocations that succeeded only after torch had freed its cached memory.",
 )
 GPU_OOMS = _counter(
     name="rayzero_gpu_ooms_total", unit="errors", roles=(RANK,), only="CUDA", help="Allocations that failed."
@@ -424,7 +430,8 @@ PLAN_ERROR_RATIO = _gauge(
     labels=("what",),
     roles=(OPTIMIZER,),
     only="20 steps",
-    help="Measured over planned, less 1, after 20 steps. what: host (heap and shared memory since before the plan).",
+    help="Measured over planned bytes, less 1, after 20 steps. what: host (growth of heap and shared memory since "
+    "before the plan).",
 )
 
 # ---- reliability ------------------------------------------------------------------------------------------------
@@ -435,14 +442,15 @@ CHECKPOINT_SECONDS = _histogram(
     roles=(OPTIMIZER,),
     buckets=_FILE_S,
     only="checkpoints",
-    help="phase: write (this owner's file), publish (manifest and rename; lead owner only).",
+    help="Seconds of each phase of a checkpoint. phase: write (this owner's file), publish (manifest and rename; lead "
+    "owner only).",
 )
 CHECKPOINT_STALL_SECONDS = _counter(
     name="rayzero_checkpoint_stall_seconds_total",
     unit="s",
     roles=(OPTIMIZER,),
     only="checkpoints",
-    help="Seconds this owner's updates could not run because it wrote its checkpoint file.",
+    help="Seconds in which this owner could not update because it was writing its checkpoint file.",
 )
 CHECKPOINT_BYTES = _gauge(
     name="rayzero_checkpoint_bytes",
@@ -456,28 +464,29 @@ CHECKPOINT_LAST_SUCCESS = _gauge(
     unit="unix s",
     roles=(OPTIMIZER,),
     only="checkpoints",
-    help="When the last checkpoint was complete; lead owner only.",
+    help="When the last checkpoint was complete. Lead owner only.",
 )
 CHECKPOINT_FAILURES = _counter(
     name="rayzero_checkpoint_failures_total",
     unit="checkpoints",
     roles=(OPTIMIZER,),
     only="a checkpoint that failed",
-    help="Files this owner could not write; at the lead owner also checkpoints it could not complete.",
+    help="Checkpoint files that this owner could not write; at the lead owner, also checkpoints that it could not "
+    "complete.",
 )
 ACTORS = _gauge(
     name="rayzero_actors",
     unit="processes",
     labels=("kind", "state"),
     roles=(COORDINATOR,),
-    help="kind: rank, optimizer; state: desired, ready (heard of lately), late.",
+    help="Processes of the run. kind: rank, optimizer; state: desired, ready (its heartbeats arrive), late.",
 )
 HEARTBEAT_AGE_SECONDS = _gauge(
     name="rayzero_heartbeat_age_seconds",
     unit="s",
     labels=("process",),
     roles=(COORDINATOR,),
-    help='Since the coordinator last heard of a process ("rank 0", "optimizer 1"); they tell every 2 s.',
+    help='Seconds since the last heartbeat of a process ("rank 0", "optimizer 1"); each sends one every 2 s.',
 )
 PINNED_UNITS = _counter(
     name="rayzero_pinned_units_total",
@@ -485,7 +494,7 @@ PINNED_UNITS = _counter(
     labels=("group",),
     roles=(RANK,),
     only="views or graphs held over a step",
-    help="Units that could not be resharded at step() because views or saved tensors held them, by layer group.",
+    help="Units that step() could not reshard because views or saved tensors held them, by layer group.",
 )
 
 # ---- layers -----------------------------------------------------------------------------------------------------
@@ -496,21 +505,22 @@ GROUP_GRAD_NORM = _gauge(
     labels=("group",),
     roles=(OPTIMIZER,),
     help="L2 norm of this owner's part of a layer group's averaged gradient, before unscaling and clipping, every "
-    "telemetry.norms_every steps; the group's is the root of the owners' sum of squares.",
+    "telemetry.norms_every steps. The group's norm is the root of the sum of the owners' squares.",
 )
 GROUP_UPDATE_NORM = _gauge(
     name="rayzero_group_update_norm",
     unit="",
     labels=("group",),
     roles=(OPTIMIZER,),
-    help="The same of what that step added to the weights.",
+    help="L2 norm of what that step added to this owner's part of a layer group's weights.",
 )
 GROUP_PARAM_NORM = _gauge(
     name="rayzero_group_param_norm",
     unit="",
     labels=("group",),
     roles=(OPTIMIZER,),
-    help="The same of the fp32 weights after that step; update over param is healthy near 1e-3.",
+    help="L2 norm of this owner's part of a layer group's fp32 weights after that step. Update over param is healthy "
+    "near 1e-3.",
 )
 
 # ---- activations (rayzero.activations) --------------------------------------------------------------------------
@@ -521,8 +531,8 @@ ACTIVATION_BYTES = _counter(
     labels=("direction",),
     roles=(RANK,),
     only="rayzero.activations",
-    help="Device bytes of saved activations that were copied. direction: out, in.",
+    help="Device bytes of saved activations that were copied. direction: out (to the host), in (back).",
 )
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
-"""All of them, in this order."""
+"""All metrics, in the order of this file."""

@@ -1,4 +1,5 @@
-"""Reading exporters, as Prometheus does: pages fetched side by side with one deadline, and parsed by its own parser."""
+"""Reads exporters as Prometheus does: fetches their pages concurrently with one deadline, and parses them with
+Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Series:
     values: Mapping[tuple[str, Labels], float]
 
     def get(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
-        """Sum over every series of this name that has all these labels; None where there is none."""
+        """Sum over every series of this name that has all these labels; None if there is none."""
         found = [value for _, value in self._having(metric, suffix, labels)]
         return sum(found) if found else None
 
