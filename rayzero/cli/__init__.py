@@ -1,4 +1,4 @@
-"""The ``rayzero`` command: one file a command, and the one place where errors become exit codes."""
+"""The ``rayzero`` command. Each subcommand has a file; errors become exit codes only here."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 
 def exit_code(error: RayZeroError) -> int:
-    """2: what was asked for is wrong; 1: it was tried and failed."""
+    """The exit code for an error: 2 if the input is wrong, 1 if the work was tried and failed."""
     return 2 if isinstance(error, _BAD_INPUT) else 1
 
 
 def main() -> None:
-    """Run the command line; a RayZeroError is one line on stderr. ``RAYZERO_DEBUG=1`` shows its traceback."""
+    """Run the command line. A RayZeroError becomes one line on stderr; ``RAYZERO_DEBUG=1`` shows its traceback."""
     try:
         app()
     except RayZeroError as error:

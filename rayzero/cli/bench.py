@@ -1,4 +1,4 @@
-"""``rayzero bench``: what this machine can do, and how near RayZero comes to it."""
+"""``rayzero bench``: measures what this machine can do and how close RayZero comes to it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES[:-1])} or {BENCHES[-1]}.")],
 ) -> None:
-    """Measure one thing; its own options follow its name, --json among them: rayzero bench step --help."""
-    if name == "--help":  # of a benchmark's own is the benchmark's
+    """Run one benchmark. Its own options, --json among them, follow its name: see rayzero bench step --help."""
+    if name == "--help":  # after a benchmark's name, the benchmark itself answers it
         print(context.get_help())
         return
     if name not in BENCHES:
-        raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(BENCHES)}")
+        raise ConfigError(f"there is no benchmark {name!r}; choose one of {', '.join(BENCHES)}")
     importlib.import_module(f"rayzero.bench.{name}").main(context.args)

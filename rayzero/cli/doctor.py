@@ -1,4 +1,4 @@
-"""``rayzero doctor``: has this machine what a run needs? Every line is a measurement or something that was run."""
+"""``rayzero doctor``: checks whether this machine has what a run needs. Every line was measured or tried."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ import typer
 from rayzero.cli.slabs import dead_run_lines, slab_lines, slab_sum, swept
 
 GIB = 1 << 30
-_LEAST_SHM = 64 << 20  # bytes; what containers often have, and less than Ray's object store takes
+_LEAST_SHM = 64 << 20  # bytes; many containers have as much, and Ray's object store takes more
 _PACKAGES = ("rayzero", "torch", "ray", "grpcio", "protobuf", "pydantic", "safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
-    ok: bool | None  # None: good to know, nothing depends on it
+    ok: bool | None  # None: for information, no run depends on it
     detail: str
-    lines: tuple[str, ...] = ()  # of what was counted, one each
+    lines: tuple[str, ...] = ()  # one for each thing that was counted
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Only remove shared memory of dead processes.")] = False,
-    slab_dir: Annotated[Path, typer.Option(help="Where shared memory is.")] = Path("/dev/shm"),
+    slab_dir: Annotated[Path, typer.Option(help="Directory of the shared memory.")] = Path("/dev/shm"),
 ) -> None:
-    """Check versions, hardware and limits, then run a training step over gRPC and one on a local Ray. Exit code 1
-    when something that a run needs is broken."""
+    """Check versions, hardware and limits, then run a training step over gRPC and one on a local Ray. The exit code is
+    1 if something that a run needs is broken."""
     if sweep:
         typer.echo("\n".join(swept(slab_dir)))
         return
@@ -57,7 +57,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
     else:
-        typer.echo(f"broken: {', '.join(broken)}" if broken else "all that a run needs is there")
+        typer.echo(f"broken: {', '.join(broken)}" if broken else "everything that a run needs works")
     raise typer.Exit(1 if broken else 0)
 
 
@@ -65,7 +65,7 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 
 
 def examine(slab_dir: Path) -> Iterator[Finding]:
-    """Every finding, as it is made. slab_dir: where shared memory is."""
+    """Yield the findings one by one, as they are made. ``slab_dir``: directory of the shared memory."""
     checks = (
         versions,
         cpu,
@@ -85,7 +85,7 @@ def examine(slab_dir: Path) -> Iterator[Finding]:
 
 
 def guarded(check: Callable[[], Finding]) -> Finding:
-    """Run a check; one that raises is a broken thing, with its error as the detail."""
+    """Run a check. If it raises, the finding is broken and its detail is the error."""
     try:
         return check()
     except Exception as error:  # supervision: a broken installation may raise anything, and must be reported
@@ -95,7 +95,7 @@ def guarded(check: Callable[[], Finding]) -> Finding:
 
 
 def versions() -> Finding:
-    """Python and the packages a run loads."""
+    """Versions of Python and of the packages that a run loads."""
     found = {name: _version(name) for name in _PACKAGES}
     missing = [name for name, version in found.items() if version is None]
     said = [f"python {platform.python_version()}"] + [f"{name} {version}" for name, version in found.items() if version]
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def cpu() -> Finding:
-    """Cores this process may use, on how many NUMA nodes, and the vector instructions torch uses."""
+    """Cores that this process may use, their NUMA nodes, and the vector instructions that torch uses."""
     import torch
 
     from rayzero.cluster.nodes.numa import numa_nodes
@@ -127,7 +127,7 @@ def cpu() -> Finding:
 
 
 def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs that this process's cgroup (v2, or v1 at its root) may use; None: no limit."""
+    """How many CPUs this process's cgroup (v2, or v1 at its root) may use; None: no limit."""
     try:
         if (root / "cpu.max").exists():
             quota, period = (root / "cpu.max").read_text().split()
@@ -140,7 +140,7 @@ def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def gpu() -> Finding:
-    """CUDA devices torch can see."""
+    """The CUDA devices that torch sees."""
     import torch
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -148,7 +148,7 @@ def gpu() -> Finding:
 
 
 def memory() -> Finding:
-    """Memory a run may still take, by RAM and cgroups."""
+    """Memory that a run may still take, as RAM and cgroups limit it."""
     from rayzero.memory.process_memory import host_limits
 
     limits = host_limits()
@@ -157,7 +157,7 @@ def memory() -> Finding:
 
 
 def shared_memory(slab_dir: Path) -> Finding:
-    """Where ranks and owners of a host share memory; Ray keeps its object store in /dev/shm."""
+    """Room where ranks and owners of a host share memory; Ray keeps its object store in /dev/shm."""
     usage = shutil.disk_usage(slab_dir)
     with tempfile.TemporaryFile(dir=slab_dir) as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
@@ -166,7 +166,7 @@ def shared_memory(slab_dir: Path) -> Finding:
 
 
 def slabs(slab_dir: Path) -> Finding:
-    """Shared memory that runs made, and that dead ones left."""
+    """Shared memory of runs that are alive, and what dead ones left."""
     from rayzero.slabs.slab import list_slabs
 
     found = list_slabs(slab_dir)
@@ -176,14 +176,14 @@ def slabs(slab_dir: Path) -> Finding:
 
 
 def locked_memory() -> Finding:
-    """How much memory may be page-locked."""
+    """How much memory a process may page-lock."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / (1 << 20):.0f} MiB"
     return Finding(name="locked memory", ok=None, detail=f"RLIMIT_MEMLOCK {limit}")
 
 
 def compiler() -> Finding:
-    """A C compiler that makes a program which runs."""
+    """The C compiler, and whether a program that it compiles runs."""
     found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if found is None:
         return Finding(name="C compiler", ok=None, detail="none")
@@ -197,7 +197,7 @@ def compiler() -> Finding:
 
 
 def kernel() -> Finding:
-    """The kernel that would be chosen, and why it is not the native one."""
+    """The update kernel that a run would choose, and why if it is not the native one."""
     from rayzero.kernels.native import NativeKernel, why_not
 
     reason = why_not()
@@ -206,16 +206,16 @@ def kernel() -> Finding:
 
 
 def signals() -> Finding:
-    """Whether processes can ring each other through shared memory, and why not."""
+    """Whether processes can wake each other through shared memory, and if not, why."""
     from rayzero.store.shm.signals import available
 
     reason = available()
-    detail = "futexes in shared memory" if reason is None else f"none, processes of a host use gRPC: {reason}"
+    detail = "futexes in shared memory" if reason is None else f"none, so processes of a host use gRPC: {reason}"
     return Finding(name="signals", ok=None, detail=detail)
 
 
 def one_step() -> float:
-    """A training loop of one step, run on one rank: the loss before and after it, as their difference."""
+    """A training loop of one rank that takes a step; returns by how much the step lowered the loss."""
     import torch
     import torch.nn.functional as F
 
@@ -238,7 +238,7 @@ def one_step() -> float:
 
 
 def step_over_grpc() -> Finding:
-    """A real step with an owner behind gRPC, in this process."""
+    """A real training step in this process, with an owner behind gRPC."""
     from rayzero.testing import run_ranks
 
     (gain,) = run_ranks(lambda ctx: one_step(), world_size=1, num_optimizers=1, transport="grpc")
@@ -246,7 +246,7 @@ def step_over_grpc() -> Finding:
 
 
 def step_on_ray() -> Finding:
-    """A real step on Ray: rank worker, optimizer actor, coordinator; in a folder that is thrown away."""
+    """A real training step on Ray, with a rank worker, an optimizer actor and a coordinator, in a temporary folder."""
     from rayzero.cluster.trainer import ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig
 

@@ -1,4 +1,4 @@
-"""``rayzero export``: a checkpoint as one complete model.safetensors."""
+"""``rayzero export``: writes a checkpoint as one complete model.safetensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's directory, or a run's directory: its newest.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's directory, or a run's: its newest checkpoint.")],
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder to put model.safetensors in.")],
-    dtype: Annotated[str, typer.Option(help="Of all with fp32 masters: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype of the masters: float32, bfloat16 or float16.")] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a checkpoint's parameters and buffers under their plain names, streamed."""
+    """Stream a checkpoint's parameters and buffers into one file, under their plain names."""
     from rayzero.checkpoint import export_full
     from rayzero.cluster.files.run_dir import checkpoints_of
     from rayzero.layout.model_layout import dtype_from_name
 
     catalog = checkpoints_of(checkpoint).catalog()
-    directory = catalog.newest() or next(iter(catalog.damaged), checkpoint)  # a damaged one is refused with its damage
+    directory = catalog.newest() or next(iter(catalog.damaged), checkpoint)  # export refuses a damaged one and says why
     path = export_full(directory, out, dtype=dtype_from_name(dtype), overwrite=overwrite)
     typer.echo(f"{path}  {path.stat().st_size:,} bytes, from {directory}")

@@ -1,4 +1,4 @@
-"""Text from a run's files and processes, made safe for a terminal."""
+"""Makes text from a run's files and processes safe for a terminal."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ __all__ = ["plain"]
 
 
 def plain(text: str) -> str:
-    """``text`` on one line, its control characters written as Python writes them: none reaches the terminal."""
+    """``text`` on one line, with control characters escaped as Python does, so that none reaches the terminal."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

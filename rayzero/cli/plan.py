@@ -1,4 +1,4 @@
-"""``rayzero plan``: what a run would need and how fast it could be at most, without starting it."""
+"""``rayzero plan``: computes how much memory a run needs and how fast it can be at most, without starting it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from rayzero.plan.hardware import Hardware
     from rayzero.recipes.planning import RecipePlan, RecipeWork
 
-_SPEEDS = {"flops": 1e12, "link": 1e9, "memory": 1e9}  # that a GPU machine must be described with; option's unit
-_SIZES = {"device_bytes": "--gpu-memory", "host_bytes": "--host-memory", "shm_bytes": "--shm"}  # of Hardware -> option
+_SPEEDS = {"flops": 1e12, "link": 1e9, "memory": 1e9}  # the options that describe a GPU machine, with their units
+_SIZES = {"device_bytes": "--gpu-memory", "host_bytes": "--host-memory", "shm_bytes": "--shm"}  # Hardware's -> option
 
 
 def plan(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE.yaml] [key=value]...", help="As for rayzero train."),
+        typer.Argument(metavar="[RECIPE.yaml] [key=value]...", help="The same as for rayzero train."),
     ] = None,
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts, all alike.")] = 1,
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts, all of the same kind.")] = 1,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs on each host; 0: ranks compute on CPUs.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one GPU, such as 80GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Memory of one host that the run may take.")] = None,
-    shm: Annotated[str | None, typer.Option(help="What slab_dir holds on one host.")] = None,
-    flops: Annotated[float | None, typer.Option(help="TFLOP/s at most: of one GPU, or of a host's CPUs.")] = None,
-    link: Annotated[float | None, typer.Option(help="GB/s between host and one GPU, each way.")] = None,
-    network: Annotated[float | None, typer.Option(help="GB/s between hosts, each way, of one host.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB/s of host memory, read and written.")] = None,
+    shm: Annotated[str | None, typer.Option(help="Size of slab_dir on one host.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Peak TFLOP/s of one GPU, or of one host's CPUs.")] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s between a host and one GPU, each way.")] = None,
+    network: Annotated[float | None, typer.Option(help="GB/s that one host sends and receives, each way.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB/s of one host's memory, reads plus writes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Bytes per tier and phase, and the least time of a step, on machines given by options.
+    """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
 
-    What is not given is measured on this host. Exit code 2 where the run cannot fit."""
+    Options that are left out are measured on this host. The exit code is 2 if the run cannot fit."""
     from rayzero.plan.tiers import check_budgets, check_fits
     from rayzero.recipes.planning import plan_recipe
 
@@ -72,7 +72,7 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
 
 
 def _require_speeds(speeds: dict[str, float | None]) -> None:
-    """Raise ConfigError for a speed that no machine has; seconds are divided by it."""
+    """Raise ConfigError for a speed that no machine has, because bytes are divided by it."""
     for name, speed in speeds.items():
         if speed is not None and not (math.isfinite(speed) and speed > 0):
             raise ConfigError(f"--{name} is {speed:g} but must be a number above 0")
@@ -86,16 +86,16 @@ def _size(name: str, text: str) -> int:
 
 
 def _require_described(hosts: int, gpus: int | None, speeds: dict[str, float | None], gpu_memory: str | None) -> None:
-    """Raise ConfigError where machines are asked for that this host cannot be measured for."""
+    """Raise ConfigError if the options leave out what this host cannot measure: GPUs, or a network."""
     import torch
 
     missing = [f"--{name}" for name in _SPEEDS if speeds[name] is None] + ([] if gpu_memory else ["--gpu-memory"])
     if gpus and missing and not torch.cuda.is_available():
         raise ConfigError(
-            f"--gpus is {gpus} and this host has none to measure: give {', '.join(missing)} as makers state them"
+            f"--gpus is {gpus} but this host has no GPU to measure; give {', '.join(missing)} as its maker states them"
         )
     if hosts > 1 and speeds["network"] is None:
-        raise ConfigError(f"--hosts is {hosts}: give --network, the GB/s that one host sends and receives")
+        raise ConfigError(f"--hosts is {hosts}, so give --network: the GB/s that one host sends and receives")
 
 
 def _hardware(
@@ -113,7 +113,7 @@ def _hardware(
 
 
 def format_plan(planned: RecipePlan) -> str:
-    """For people: the model, bytes by tier and phase, seconds by stage."""
+    """Describe a plan for people: the model, bytes by tier and phase, seconds by stage."""
     from rayzero.quantities import format_bytes
 
     recipe, device, bound = planned.of.recipe, planned.bytes.device, planned.bound
@@ -132,7 +132,7 @@ def format_plan(planned: RecipePlan) -> str:
     lines += [f"host {host.host}: {host.describe()}" for host in planned.bytes.hosts]
     hosts = planned.hardware.hosts
     if idle := hosts.count - len(planned.bytes.hosts):
-        lines.append(f"{count(idle, 'more host', 'more hosts')}: no rank and no optimizer actor is there")
+        lines.append(f"{count(idle, 'more host', 'more hosts')}: without a rank or an optimizer actor")
     gpus, ranks = hosts.count * hosts.gpus_each, recipe.scaling.num_workers
     if hosts.on_gpu and gpus > ranks:
         lines.append(f"{gpus - ranks:,} of {count(gpus, 'GPU')} idle: scaling.num_workers is {ranks}, one rank a GPU")
@@ -140,7 +140,7 @@ def format_plan(planned: RecipePlan) -> str:
     lines += [
         "",
         f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}, pushes "
-        f"{format_bytes(traffic.push)}; all owners walk {format_bytes(traffic.update)}",
+        f"{format_bytes(traffic.push)}; all owners together read and write {format_bytes(traffic.update)}",
         "seconds at least: " + ", ".join(f"{name} {value:.4g}" for name, value in bound.stages.items()),
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
         f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s",

@@ -1,4 +1,4 @@
-"""Which run a command means when it is given a name, a folder or nothing."""
+"""Finds the run that a command means: by a name, by a folder, or the newest one."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from pathlib import Path
 
 from rayzero.errors import ConfigError
 
-RUNS = Path("runs")  # RunConfig's storage_path by default
+RUNS = Path("runs")  # the default of RunConfig.storage_path
 
 
 def newest_run(parent: Path = RUNS) -> Path:
-    """The run in ``parent`` that was started last; raises ConfigError where there is none, or where a damaged record
-    does not say when its run was started."""
+    """The run in ``parent`` that started last. Raises ConfigError if there is none, or if a damaged record does not say
+    when its run started."""
     from rayzero.cluster.files.status import list_runs
 
     try:
         records = list_runs(parent)
     except ConfigError as error:
-        raise ConfigError(f"the newest run cannot be told: {error}; name a run, or move that one away") from error
+        raise ConfigError(f"cannot tell which run is the newest: {error}; name a run, or move that one away") from error
     if not records:
-        raise ConfigError(f"no runs in {parent.absolute()}; name the folder that a run was written to")
+        raise ConfigError(f"no runs in {parent.absolute()}; give the folder of a run")
     return parent / str(records[-1]["run"])
 
 
 def find_run(name: str | None) -> Path:
-    """A run's folder, or the name of one in runs/, or (None) the newest; raises ConfigError where there is none."""
+    """The folder of a run: ``name`` is that folder, or a run's name in runs/; None: the newest run. Raises ConfigError
+    if there is none."""
     if name is None:
         return newest_run()
     for path in (Path(name), RUNS / name):

@@ -1,4 +1,4 @@
-"""Slabs on this host, for people: whose they are, and which have lost their maker."""
+"""Describes the slabs on this host: which process made each one, and whether it is still alive."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a command that does not look at slabs does not load torch
+if TYPE_CHECKING:  # commands that do not look at slabs must not load torch
     from rayzero.slabs.slab import FoundSlab
 
 
 def slab_lines(slabs: Sequence[FoundSlab]) -> list[str]:
-    """One line each."""
+    """A line for each slab."""
     return [f"{slab.path}: {_size(slab.bytes)}, {_whose(slab)}, {'in use' if slab.alive else 'DEAD'}" for slab in slabs]
 
 
 def slab_sum(slabs: Sequence[FoundSlab], directory: Path) -> str:
-    """All of them in one line, with what to do about the dead."""
+    """Sum up the slabs in one line, which says how to remove those of dead processes."""
     dead = [slab for slab in slabs if not slab.alive]
     said = f"{len(slabs)} in {directory}, {_size(sum(slab.bytes for slab in slabs))}"
     if not dead:
@@ -25,18 +25,18 @@ def slab_sum(slabs: Sequence[FoundSlab], directory: Path) -> str:
 
 
 def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
-    """One line for each run that has lost an owner: what its shared memory is still good for."""
+    """A line for each run that has lost an owner: whether its shared memory can still be used."""
     from rayzero.store.shm.recovery import assess, dead_runs
     from rayzero.store.shm.signals import available
 
-    if available() is not None:  # nobody shared memory here
+    if available() is not None:  # no process could share memory here
         return []
     found = [(run.run, assess(run)) for run in dead_runs(slabs)]
     return [f"run {run}: {verdict.outcome}: {verdict.reason}" for run, verdict in found]
 
 
 def swept(directory: Path) -> list[str]:
-    """Remove the slabs of dead processes: one line each, and their sum."""
+    """Remove the slabs of dead processes; returns a line for each, and their sum."""
     from rayzero.slabs.slab import list_slabs, sweep
 
     runs = dead_run_lines(list_slabs(directory))
@@ -51,7 +51,7 @@ def swept(directory: Path) -> list[str]:
 
 def _whose(slab: FoundSlab) -> str:
     if slab.header is None:
-        return "not filled, or of another version"
+        return "incomplete, or of another version"
     facts = slab.header.facts
     return f"{facts.role} {facts.index} of run {facts.run}, pid {slab.header.pid}"
 

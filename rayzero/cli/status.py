@@ -1,4 +1,4 @@
-"""``rayzero status``: how far a run is, read from the files that its driver keeps fresh."""
+"""``rayzero status``: shows how far a run is, from the files that its driver keeps up to date."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def status(
 
 
 def describe_run(path: Path) -> dict[str, Any]:
-    """What is known of the run in ``path``, as JSON-able values.
+    """What the files of the run in ``path`` say, as values for JSON.
 
-    Raises ConfigError where there is no run, and DataError where its metrics are damaged."""
+    Raises ConfigError if there is no run, and DataError if its metrics are damaged."""
     from rayzero.cluster.files.metrics_log import latest_metrics, read_log
     from rayzero.cluster.files.status import run_status
     from rayzero.recipes.plan_check import read_plan
@@ -51,7 +51,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "resumed_from": record.get("resumed_from"),
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
-        "members": record.get("members") or [],  # nobody may have been started yet
+        "members": record.get("members") or [],  # empty if no process was started yet
         "routing": record.get("routing"),
         "metrics": record.get("metrics", {}),
         "plan": read_plan(path),
@@ -60,7 +60,7 @@ def describe_run(path: Path) -> dict[str, Any]:
 
 
 def _planned_steps(config: Path) -> int | None:
-    """What a run's config.yaml says; None where there is none. Raises ConfigError where it is something else."""
+    """The steps that a run's config.yaml says; None if there is no such file. Raises ConfigError if it is no recipe."""
     from rayzero.files import regular_size
     from rayzero.recipes.recipe import load_recipe
 
@@ -71,13 +71,13 @@ def _planned_steps(config: Path) -> int | None:
     except OSError as error:
         raise ConfigError(f"cannot read {config}: {error.strerror}") from error
     if size > _MAX_CONFIG:
-        raise ConfigError(f"cannot read {config}: it has {size:,} bytes, which is no recipe")
+        raise ConfigError(f"cannot read {config}: it has {size:,} bytes, too many for a recipe")
     return load_recipe(config).steps
 
 
 def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
-    """The checkpoints that can be resumed from, oldest first, and why others cannot. Sizes are checked, not every
-    byte."""
+    """(the checkpoints that a run can resume from, oldest first; why it cannot resume from the others). Checks the
+    files' sizes, but not every byte."""
     from rayzero.cluster.files.run_dir import checkpoints_of
 
     catalog = checkpoints_of(run_dir).catalog()
@@ -85,7 +85,7 @@ def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
 
 
 def format_status(described: dict[str, Any]) -> str:
-    """A few lines for people, without the control characters that names and texts of the loop may have."""
+    """A few lines for people. Control characters in the names and texts of the loop are escaped."""
     seconds = (described["ended_at"] or time.time()) - described["started_at"]
     lines = [
         f"run         {described['run']} ({described['path']})",
@@ -122,11 +122,11 @@ def _progress(described: dict[str, Any]) -> list[str]:
 
 
 _SPEED = {"tokens_per_second", "step_seconds"}
-_SHOWN = {"step", "loss", "validation_loss", *_SPEED}  # on lines of their own
+_SHOWN = {"step", "loss", "validation_loss", *_SPEED}  # these have lines of their own
 
 
 def _value(value: Any, form: str) -> str:
-    """A number in its form; what the log has no number for was inf or nan."""
+    """A number in this format. None was inf or nan, for which the log has no number."""
     if value is None:
         return "nan"
     return f"{value:{form}}" if isinstance(value, int | float) else " ".join(str(value).split())

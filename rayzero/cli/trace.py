@@ -1,4 +1,4 @@
-"""``rayzero trace``: what every process of a run does when, as a file for Perfetto."""
+"""``rayzero trace``: records what every process of a run does at each moment, as a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rayzero.quantities import count
 
 def trace(
     run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch; some steps should fit in.")] = 5.0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: RUN-trace.json here.")] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch: at least a few steps.")] = 5.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: RUN-trace.json.")] = None,
 ) -> None:
-    """Watch a running run and write when its forwards, backwards, fetches, pushes and updates were, on one clock."""
+    """Watch a running run, and write the times of its forwards, backwards, fetches, pushes and updates on one clock."""
     from rayzero.cluster.files.tracing import trace_run, write_trace
 
     folder = find_run(run)

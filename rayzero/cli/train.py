@@ -1,4 +1,4 @@
-"""``rayzero train``: train a language model on text, with optimizer actors on Ray."""
+"""``rayzero train``: trains a language model on text, with optimizer actors on Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayzero.recipes.recipe import RecipeConfig
     from rayzero.recipes.training import Prepared, Training
 
-_STOPPED, _TERMINATED = 130, 143  # the shell's codes for a command ended by Ctrl-C, and by SIGTERM
+_STOPPED, _TERMINATED = 130, 143  # the shell's codes for a command that Ctrl-C or SIGTERM ended
 
 
 def train(
@@ -34,14 +34,14 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     workers: Annotated[int | None, typer.Option(help="Rank workers.")] = None,
     optimizers: Annotated[int | None, typer.Option(help="Optimizer actors.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Where the run's files go; default: a new one in runs/.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Folder of the run's files; default: a new one in runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (default: newest).")] = False,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     help_config: Annotated[
         bool, typer.Option("--help-config", help="List every setting, with its unit and default, and exit.")
     ] = False,
 ) -> None:
-    """Train a language model on text. Without arguments: a small GPT on the Python standard library's sources."""
+    """Train a language model on text. Without arguments, train a small GPT on the Python standard library's sources."""
     if help_config:
         from rayzero.recipes.recipe import RecipeConfig
 
@@ -64,7 +64,8 @@ def train(
 
 
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
-    """The recipe of a command line: a file (or the resumed run's own config.yaml), then overrides, then options."""
+    """The recipe of a command line: a file or the resumed run's config.yaml, changed by overrides and then by
+    options. Raises ConfigError."""
     from rayzero.recipes.recipe import RecipeConfig
 
     path, overrides = _split_arguments(arguments, RecipeConfig.model_fields)
@@ -84,7 +85,7 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
 
 
 def _named_run(settings: dict[str, Any]) -> Path | None:
-    """The run that a recipe and its overrides name; None where they leave it open."""
+    """The folder of the run that a recipe and its overrides name; None if they name none."""
     run = settings.get("run")
     if not isinstance(run, dict) or "name" not in run:
         return None
@@ -92,7 +93,7 @@ def _named_run(settings: dict[str, Any]) -> Path | None:
 
 
 def _place_of(run_dir: Path) -> dict[str, Any]:
-    """--run-dir as the two settings that it stands for."""
+    """The two settings that --run-dir stands for. Raises ConfigError if it is no folder's name."""
     path = Path(os.path.abspath(run_dir))
     if not path.name or "\\" in path.name:
         raise ConfigError(f"--run-dir is {str(run_dir)!r} but must be a folder with a plain name")
@@ -106,7 +107,7 @@ def _split_arguments(arguments: list[str], settings: Container[str]) -> tuple[Pa
         if name.partition(".")[0] in settings and not Path(name).exists():
             raise ConfigError(f"{name} is a setting and has no value: write {name}=VALUE")
     if len(paths) > 1:
-        raise ConfigError(f"one recipe at a time: got {' and '.join(paths)}; settings look like key=value")
+        raise ConfigError(f"give one recipe at a time, not {' and '.join(paths)}; settings look like key=value")
     return (Path(paths[0]) if paths else None), overrides
 
 
@@ -141,13 +142,13 @@ def _train(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
         raise typer.Exit(_STOPPED if isinstance(stop, KeyboardInterrupt) else _TERMINATED) from None
     except RunFailedError as error:
         first, _, rest = str(error).partition("\n")
-        details = f" (all of it: {recipe.run.path / 'run.json'})" if rest else ""
+        details = f" (full text: {recipe.run.path / 'run.json'})" if rest else ""
         raise RunFailedError(f"{first}{details}\n{rest}") from error
     summarise(prepared, training, console)
 
 
 def stopped(run_dir: Path) -> str:
-    """What to say of a run that was interrupted: how to go on, where there is something to go on from."""
+    """The message after an interrupted run: how to continue it, if it has a checkpoint."""
     from rayzero.cluster.files.run_dir import checkpoints_of
 
     if checkpoints_of(run_dir).catalog().newest() is None:
@@ -156,7 +157,7 @@ def stopped(run_dir: Path) -> str:
 
 
 def announce(prepared: Prepared, console: Console) -> None:
-    """One line on what is about to run."""
+    """Print one line about the training that is about to start."""
     recipe, text = prepared.recipe, prepared.text
     start = f" from step {prepared.resume_step}" if prepared.resume_step else ""
     console.print(
@@ -170,7 +171,7 @@ def announce(prepared: Prepared, console: Console) -> None:
 
 
 def summarise(prepared: Prepared, training: Training, console: Console) -> None:
-    """What came out and where it is."""
+    """Print the training's results and where its files are."""
     result, last = training.result, training.last
     moved = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sorted(result.transfers.items()))
     lines = [

@@ -34,7 +34,7 @@ def test_more_hosts_than_processes_are_one_line() -> None:
     options = ["--hosts", "1000000", "--network", "10", "--memory", "10", "--flops", "1"]
     done = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False)
     assert done.exit_code == 0
-    assert "999,998 more hosts: no rank and no optimizer actor is there\n" in done.stdout
+    assert "999,998 more hosts: without a rank or an optimizer actor\n" in done.stdout
     assert done.stdout.count("\nhost ") == 2
 
 
@@ -50,8 +50,8 @@ def test_gpus_that_are_not_here_must_be_described() -> None:
     done = rayzero("--gpus", "8", "--link", "50")
     assert done.returncode == 2
     assert done.stderr == (
-        "rayzero: --gpus is 8 and this host has none to measure: give --flops, --memory, --gpu-memory as makers state "
-        "them\n"
+        "rayzero: --gpus is 8 but this host has no GPU to measure; give --flops, --memory, --gpu-memory as its maker "
+        "states them\n"
     )
 
 

@@ -96,7 +96,7 @@ def trained(tmp_path: Path) -> Path:
         (["zero.cpu_memory_budget=16KiB"], "optimizer 0 of 2 needs "),
         (["lr=fast"], "lr is 'fast' but must be a valid number"),
         (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
-        (["one.yaml", "two.yaml"], "one recipe at a time"),
+        (["one.yaml", "two.yaml"], "give one recipe at a time"),
         (["lr"], "lr is a setting and has no value: write lr=VALUE"),
         (["zero.precision", "lr=1"], "zero.precision is a setting and has no value: write zero.precision=VALUE"),
         (["data=nowhere"], "no such file, folder or glob"),

@@ -150,7 +150,7 @@ def test_a_run_that_is_mute_is_shown_so_at_the_second_look_because_it_may_be_end
     top(str(run.path), once=True, interval=1.0)
     out = capsys.readouterr().out
     assert "rank 0 does not answer: Connection refused" in out
-    assert "Nobody answers." in out
+    assert "No process answers." in out
 
 
 def test_without_its_coordinator_the_record_says_who_there_is(run, monkeypatch, capsys) -> None:

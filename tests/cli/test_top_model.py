@@ -151,7 +151,7 @@ def test_where_no_step_ended_in_between_the_means_are_since_the_start_and_it_say
     assert (picture.span, picture.steps, picture.since_step) == (None, 0, 100.0)
     assert picture.ranks[0].step_seconds == 0.5
     assert picture.tokens_per_second == pytest.approx(1000 / 5 + 1000 / 8)
-    assert "since the start: no step ended between two looks; the last one 100 s ago" in seen(picture)
+    assert "since the start: no step ended between two scrapes; the last one 100 s ago" in seen(picture)
     assert draw_from("demo", None, BEFORE).ranks == picture.ranks
 
 
@@ -170,7 +170,7 @@ def test_a_process_that_does_not_answer_is_named_and_the_others_are_shown() -> N
     nobody = draw_from("demo", None, Scrape(at=1.0, processes=(mute,)))
     assert (nobody.step, nobody.loss, nobody.tokens_per_second, nobody.bars) == (None, None, None, ())
     assert "demo  running  step - of 20  loss -" in seen(nobody)
-    assert ("Nobody answers" in seen(nobody), "Nobody answers" in seen(picture)) == (True, False)
+    assert ("No process answers" in seen(nobody), "No process answers" in seen(picture)) == (True, False)
 
 
 def test_an_owner_beside_a_rank_is_among_the_owners() -> None:
@@ -193,7 +193,7 @@ def test_the_screen_of_eighty_columns() -> None:
     ]  # fmt: skip
     assert row(text, "optimizer 0") == ["optimizer", "0", "250", "ms", "3", "2", "of", "8", "50%", "14", "5"]
     assert row(text, "10.0.0.1 shared memory")[3:] == ["#" * 29 + ".", "97%", "31", "GiB", "of", "32", "GiB"]
-    assert "rank 1 was not heard of by the coordinator for 12 s" in text
+    assert "the coordinator has not heard from rank 1 for 12 s" in text
 
 
 def test_of_many_ranks_those_that_waited_longest_are_shown() -> None:

@@ -264,7 +264,7 @@ def test_a_damaged_record_among_runs_says_what_to_do_where_the_newest_is_asked_f
     for name, text in (("good", json.dumps(record)), ("half", '{"run": "ha')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"newest run cannot be told: cannot read .*half/run\.json: .*; name a run"):
+    with pytest.raises(ConfigError, match=r"which run is the newest: cannot read .*half/run\.json: .*; name a run"):
         newest_run(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""``rayzero top``: a running run in a terminal, from the metrics that its processes serve to Prometheus."""
+"""``rayzero top``: shows a running run in a terminal, from the metrics that its processes serve to Prometheus."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.scrape import Scrape
 
-_WINDOW_S = 10.0  # what is shown is of as long, and of one step at least
-_ANSWER_S = 2.0  # an exporter that has not answered by then is shown so
-_LEAST_S = 1.0  # exporters make their pages anew no oftener
-_PIPE_COLUMNS = 120  # where there is no terminal to say
+_WINDOW_S = 10.0  # a picture covers so long, and at least one step
+_ANSWER_S = 2.0  # an exporter that has not answered by then is shown as silent
+_LEAST_S = 1.0  # exporters do not make their pages more often
+_PIPE_COLUMNS = 120  # width if the output is not a terminal
 
 Show = Callable[["RenderableType"], None]
 
@@ -33,11 +33,11 @@ Show = Callable[["RenderableType"], None]
 def top(
     run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture of an interval and exit.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between looks, at least 1.")] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between scrapes, at least 1.")] = 2.0,
 ) -> None:
     """Watch a running run: steps, phases, waits, prefetches, owners and memory. Ctrl-C leaves.
 
-    Waits for a run that is still starting. Reads what its processes serve; needs neither Ray nor Prometheus."""
+    Waits for a run that is still starting. Reads the metrics of its processes; needs neither Ray nor Prometheus."""
     if not (math.isfinite(interval) and interval >= _LEAST_S):
         raise ConfigError(f"--interval is {interval:g} but must be at least {_LEAST_S:g} second")
     from rich.console import Console
@@ -54,7 +54,7 @@ def top(
 
 
 def _wait_until_started(path: Path, interval: float) -> None:
-    """Until the processes of a run that is starting are up, or it has ended."""
+    """Wait until a starting run's processes are up, or the run has ended."""
     from rayzero.cluster.files.status import run_status
     from rayzero.cluster.run import RunState
 
@@ -67,13 +67,13 @@ def _wait_until_started(path: Path, interval: float) -> None:
 
 
 def _watch_live(path: Path, interval: float, console: Console) -> bool:
-    """On a screen of its own; the last picture stays when it is left."""
+    """Watch on the terminal's alternate screen; the last picture stays when the user leaves it."""
     last: list[RenderableType] = []
     try:
         with _screen(console) as update:
 
             def show(picture: RenderableType) -> None:
-                with postponed():  # a Ctrl-C in the middle of drawing would leave the terminal as it is then
+                with postponed():  # a Ctrl-C in the middle of drawing would leave the terminal in that state
                     last[:] = [picture]
                     update(picture)
 
@@ -92,7 +92,7 @@ def _screen(console: Console) -> Iterator[Show]:
 
 
 def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
-    """Look and show until the run has ended (True), or, with ``once``, one picture was shown."""
+    """Scrape and show until the run has ended (True) or, with ``once``, until one picture was shown (False)."""
     from rayzero.cli.top.model import draw_from, keep
     from rayzero.cli.top.view import render
     from rayzero.cluster.files.status import run_status
@@ -105,7 +105,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
         kept = keep((*kept, scrape(_targets(record), timeout_s=_ANSWER_S)), _WINDOW_S)
         mute = 0 if any(one.series for one in kept[-1].processes) else mute + 1
         before = kept[0] if len(kept) > 1 else None
-        if mute != 1 and (before is not None or not once):  # a run that ends is mute before its record says so
+        if mute != 1 and (before is not None or not once):  # a run that ends is silent before its record says so
             show(render(draw_from(record["run"], before, kept[-1]), state=record["state"], steps=steps))
             if once:
                 return False
@@ -114,7 +114,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
 
 
 def _targets(record: dict[str, Any]) -> tuple[Target, ...]:
-    """The run's processes as its coordinator tells them now; where it does not, as they were at the start."""
+    """The run's processes as its coordinator lists them now; if it does not answer, as they were at the start."""
     from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.scrape import discover
 

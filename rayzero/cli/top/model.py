@@ -1,7 +1,7 @@
-"""What ``rayzero top`` shows: a run between two scrapes, as numbers. No clock, no network, no terminal.
+"""Computes the numbers that ``rayzero top`` shows of a run, from two scrapes. Uses no clock, network or terminal.
 
 [Note: since when] Speeds, waits and phases are differences of two scrapes, divided by the steps that ended in between.
-Where none ended (long steps, a run that hangs), they are the means since each process began, and the picture says so.
+If none ended (long steps, a run that hangs), they are the means since each process started, and the picture says so.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from rayzero.telemetry.scrape import Scrape, Scraped, Series
 __all__ = ["CAUSES", "PHASES", "Bar", "OwnerRow", "Picture", "RankRow", "draw_from", "keep"]
 
 PHASES = ("data", "forward", "fetch_wait", "backward", "grad_push", "norm", "optimizer", "checkpoint")
-CAUSES = ("fetch", "push", "norm", "optimizer")  # a mean over ranks is waited for in the loop's own time: data
+CAUSES = ("fetch", "push", "norm", "optimizer")  # a wait in mean_over_ranks is part of the phase data
 RESULTS = ("hit", "late", "miss")
 
-_IN_HEADLINE = ("step", "loss")  # told by metrics of their own
+_IN_HEADLINE = ("step", "loss")  # these have metrics of their own
 
 _MOST_KEPT = 60  # scrapes
-_LATE_S = 10.0  # processes tell the coordinator every two seconds
+_LATE_S = 10.0  # processes send the coordinator a heartbeat every two seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRow:
-    """One rank; numbers that it does not tell are None."""
+    """One rank; a number that it does not report is None."""
 
     who: str
     step: int | None
@@ -69,21 +69,21 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerRow:
-    """One owner, of an actor or beside a rank (offload_fraction); numbers that it does not tell are None."""
+    """One owner, in an actor or beside a rank (offload_fraction); a number that it does not report is None."""
 
     who: str
-    update_seconds: float | None  # of one step's
+    update_seconds: float | None  # of one step
     queue: int | None  # tasks
     threads: int | None
     cores: int | None
-    efficiency: float | None  # of the measured limit of its host's memory
+    efficiency: float | None  # share of the measured bandwidth limit of its host's memory
     version: int | None
     shards: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Bytes in use; limit: None where there is none."""
+    """Bytes in use; ``limit``: None if there is none."""
 
     what: str
     used: float
@@ -92,62 +92,64 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A run as one screen shows it."""
+    """A run's state, as one screen shows it."""
 
     run: str
     step: int | None  # of the rank that is furthest behind
     loss: float | None  # mean over ranks
-    reported: dict[str, float]  # what else the loop reports, by name: mean over the ranks that do
+    reported: dict[str, float]  # the loop's other reported numbers, by name: mean over the ranks that report them
     tokens_per_second: float | None  # all ranks
     step_seconds: float | None  # mean over ranks
     eta_seconds: float | None
     since_step: float | None  # seconds since a rank last committed a step
     span: float | None  # seconds between the scrapes; None: means since the start, see [Note: since when]
-    steps: int  # that ended in the span
+    steps: int  # ended in the span
     phases: dict[str, float]  # seconds a step, mean over ranks, in the order of PHASES
     ranks: tuple[RankRow, ...]
     owners: tuple[OwnerRow, ...]
     bars: tuple[Bar, ...]
-    silent: dict[str, str]  # process -> why it told nothing
-    late: dict[str, float]  # process -> seconds since the coordinator heard of it, where that is long
+    silent: dict[str, str]  # process -> why it did not answer
+    late: dict[str, float]  # process -> seconds since its last heartbeat, if that is long ago
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One process now and before; ``before`` is None where differences are to be those since its start."""
+    """One process now and before; ``before`` is None if differences count from its start."""
 
     target: Target
     now: Series
     before: Series | None
 
     def grown(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
-        """What a counter gained; all of it where the process has begun anew. None where it does not tell it."""
+        """How much a counter grew; its whole value if the process was restarted. None if the process does not report
+        it."""
         now = self.now.get(metric, suffix, **labels)
         before = self.before.get(metric, suffix, **labels) if self.before is not None else None
         return now if now is None or before is None or before > now else now - before
 
     def mean(self, metric: Metric, **labels: str) -> float | None:
-        """The mean of what a histogram took in; None where it took in nothing."""
+        """The mean of the values that were added to a histogram; None if there were none."""
         return _ratio(self.grown(metric, "_sum", **labels), self.grown(metric, "_count", **labels))
 
     def whole(self, metric: Metric) -> int | None:
-        """A gauge that counts."""
+        """A gauge that is a whole number."""
         value = self.now.get(metric)
         return None if value is None else int(value)
 
 
 def keep(kept: Sequence[Scrape], window_s: float) -> tuple[Scrape, ...]:
-    """The scrapes that a next picture may begin from, oldest first: as few as cover ``window_s`` and one step's end."""
+    """The scrapes that the next picture may start from, oldest first: as few as cover ``window_s`` seconds and the end
+    of a step."""
     left = list(kept)
     while len(left) > 2 and left[-1].at - left[1].at >= window_s and _steps_between(left[1], left[-1]):
         del left[0]
-    while len(left) > _MOST_KEPT:  # no step has ended for long: only the oldest knows since when
+    while len(left) > _MOST_KEPT:  # no step has ended for long: keep the oldest, where the difference starts
         del left[1]
     return tuple(left)
 
 
 def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
-    """The picture of the time between two scrapes; ``before`` None: of all the time until ``now``."""
+    """The picture of the time between two scrapes; if ``before`` is None, of all the time until ``now``."""
     steps = _steps_between(before, now) if before is not None else 0
     processes = _pair(before if steps else None, now)
     ranks = [process for process in processes if process.target.role is Role.RANK]
@@ -174,13 +176,13 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
 
 
 def _pair(before: Scrape | None, now: Scrape) -> list[_Process]:
-    """Every process that answered, beside what it said before."""
+    """Every process that answered, with its earlier answer."""
     earlier = {one.target: one.series for one in before.processes} if before is not None else {}
     return [_Process(one.target, one.series, earlier.get(one.target)) for one in now.processes if one.series]
 
 
 def _steps_between(before: Scrape, now: Scrape) -> int:
-    """Steps that ended, of the rank that did most of those that answered both times."""
+    """How many steps ended: the most of any rank that answered both times."""
     earlier = {one.target: _steps(one) for one in before.processes if one.series}
     done = [_steps(one) - earlier[one.target] for one in now.processes if one.series and one.target in earlier]
     return max([0, *done])
@@ -213,8 +215,8 @@ def _reported(ranks: Iterable[_Process]) -> dict[str, float]:
 
 
 def _is_owner(process: _Process) -> bool:
-    """Whether it is an optimizer actor, or a rank with an owner beside it, which reports updates once it has made
-    one."""
+    """Whether it is an optimizer actor, or a rank with an owner beside it: such a rank reports updates after its
+    first."""
     return process.target.role is Role.OPTIMIZER or process.now.get(OPTIMIZER_UPDATE_SECONDS, "_count") is not None
 
 
@@ -234,7 +236,7 @@ def _owner_row(owner: _Process) -> OwnerRow:
 
 
 def _node_bars(processes: Iterable[_Process]) -> list[Bar]:
-    """Each node's memory and shared memory, as the first of its processes tells them."""
+    """Each node's memory and shared memory, as the first of its processes reports them."""
     nodes: dict[str, Series] = {}
     for process in processes:
         if process.now.get(HOST_MEMORY_HEADROOM_BYTES) is not None:
@@ -251,7 +253,7 @@ def _node_bars(processes: Iterable[_Process]) -> list[Bar]:
 
 
 def _process_bars(processes: Iterable[_Process]) -> list[Bar]:
-    """What each process takes of its node, and what a rank has gathered of what it may."""
+    """Memory that each process takes of its node, and parameters that a rank has gathered of its budget."""
     bars = []
     for process in processes:
         who, now = process.target.who, process.now

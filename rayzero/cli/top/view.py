@@ -1,4 +1,4 @@
-"""A picture of a run as text for a terminal; letters and numbers carry it, colours only help."""
+"""Draws a picture of a run as text for a terminal. Letters and numbers say everything; colours only help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayzero.quantities import count, format_bytes
 
 __all__ = ["render"]
 
-_MOST_ROWS = 16  # of one table: those that waited longest, that work longest, that are fullest
+_MOST_ROWS = 16  # in one table: those that waited longest, worked longest or are fullest
 _PHASE_BAR = 60  # letters
 _LEGEND_COLUMNS = 3
 _MEMORY_BAR = 30
@@ -23,19 +23,19 @@ _LETTERS = dict(zip(PHASES, "dFwBpnoc", strict=True))
 _COLOURS = dict(
     zip(PHASES, ("grey62", "green", "red", "blue", "magenta", "yellow", "dark_orange", "cyan"), strict=True)
 )
-_FULL = 0.9  # of a limit: shown as trouble
-_LONG_WAIT = 0.2  # of a step: shown as trouble
+_FULL = 0.9  # share of a limit that is shown as trouble
+_LONG_WAIT = 0.2  # share of a step that is shown as trouble
 _NONE = "-"
-_NOBODY = (
-    "Nobody answers. The processes of a run on one host can be asked on that host alone, unless the run was started "
-    "with run.telemetry.bind=node."
+_NO_ANSWER = (
+    "No process answers. A run on one host answers on that host only; start it with run.telemetry.bind=node to reach "
+    "it from others."
 )
 
 Row = TypeVar("Row")
 
 
 def render(picture: Picture, *, state: str, steps: int | None) -> RenderableType:
-    """All of it. state: of the run; steps: that it is to do, None where nobody knows."""
+    """Draw the whole picture. ``state``: the run's; ``steps``: how many the run will do, None if that is not known."""
     parts: list[RenderableType] = [_headline(picture, state, steps), _since(picture)]
     if picture.reported:
         parts.append(_reported(picture.reported))
@@ -64,7 +64,7 @@ def _since(picture: Picture) -> Text:
     stepped = "" if picture.since_step is None else f"; the last one {_seconds(picture.since_step)} ago"
     stepped += "" if picture.eta_seconds is None else f"; {_clock(picture.eta_seconds)} left"
     if picture.span is None:
-        return Text(f"means since the start: no step ended between two looks{stepped}", "yellow")
+        return Text(f"means since the start: no step ended between two scrapes{stepped}", "yellow")
     return Text(f"{count(picture.steps, 'step')} in the last {_seconds(picture.span)}{stepped}", "dim")
 
 
@@ -92,7 +92,7 @@ def _entry(phase: str, seconds: float, share: float) -> Text:
 
 
 def _shares(parts: dict[str, float], length: int) -> dict[str, int]:
-    """Letters of each part so that they are ``length`` together: by largest remainder."""
+    """How many letters each part gets so that together they are ``length``, by largest remainder."""
     exact = {name: value * length / sum(parts.values()) for name, value in parts.items()}
     found = {name: int(value) for name, value in exact.items()}
     by_rest = sorted(exact, key=lambda name: found[name] - exact[name])
@@ -117,7 +117,7 @@ def _ranks(picture: Picture) -> RenderableType:
 
 
 def _wait(row: RankRow, cause: str) -> Text:
-    """The part of the rank's step that it stood still for."""
+    """The share of the rank's step in which it waited."""
     if cause not in row.waits or not row.step_seconds:
         return Text(_NONE)
     share = row.waits[cause] / row.step_seconds
@@ -159,11 +159,11 @@ def _filled(bar: Bar) -> Text:
 def _trouble(picture: Picture) -> RenderableType:
     lines = [Text(plain(f"{who} does not answer: {why}"), "red") for who, why in picture.silent.items()]
     lines += [
-        Text(plain(f"{who} was not heard of by the coordinator for {_seconds(age)}"), "red")
+        Text(plain(f"the coordinator has not heard from {who} for {_seconds(age)}"), "red")
         for who, age in picture.late.items()
     ]
     if picture.silent and not (picture.ranks or picture.owners):
-        lines.insert(0, Text(_NOBODY, "red"))
+        lines.insert(0, Text(_NO_ANSWER, "red"))
     rest = len(lines) - _MOST_ROWS
     return Group(*lines[:_MOST_ROWS], *([Text(f"… and {rest} more", "red")] if rest > 0 else []))
 
@@ -176,7 +176,7 @@ def _table(*columns: str) -> Table:
 
 
 def _worst(rows: Sequence[Row], how_bad: Callable[[Row], float], most: int = _MOST_ROWS) -> Iterable[Row]:
-    """Those that matter most where there are too many to show, in their own order."""
+    """The rows that matter most if there are too many to show, in their original order."""
     worst = sorted(range(len(rows)), key=lambda index: -how_bad(rows[index]))[:most]
     return [rows[index] for index in sorted(worst)]
 
@@ -191,7 +191,7 @@ def _number(value: float | None, form: str = "") -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """Three digits, with the unit that fits."""
+    """Three digits and a suitable unit."""
     if value is None:
         return _NONE
     if value >= 100:
