@@ -1,5 +1,5 @@
-"""Measurements of RayZero on the machine at hand, each a ratio within one run: ``rayzero bench``.
+"""``rayzero bench``: measures RayZero on this machine. Figures are ratios within one run.
 
-``turns.py`` lets contestants, each in its own processes, work in turn; ``step.py``, ``overlap.py`` and ``store.py``
-are one question each. Peers other than plain PyTorch are in the repository's ``benchmarks/``.
+``turns.py`` lets contestants work in turn, each in its own processes; ``step.py``, ``overlap.py``, ``store.py`` and
+``adam.py`` answer one question each. Peers other than plain PyTorch are in the repository's ``benchmarks/``.
 """

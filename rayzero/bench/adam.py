@@ -1,12 +1,13 @@
-"""How fast the kernels update, against the memory limit of the same run: bf16 gradients in, bf16 parameters out.
+"""Measures how fast the kernels update, against the memory limit of the same run: bf16 gradients in, bf16 parameters
+out.
 
     rayzero bench adam [--mparams 64] [--threads 2] [--rounds 15] [--patience 60] [--all-isas] [--json]
 
-The limit is three fp32 arrays read, scaled and written in place by the same threads (24 bytes a parameter); an update
-moves 28: gradient 2, master and two moments 8 each, parameter 2. Every path has memory of its own and runs once a
-round, in turn, so that what the machine does meanwhile hits them alike; a ratio is the median over rounds of path /
-limit within a round. A round in which others took more than 5 % of the machine is run again while ``--patience``
-(seconds) lasts. DeepSpeedCPUAdam is measured where it is installed; it compiles its extension first.
+For the limit, the same threads read, scale and write three fp32 arrays in place (24 bytes a parameter). An update moves
+28 bytes: gradient 2, master and two moments 8 each, parameter 2. Every path has its own memory and runs once a round,
+in turn, so that a disturbance hits all of them; a ratio is the median over rounds of path / limit within a round. A
+round in which others took more than 5 % of the machine is repeated while ``--patience`` (seconds) lasts.
+DeepSpeedCPUAdam is measured if it is installed; it compiles its extension first.
 """
 
 from __future__ import annotations
@@ -38,36 +39,36 @@ from rayzero.protocol.messages import Hyper, ModelSpec
 
 HYPER: Hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = AdamOptions.from_hyper(HYPER, decoupled=True)
-SHARD = 1 << 21  # elements: layout's own size
+SHARD = 1 << 21  # elements: the size of a shard by default
 LIMIT, ONE_BLOCK, SHARDS = "limit", "native, one block", "native, 2M-element shards by AdamRule"
 TORCH, TORCH_OPTIM, DEEPSPEED = "torch kernel, one block", "torch.optim.AdamW(fused=True)", "DeepSpeedCPUAdam"
-MOST_DISTURBED = 0.05  # of the machine, by others
+MOST_DISTURBED = 0.05  # share of the machine that others may take in a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """One way to do the work."""
+    """One way to do the update."""
 
     name: str
-    param_bytes: int  # least traffic per parameter
+    param_bytes: int  # least memory traffic per parameter
     run: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was measured of one path."""
+    """The figures of one path."""
 
     name: str
     mparams_per_s: Spread
     gb_per_s: float  # median
-    of_limit: Spread  # bytes per second against the limit's, per round
+    of_limit: Spread  # bytes per second over the limit's, per round
 
 
 # ---- paths ------------------------------------------------------------------------------------------------------
 
 
 def make_memory(count: int) -> AdamMemory:
-    """A shard of ``count`` elements, all pages touched."""
+    """Adam's memory of ``count`` elements, fp32 with bf16 parameters; all pages are touched."""
     return AdamMemory(
         master=torch.randn(count),
         exp_avg=torch.zeros(count),
@@ -78,7 +79,7 @@ def make_memory(count: int) -> AdamMemory:
 
 
 def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
-    """Three arrays in place."""
+    """The path of the limit: rewrite three arrays in place."""
     arrays, team = [torch.randn(count) for _ in range(3)], Team(library, threads)
 
     def run() -> None:
@@ -88,13 +89,13 @@ def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
 
 
 def kernel_path(name: str, kernel: Kernel, memory: AdamMemory, gradient: Tensor) -> Path:
-    """One call for everything."""
+    """The path of a kernel that updates everything in one call. ``gradient``: 1D, bf16."""
     segments = [Segment(offset=0, length=gradient.numel(), ranks=(0,), options=OPTIONS, step=10)]
     return Path(name=name, param_bytes=28, run=partial(kernel.update, memory, [gradient], segments, 1.0, quiet))
 
 
 def shards_path(gradient: Tensor) -> Path:
-    """As an owner does it: shard after shard, through its rule."""
+    """The path of an owner, which updates shard after shard with its rule. ``gradient``: 1D, bf16."""
     rows = gradient.numel() // 1024
     unit = lay_out_unit(0, "all", torch.bfloat16, True, [(f"{i}.weight", (1024, 1024)) for i in range(rows // 1024)])
     layout = ModelLayout(units=(unit,), shard_numel=SHARD)
@@ -119,7 +120,7 @@ def shards_path(gradient: Tensor) -> Path:
 
 
 def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWork:
-    """A decision that updates all of a shard by one rank's gradient."""
+    """The work of a decision that updates a whole shard with one rank's gradient."""
     return ShardWork(
         version=1,
         gradients=[gradient[owned.shard.start : owned.shard.stop]],
@@ -130,7 +131,7 @@ def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWor
 
 
 def optimizer_path(name: str, make: Callable[..., torch.optim.Optimizer], memory: AdamMemory, gradient: Tensor) -> Path:
-    """The same work around an optimizer that wants whole fp32 gradients: upcast, step, downcast."""
+    """The path of an optimizer that needs whole fp32 gradients: upcast, step, downcast."""
     assert memory.params is not None
     params, parameter = memory.params, torch.nn.Parameter(memory.master)
     optimizer = make([parameter], **HYPER)
@@ -145,8 +146,8 @@ def optimizer_path(name: str, make: Callable[..., torch.optim.Optimizer], memory
 
 
 def find_deepspeed() -> Callable[..., torch.optim.Optimizer] | None:
-    """DeepSpeed's optimizer with its extension, which its first use compiles; None where it is not installed."""
-    with contextlib.redirect_stdout(sys.stderr):  # it talks
+    """DeepSpeed's optimizer, after its first use, which compiles its extension; None if it is not installed."""
+    with contextlib.redirect_stdout(sys.stderr):  # it prints
         try:
             found: Callable[..., torch.optim.Optimizer] = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
         except ImportError:
@@ -156,11 +157,11 @@ def find_deepspeed() -> Callable[..., torch.optim.Optimizer] | None:
 
 
 def quiet(done: int, total: int) -> None:
-    """Nobody asks for progress."""
+    """Ignore the progress of a kernel."""
 
 
 def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bool) -> list[Path]:
-    """Every path of this machine, the limit first."""
+    """All paths that this machine can run, the limit first."""
     gradient = torch.randn(count).to(torch.bfloat16)
     isas = [native.ISAS[isa] for isa in library.isas[:-1]] if all_isas else []
     block, deepspeed = make_memory(count), find_deepspeed()
@@ -179,8 +180,8 @@ def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bo
 
 
 def play(paths: Sequence[Path], rounds: int, patience_s: float) -> tuple[list[dict[str, float]], list[float]]:
-    """Seconds per path of each round, and the part of the machine that others took in it."""
-    one_round(paths)  # warm
+    """(seconds by path, of each round; the share of the machine that others took in each)."""
+    one_round(paths)  # warms up
     kept, taken, deadline = list[dict[str, float]](), list[float](), perf_counter() + patience_s
     while len(kept) < rounds:
         seconds, others = one_round(paths)
@@ -191,14 +192,14 @@ def play(paths: Sequence[Path], rounds: int, patience_s: float) -> tuple[list[di
 
 
 def one_round(paths: Sequence[Path]) -> tuple[dict[str, float], float]:
-    """Every path once: seconds, and what others took."""
+    """Run every path once; returns seconds by path, and the share of the machine that others took."""
     before = Busy.now(())
     seconds = {path.name: timed(path.run) for path in paths}
     return seconds, Busy.now(()).others_since(before)
 
 
 def row_of(path: Path, limit: Path, count: int, rounds: Sequence[dict[str, float]]) -> Row:
-    """Medians and spreads over the rounds."""
+    """A path's figures over the rounds."""
     rates = [count / seconds[path.name] for seconds in rounds]
     most = [limit.param_bytes * count / seconds[LIMIT] for seconds in rounds]
     speed = Spread.of(rate / 1e6 for rate in rates)
@@ -213,12 +214,12 @@ def row_of(path: Path, limit: Path, count: int, rounds: Sequence[dict[str, float
 def measure(
     *, mparams: int = 64, threads: int = 2, rounds: int = 15, patience_s: float = 60.0, all_isas: bool = False
 ) -> dict[str, Any]:
-    """Measure on this machine; everything that is said of it, as plain numbers. ``mparams``: 2^20 parameters.
+    """Measure on this machine; returns all figures and facts as plain values. ``mparams``: in units of 2^20 parameters.
 
-    Raises UnsupportedError where the native kernel, and with it the limit's loop, is not there."""
+    Raises UnsupportedError if the native kernel, which has the limit's loop, is missing."""
     library = native.load()
     if isinstance(library, str):
-        raise UnsupportedError(f"no native kernel, and so no limit to measure against: {library}")
+        raise UnsupportedError(f"there is no native kernel, so there is no limit to measure against: {library}")
     facts, before, count = about(), torch.get_num_threads(), mparams << 20
     torch.set_num_threads(threads)
     try:
@@ -247,7 +248,7 @@ def measure(
 
 
 def text_of(found: dict[str, Any]) -> str:
-    """A table for people."""
+    """The figures as a table for people."""
     apart = ("rows", "absent", "native_over", "others")
     lines = [", ".join(f"{name} {value}" for name, value in found.items() if name not in apart)]
     lines.append(f"others took {Spread(**found['others']).text(100, 0)} % of the machine")
@@ -263,21 +264,21 @@ def text_of(found: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """The options of the command."""
     made = argparse.ArgumentParser(
         prog="rayzero bench adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--mparams", type=at_least_one, default=64, help="2^20 parameters, an even number")
+    made.add_argument("--mparams", type=at_least_one, default=64, help="2^20 parameters; an even number")
     made.add_argument("--threads", type=at_least_one, default=2)
     made.add_argument("--rounds", type=at_least_one, default=15)
     made.add_argument("--patience", type=float, default=60.0, help="seconds to wait for undisturbed rounds")
-    made.add_argument("--all-isas", action="store_true", help="every instruction set, not the best alone")
+    made.add_argument("--all-isas", action="store_true", help="every instruction set, not only the best")
     made.add_argument("--json", action="store_true")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Run the command: measure and print."""
     args = parser().parse_args(argv)
     found = measure(
         mparams=args.mparams,

@@ -1,8 +1,8 @@
 """RayZero and plain PyTorch as players of the step benchmarks.
 
-``plain`` is torch.optim.AdamW(fused=True) and torch's clip_grad_norm_; with several ranks under DistributedDataParallel
-(gloo, gradients as bucket views). bf16 for it means bf16 parameters and gradients, an fp32 master copy of the
-parameters that Adam and the clip work on, and a copy back: the same states and the same rounding as RayZero's.
+``plain`` uses torch.optim.AdamW(fused=True) and torch's clip_grad_norm_; several ranks run under
+DistributedDataParallel (gloo, gradients as bucket views). In bf16 it has bf16 parameters and gradients, an fp32 master
+copy of the parameters for Adam and the clip, and a copy back: the same states and the same rounding as RayZero.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ Overlap = Literal["none", "forward"]
 
 
 class TrainingPlayer:
-    """Any contestant: ``step(tokens)`` is one whole training step and returns its loss, not yet waited for."""
+    """A rank of any contestant. ``step(tokens)`` does one whole training step and returns its loss, a 0-dim tensor,
+    without waiting for it."""
 
     def __init__(self, work: Work, seat: Seat, step: Callable[[Tensor], Tensor]) -> None:
         self._work, self._seat, self._step = work, seat, step
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Seconds of the timed steps, and every step's loss on this rank."""
+        """Play the steps; returns ``seconds`` of the timed ones, and this rank's loss of every step."""
         losses = [self._one(turn.first)]
         self._settle()
         waits = _waits()
@@ -60,7 +61,7 @@ class TrainingPlayer:
 
 
 def _waits() -> dict[str, float]:
-    """Seconds the loop has stood still so far, by cause; nothing where the player is not RayZero."""
+    """Seconds that the loop has waited so far, by cause; all 0 if the player is not RayZero."""
     recorder = get_context().recorder
     assert isinstance(recorder, MemoryRecorder)
     return {cause: recorder.total(EXPOSED_WAIT_SECONDS, cause=cause) for cause in CAUSES}
@@ -70,17 +71,17 @@ def _waits() -> dict[str, float]:
 
 
 def plain(work: Work, name: str = "plain") -> Entry:
-    """Plain PyTorch; DistributedDataParallel where there are several ranks."""
+    """The entry of plain PyTorch, with DistributedDataParallel if there are several ranks."""
     return Entry(name=name, programs=partial(one_process_a_rank, partial(build_plain, work)))
 
 
 def one_process_a_rank(build: Callable[[Seat], Player], seats: Sequence[Seat]) -> list[Program]:
-    """What most entries run."""
+    """The programs of most entries: a process for each rank."""
     return [partial(take_turns, build, seat) for seat in seats]
 
 
 def build_plain(work: Work, seat: Seat) -> Player:
-    """Model, masters and moments on the seat's device."""
+    """Build plain PyTorch's player, with model, masters and moments on the seat's device."""
     torch.set_num_threads(seat.threads)
     model: nn.Module = work.model(seat.device)
     lower_precision(model, work.dtype)
@@ -118,7 +119,7 @@ def _grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def meet(seat: Seat) -> None:
-    """torch.distributed over gloo (CPU) or NCCL, for peers that need it."""
+    """Make the torch.distributed group that peers need, over gloo (CPU) or NCCL."""
     torch.distributed.init_process_group(
         "gloo" if seat.device == "cpu" else "nccl",
         init_method=f"file://{seat.meeting}",
@@ -132,7 +133,7 @@ def meet(seat: Seat) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OursOptions:
-    """How RayZero takes part. ``transport`` None: the best there is for that many ranks."""
+    """How RayZero takes part. ``transport``: None for the best one for that many ranks."""
 
     transport: Transport | None = None
     owners: int = 1
@@ -140,14 +141,15 @@ class OursOptions:
 
 
 def best_transport(world_size: int) -> Transport:
-    """Shared memory where this version has it; else one rank has its owners in its own process."""
+    """The fastest transport of this version: shared memory; without it, in-process for one rank and gRPC for more."""
     there: tuple[Transport, ...] = get_args(Transport)
     wanted = ("shm", "inproc", "grpc") if world_size == 1 else ("shm", "grpc")
     return next(transport for name in wanted for transport in there if transport == name)
 
 
 def ours(work: Work, options: OursOptions, name: str = "rayzero") -> Entry:
-    """RayZero: rank processes, and one process with the owners (in the rank's own with the transport "inproc")."""
+    """The entry of RayZero: rank processes, and one process with all owners. With the transport "inproc" the owners are
+    in the rank's process."""
     return Entry(name=name, programs=partial(_ours_programs, partial(build_ours, work, options.overlap), options))
 
 
@@ -157,9 +159,9 @@ def _ours_programs(build: Callable[[Seat], Player], options: OursOptions, seats:
 
 
 def host_ranks(build: Callable[[Seat], Player], options: OursOptions, seats: tuple[Seat, ...]) -> None:
-    """The owners' process: hold the owners, run the ranks."""
+    """The program of the owners' process: it holds the owners and runs the ranks."""
     assert options.transport is not None
-    if options.transport != "inproc":  # as an optimizer actor does, in a process of its own
+    if options.transport != "inproc":  # as an optimizer actor does in its process
         keep_message_buffers()
     run_ranks(
         partial(_rank, build, seats),
@@ -168,7 +170,7 @@ def host_ranks(build: Callable[[Seat], Player], options: OursOptions, seats: tup
         options.transport,
         options.transport != "inproc",
         threads=seats[0].threads,
-        stall_timeout=3600.0,  # a turn may be long in coming
+        stall_timeout=3600.0,  # a rank may wait long for its turn
     )
 
 
@@ -178,7 +180,7 @@ def _rank(build: Callable[[Seat], Player], seats: tuple[Seat, ...], context: Ran
 
 
 def build_ours(work: Work, overlap: Overlap, seat: Seat) -> Player:
-    """The same loop with rayzero.prepare."""
+    """Build RayZero's player: the same loop with rayzero.prepare."""
     torch.set_num_threads(seat.threads)
     model = work.model()
     config = ZeroConfig(precision=work.precision, overlap=overlap, max_grad_norm=CLIP)

@@ -1,4 +1,4 @@
-"""What every benchmark says beside its figures: the machine, the versions, the spread, and who else was working."""
+"""Supplies what every benchmark reports beside its figures: machine, versions, spread, and the load of others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Self:
-        """Of at least one sample."""
+        """The spread of one or more samples."""
         found = list(samples)
         return cls(statistics.median(found), min(found), max(found))
 
@@ -40,7 +40,7 @@ class Spread:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dicts, for JSON."""
+    """``value`` with dataclasses as dicts and tuples as lists, for JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def about() -> dict[str, Any]:
-    """The machine and the versions a figure belongs to; ``load`` is the system's average over the last minute."""
+    """The machine and the versions that a figure belongs to; ``load`` is the system's average of the last minute."""
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="minutes"),
         "processor": processor(),
@@ -78,7 +78,7 @@ def _version() -> str:
 
 
 def processor() -> str:
-    """Model name, where the system says it."""
+    """The processor's model name; its architecture if the system does not tell the name."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
@@ -89,7 +89,7 @@ def processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """CPU seconds used so far: by the whole machine, and by processes of this benchmark."""
+    """CPU seconds that the whole machine, and this benchmark's processes, have used so far."""
 
     at: float
     machine: float
@@ -97,11 +97,11 @@ class Busy:
 
     @classmethod
     def now(cls, pids: Sequence[int]) -> Self:
-        """``pids``: this benchmark's processes."""
+        """The seconds now. ``pids``: this benchmark's processes, besides the calling one."""
         return cls(perf_counter(), _machine_seconds(), sum(_process_seconds(pid) for pid in {os.getpid(), *pids}))
 
     def others_since(self, earlier: Busy) -> float:
-        """The part of all CPUs that others took, 0-1."""
+        """The share of all CPUs that others have used since ``earlier``, 0 to 1."""
         taken = (self.machine - earlier.machine) - (self.ours - earlier.ours)
         return max(0.0, taken / (self.at - earlier.at) / (os.cpu_count() or 1))
 
@@ -121,14 +121,15 @@ def _process_seconds(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """A process's share of resident anonymous and shared memory (PSS): no files, so no libraries."""
+    """Bytes of a process's share (PSS) of resident anonymous and shared memory. Files, and so libraries, do not
+    count."""
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
         kib = {line.split()[0]: int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shmem"))}
     return sum(kib.values()) << 10
 
 
 def at_least_one(text: str) -> int:
-    """A command-line option that counts something."""
+    """Parse a command-line option that is a whole number from 1 on. Raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"is {text!r} but must be a whole number from 1 on")
     return int(text)

@@ -1,17 +1,17 @@
-"""How much of the optimizer's time a training loop still sees, with clipping on, when compute leaves the CPU alone.
+"""Measures how much of the optimizer's time a training loop with clipping sees if its compute leaves the CPU idle.
 
     rayzero bench overlap [--mparams 64] [--units 16] [--rounds 5] [--steps 4] [--transport shm] [--json]
 
-A model whose forward and backward sleep, as a loop does whose GPU is busy, and whose gradients lie ready in memory.
-Backward sleeps twice as long as forward. T_adam is what ``step()`` takes under overlap="none" after the clip: decision,
-update, publish. For T_forward / T_adam of 0.5, 1 and 2 a round measures, in turn,
+The model's forward and backward sleep, like a loop whose GPU is busy, and its gradients are ready in memory. Backward
+sleeps twice as long as forward. T_adam is the time of ``step()`` under overlap="none" after the clip: decision, update,
+publish. For T_forward / T_adam of 0.5, 1 and 2, a round measures in turn
 
-    exposed   seconds a step beyond what was slept, for overlap="forward" and for overlap="none"
-    floor     the same under a forward so long (4 x T_adam) that the whole update hides: the last copy-out, norm,
+    exposed   seconds a step beyond the sleep, for overlap="forward" and for overlap="none"
+    floor     the same under a forward so long (4 x T_adam) that it hides the whole update: the last copy-out, norm,
               decision, first unit
     bound     max(0, T_adam - T_forward) + floor
 
-and at the end the weights of both overlaps must have equal bits.
+At the end, the weights of both overlaps must have equal bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rayzero.errors import RunFailedError
 from rayzero.testing import Transport
 
 RATIOS = (0.5, 1.0, 2.0)  # T_forward / T_adam
-LONG = 4.0  # T_forward / T_adam at which the update hides whole
+LONG = 4.0  # T_forward / T_adam at which the whole update hides
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
@@ -51,23 +51,23 @@ OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 @dataclass(slots=True)
 class Clock:
-    """How long a unit's forward takes, and how long all have slept so far."""
+    """The seconds that a unit's forward takes, and the seconds that all units have slept so far."""
 
     unit_s: float = 0.0
     slept_s: float = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Leave the CPU to others."""
+        """Sleep, and count the seconds that it really took."""
         start = time.perf_counter()
         if seconds > 0:
-            time.sleep(seconds)  # stands for a busy GPU: this is what is measured against, not a way to wait
+            time.sleep(seconds)  # stands for a busy GPU, which the benchmark measures against
         self.slept_s += time.perf_counter() - start
 
 
 class _Asleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, clock: Clock) -> Tensor:
-        """``x`` as it is, after a while."""
+        """Return a copy of ``x`` after the unit's time."""
         ctx.save_for_backward(weight)
         ctx.gradient, ctx.clock = gradient, clock
         clock.sleep(clock.unit_s)
@@ -75,14 +75,14 @@ class _Asleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The gradient that lies ready, after twice the while."""
+        """Return the ready gradient after twice the unit's time."""
         (weight,) = ctx.saved_tensors
         ctx.clock.sleep(2 * ctx.clock.unit_s)
         return grad, ctx.gradient.view_as(weight), None, None
 
 
 class Sleeper(nn.Module):
-    """One unit of ``numel`` parameters."""
+    """A unit of ``numel`` parameters that sleeps instead of computing."""
 
     def __init__(self, numel: int, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Sleeper(nn.Module):
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
-        """A scalar to the same scalar."""
+        """Return ``x``, a 0-dim tensor, unchanged."""
         out: Tensor = _Asleep.apply(x, self.weight, self.gradient, self.clock)  # type: ignore[no-untyped-call]
         return out
 
@@ -106,7 +106,7 @@ class Shape:
 
 
 class SleepingPlayer:
-    """One rank that trains sleepers. Its turns: "steps" (setting: seconds of one forward), "adam", "digest"."""
+    """A rank that trains sleepers. Its turns are "steps" (setting: seconds of one forward), "adam" and "digest"."""
 
     def __init__(self, shape: Shape, overlap: Overlap, seat: Seat) -> None:
         torch.set_num_threads(seat.threads)
@@ -142,7 +142,7 @@ class SleepingPlayer:
         self._optimizer.zero_grad()
 
     def _adam(self) -> float:
-        """Seconds from a clipped step's commit to its end: under overlap="none" the whole update."""
+        """Seconds of ``step()`` after the clip; under overlap="none" they are those of the whole update."""
         self._clock.unit_s = 0.0
         self._backward()
         self._optimizer.clip_grad_norm_(CLIP)
@@ -154,7 +154,7 @@ class SleepingPlayer:
 
 
 def digest(state: dict[str, Tensor]) -> str:
-    """Of every bit of every tensor, in order."""
+    """SHA-256 of the names and all bits of the tensors, in order."""
     found = hashlib.sha256()
     for name, tensor in state.items():
         found.update(name.encode())
@@ -163,7 +163,7 @@ def digest(state: dict[str, Tensor]) -> str:
 
 
 def entry_of(shape: Shape, overlap: Overlap, options: OursOptions) -> Entry:
-    """RayZero under one overlap."""
+    """The entry of RayZero with one overlap."""
     return Entry(name=overlap, programs=partial(_programs, partial(SleepingPlayer, shape, overlap), options))
 
 
@@ -176,19 +176,19 @@ def _programs(build: Any, options: OursOptions, seats: Sequence[Seat]) -> list[P
 
 @dataclass(slots=True)
 class Samples:
-    """One ratio's rounds: seconds a step."""
+    """Seconds a step at one ratio, by round."""
 
     forward_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)  # under overlap="forward"
     exposed_s: list[float] = field(default_factory=list)
     exposed_none_s: list[float] = field(default_factory=list)
     bound_s: list[float] = field(default_factory=list)
-    beyond_floor: list[float] = field(default_factory=list)  # part of the step
+    beyond_floor: list[float] = field(default_factory=list)  # share of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was found for one ratio."""
+    """The figures of one ratio."""
 
     ratio: float  # T_forward / T_adam
     forward_s: Spread
@@ -211,7 +211,8 @@ class Found:
 
 
 def measure(entries: Sequence[Entry], rounds: int, steps: int, threads: int) -> Found:
-    """``entries``: overlap "none" and "forward". Raises RunFailedError where their weights differ."""
+    """Run the measurement. ``entries``: overlap "none" and "forward". Raises RunFailedError if one cannot take part, or
+    if their weights differ."""
     with tempfile.TemporaryDirectory() as folder, contest(entries, 1, threads, folder=folder) as (there, absent):
         if absent:
             raise RunFailedError("; ".join(f"{name}: {why}" for name, why in absent.items()))
@@ -237,7 +238,8 @@ def measure(entries: Sequence[Entry], rounds: int, steps: int, threads: int) -> 
 def one_round(
     none: Contestant, forward: Contestant, steps: int, samples: dict[float, Samples] | None
 ) -> tuple[float, float]:
-    """T_adam and the floor of this round; every ratio's samples are added. Both play as many steps."""
+    """Play a round and add every ratio's samples; returns T_adam and the floor in seconds. Both contestants play the
+    same number of steps, so that their weights can be compared."""
     both = [contestant.play(Turn(what="adam", steps=steps + 1))[0]["adam_s"][1:] for contestant in (none, forward)]
     adam_s = Spread.of(both[0]).median
     floor, _ = exposed(forward, LONG * adam_s, steps)
@@ -255,13 +257,13 @@ def one_round(
 
 
 def exposed(contestant: Contestant, forward_s: float, steps: int) -> tuple[float, float]:
-    """Seconds a step beyond what was slept, and a whole step's."""
+    """(seconds a step beyond the sleep, seconds of a whole step)."""
     account = contestant.play(Turn(steps=steps, setting=forward_s))[0]
     return (account["seconds"] - account["slept"]) / steps, account["seconds"] / steps
 
 
 def row_of(ratio: float, found: Samples) -> Row:
-    """Medians over the rounds."""
+    """A ratio's figures over the rounds."""
     return Row(
         ratio=ratio,
         forward_s=Spread.of(found.forward_s),
@@ -278,7 +280,7 @@ def row_of(ratio: float, found: Samples) -> Row:
 
 
 def text_of(found: Found) -> str:
-    """For people; milliseconds."""
+    """The figures as text for people, in milliseconds."""
     lines = [f"T_adam {found.adam_s.text(1e3, 1)} ms, floor {found.floor_s.text(1e3, 1)} ms, bits equal"]
     for row in found.rows:
         lines.append(
@@ -291,7 +293,7 @@ def text_of(found: Found) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """The options of the command."""
     found = argparse.ArgumentParser(
         prog="rayzero bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -300,14 +302,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--precision", choices=get_args(Precision), default=Shape().precision)
     found.add_argument("--rounds", type=at_least_one, default=5)
     found.add_argument("--steps", type=at_least_one, default=4)
-    found.add_argument("--threads", type=at_least_one, default=min(2, os.cpu_count() or 1), help="of the owner")
-    found.add_argument("--transport", choices=get_args(Transport), help="default: the best there is")
+    found.add_argument("--threads", type=at_least_one, default=min(2, os.cpu_count() or 1), help="threads of the owner")
+    found.add_argument("--transport", choices=get_args(Transport), help="default: the fastest one")
     found.add_argument("--json", action="store_true")
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Run the command: measure and print."""
     args = parser().parse_args(argv)
     shape = Shape(mparams=args.mparams, units=args.units, precision=args.precision)
     transport = args.transport or best_transport(1)

@@ -1,6 +1,6 @@
-"""A bare gRPC byte stream on loopback, to measure the store's against: no headers, no checksums, no protobuf.
+"""A bare gRPC byte stream on loopback, to measure the store's streams against: no headers, checksums or protobuf.
 
-Both of its processes keep the buffers of messages, as optimizer actors do: it is to be the fastest there is."""
+Both of its processes keep the buffers of messages, as optimizer actors do: it must be as fast as gRPC can be."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_l
 
 class _Up(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in its stubs only
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        """Counts bytes, in a thread."""
+        """Receive and count bytes, in a thread."""
         return grpc.stream_unary_rpc_method_handler(_receive)
 
 
 class _Down(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        """Sends ready bytes, in the event loop."""
+        """Send ready bytes, in the event loop."""
         return grpc.unary_stream_rpc_method_handler(_send)
 
 
@@ -51,7 +51,7 @@ def _serve(pipe: Connection) -> None:
 
 
 async def _serve_both(pipe: Connection) -> None:
-    """The faster kind of server for each way: one with threads for what comes up, an event loop for what goes down."""
+    """Serve each direction with the faster kind of server: threads receive what comes up, an event loop sends down."""
     up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up()], options=_UNLIMITED)
     down = grpc.aio.server(handlers=[_Down()], options=_UNLIMITED)
     ports = up.add_insecure_port("127.0.0.1:0"), down.add_insecure_port("127.0.0.1:0")
@@ -62,7 +62,7 @@ async def _serve_both(pipe: Connection) -> None:
 
 
 class RawPlayer:
-    """A client of bare stream servers in a process of their own."""
+    """A client of bare stream servers that run in another process."""
 
     def __init__(self, size_bytes: int, chunks: tuple[int, ...], ports: tuple[int, int]) -> None:
         up, down = (grpc.insecure_channel(f"127.0.0.1:{port}", options=_UNLIMITED) for port in ports)
@@ -72,7 +72,7 @@ class RawPlayer:
         self._size, self._chunks = size_bytes, chunks
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Seconds of each way to move the bytes, by name and chunk size."""
+        """Returns the seconds of each way to move the bytes, by its name and chunk size."""
         seconds = {}
         for chunk in self._chunks:
             mib = f"{chunk / (1 << 20):g} MiB"
@@ -99,7 +99,7 @@ class RawPlayer:
 
 
 def build_raw(size_bytes: int, chunks: tuple[int, ...], seat: Seat) -> Player:
-    """A client, and its server, which ends with it."""
+    """Build a client, and start its server, which ends with it."""
     torch.set_num_threads(seat.threads)
     keep_message_buffers()
     spawn = multiprocessing.get_context("spawn")

@@ -1,13 +1,13 @@
-"""A whole training step against plain PyTorch (and whoever else is entered): same model, tokens and precision.
+"""Measures a whole training step against plain PyTorch, and other entries, with the same model, tokens and precision.
 
     rayzero bench step [--worlds 1 2] [--precisions fp32 bf16] [--rounds 5] [--steps 3] [--transport shm] [--json]
 
 A cell is a number of ranks and a precision. All contestants of a cell are up together, each in its own processes, and
 take turns A B C A B C ...; a turn is one step that is not timed and ``--steps`` that are. All share ``--cores`` cores:
-each of R ranks has cores / R threads, and RayZero's owners have no more. A ratio is within one round; rounds in which
-others took more than 5 % of the machine are played again while ``--patience`` lasts. Losses of every step must agree
-with plain PyTorch's within TOLERANCE, else the cell fails. Resident bytes are the most seen while a further turn is
-played, less what the ranks' processes held before they built anything. OMP_* variables hold for everybody.
+each of R ranks has cores / R threads, and RayZero's owners share the same cores. A ratio is within one round; a round
+in which others took more than 5 % of the machine is repeated while ``--patience`` lasts. The loss of every step must
+agree with plain PyTorch's within TOLERANCE, or the cell fails. Resident bytes are the most seen during a further turn,
+less what the ranks' processes held before they built anything. OMP_* variables hold for all contestants.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from rayzero.errors import RunFailedError
 from rayzero.testing import Transport
 
 PLAIN = "plain"
-TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}  # of a step's loss, relative
-MOST_DISTURBED = 0.05  # of the CPUs, by others
+TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}  # relative difference of a step's loss
+MOST_DISTURBED = 0.05  # share of the CPUs that others may take in a round
 
 EntryMaker = Callable[[Work], list[Entry]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How a contest is held."""
+    """How many rounds and timed steps a contest has, and how long it waits for undisturbed rounds."""
 
     rounds: int = 5
     steps: int = 3
@@ -50,15 +50,15 @@ class Rules:
 
 @dataclass(slots=True)
 class Score:
-    """What one contestant did, round by round."""
+    """A contestant's figures, round by round."""
 
-    step_s: list[float] = field(default_factory=list)  # seconds a step, the slowest rank's
-    losses: list[float] = field(default_factory=list)  # every step's, mean over ranks
-    waits_s: list[dict[str, float]] = field(default_factory=list)  # a step, slowest rank's, by cause
+    step_s: list[float] = field(default_factory=list)  # seconds a step of the slowest rank
+    losses: list[float] = field(default_factory=list)  # of every step, mean over ranks
+    waits_s: list[dict[str, float]] = field(default_factory=list)  # seconds a step by cause, of the slowest rank
     device_bytes: int = 0
 
     def add(self, accounts: Sequence[dict[str, Any]], steps: int, *, counts: bool) -> None:
-        """One turn's accounts, by rank; ``counts``: whether its time does."""
+        """Add the ranks' results of one turn. ``counts``: whether its time counts."""
         self.losses += [fmean(losses) for losses in zip(*(account["losses"] for account in accounts), strict=True)]
         self.device_bytes = max(account.get("device_bytes", 0) for account in accounts)
         if counts:
@@ -72,23 +72,23 @@ class Result:
     """One contestant in one cell."""
 
     step_s: Spread
-    ratio: Spread  # to plain, round by round
+    ratio: Spread  # to plain's step, round by round
     loss: float  # of the last step
-    loss_apart: float  # from plain's, relative, the worst step's
+    loss_apart: float  # largest relative difference from plain's loss of the same step
     rank_bytes_per_param: float  # resident in all ranks' processes together, over the model's parameters
-    owner_bytes_per_param: float  # the same of processes that are no rank's
-    waits_s: dict[str, float]  # seconds a step that the loop stood still, by cause, medians
+    owner_bytes_per_param: float  # the same of the other processes
+    waits_s: dict[str, float]  # seconds a step that the loop waited, by cause, medians
     device_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One contest."""
+    """The results of one contest."""
 
     world_size: int
     precision: str
     params: int
-    others: Spread  # part of the CPUs that others took, over the rounds kept
+    others: Spread  # share of the CPUs that others took, over the rounds that count
     results: dict[str, Result]
     absent: dict[str, str]  # who could not take part, and why
 
@@ -96,13 +96,13 @@ class Cell:
 def hold(
     entries: Sequence[Entry], work: Work, world_size: int, threads: int, rules: Rules, device: str = "cpu"
 ) -> Cell:
-    """One cell. Raises RunFailedError where losses disagree or plain PyTorch cannot take part."""
+    """Hold the contest of one cell. Raises RunFailedError if losses disagree or if plain PyTorch cannot take part."""
     with (
         tempfile.TemporaryDirectory() as folder,
         contest(entries, world_size, threads, folder=folder, device=device) as (there, absent),
     ):
         if PLAIN not in [contestant.name for contestant in there]:
-            raise RunFailedError(f"nothing to compare with: {PLAIN} failed: {absent.get(PLAIN, 'not entered')}")
+            raise RunFailedError(f"there is nothing to compare with: {PLAIN}: {absent.get(PLAIN, 'not entered')}")
         scores, others, step = play_rounds(there, rules)
         sizes = {c.name: c.peak_bytes(Turn(first=step, steps=rules.steps)) for c in there}
         bases = {c.name: c.base_bytes for c in there}
@@ -122,7 +122,8 @@ def hold(
 
 
 def play_rounds(there: Sequence[Contestant], rules: Rules) -> tuple[dict[str, Score], list[float], int]:
-    """One round that does not count, then ``rules.rounds`` that do; scores, others' part of the CPUs, the next step."""
+    """Play a round that does not count, then ``rules.rounds`` that do; returns (scores, the share of the CPUs that
+    others took in each, the next step)."""
     scores = {contestant.name: Score() for contestant in there}
     pids = [pid for c in there for pid in (*c.rank_pids, *c.owner_pids)]
     others: list[float] = []
@@ -142,7 +143,7 @@ def play_rounds(there: Sequence[Contestant], rules: Rules) -> tuple[dict[str, Sc
 
 
 def result_of(score: Score, reference: Score, size: tuple[int, int], base: int, params: int) -> Result:
-    """Medians and ratios; ``size`` and ``base`` in bytes."""
+    """A contestant's figures. ``size``: bytes of its ranks and of its other processes; ``base``: bytes."""
     pairs = zip(score.losses, reference.losses, strict=True)
     return Result(
         step_s=Spread.of(score.step_s),
@@ -157,7 +158,8 @@ def result_of(score: Score, reference: Score, size: tuple[int, int], base: int, 
 
 
 def check_losses(results: dict[str, Result], tolerance: float) -> None:
-    """Raise RunFailedError, with every contestant's loss, where one is further from plain's than ``tolerance``."""
+    """Raise RunFailedError, with every contestant's difference, if one is further from plain's loss than
+    ``tolerance``."""
     if any(not result.loss_apart <= tolerance for result in results.values()):
         told = ", ".join(f"{name} {result.loss_apart:.1e}" for name, result in results.items())
         raise RunFailedError(f"losses differ from plain PyTorch's by more than {tolerance:.0e}: {told}")
@@ -167,7 +169,7 @@ def check_losses(results: dict[str, Result], tolerance: float) -> None:
 
 
 def text_of(cell: Cell) -> str:
-    """A table for people."""
+    """The cell as a table for people."""
     lines = [
         f"{cell.world_size} rank(s), {cell.precision}, {cell.params / 1e6:.1f}M parameters; "
         f"others took {cell.others.text(100, 0)} % of the machine"
@@ -177,25 +179,25 @@ def text_of(cell: Cell) -> str:
         lines.append(
             f"  {name:14} {r.step_s.text(1e3, 0):>20} ms a step   {r.ratio.text():>18} x plain   "
             f"loss apart {r.loss_apart:.0e}   ranks {r.rank_bytes_per_param:5.1f} + owners "
-            f"{r.owner_bytes_per_param:4.1f} B/param" + (f"   stood still (ms): {waits}" if waits else "")
+            f"{r.owner_bytes_per_param:4.1f} B/param" + (f"   waited (ms): {waits}" if waits else "")
         )
-    lines += [f"  {name:14} not here: {why}" for name, why in cell.absent.items()]
+    lines += [f"  {name:14} cannot take part: {why}" for name, why in cell.absent.items()]
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """The options of the command."""
     found = argparse.ArgumentParser(
         prog="rayzero bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--worlds", type=at_least_one, nargs="+", default=[1, 2])
     found.add_argument("--precisions", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
-    found.add_argument("--transport", choices=get_args(Transport), help="default: the best there is")
-    found.add_argument("--owners", type=at_least_one, help="default: as many as ranks")
-    found.add_argument("--cores", type=at_least_one, default=2, help="that everybody shares")
+    found.add_argument("--transport", choices=get_args(Transport), help="default: the fastest one")
+    found.add_argument("--owners", type=at_least_one, help="default: one for each rank")
+    found.add_argument("--cores", type=at_least_one, default=2, help="cores that all contestants share")
     for name in ("rounds", "steps"):
         found.add_argument(f"--{name}", type=at_least_one, default=getattr(Rules(), name))
-    found.add_argument("--patience", type=float, default=Rules().patience_s, help="seconds, a cell")
+    found.add_argument("--patience", type=float, default=Rules().patience_s, help="seconds for each cell")
     for name in ("dim", "layers", "vocab", "seq", "batch"):
         found.add_argument(f"--{name}", type=at_least_one, default=getattr(Work(), name))
     found.add_argument("--json", action="store_true")
@@ -204,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def confined_to(cores: int) -> Iterator[None]:
-    """Processes that start inside have these cores, all together."""
+    """Confine processes that start inside to the first ``cores`` cores, which they share."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:cores])
     try:
@@ -214,7 +216,7 @@ def confined_to(cores: int) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None, peers: EntryMaker | None = None) -> None:
-    """Measure and print. ``peers``: further entries."""
+    """Run the command: measure and print. ``peers``: makes further entries."""
     args = parser().parse_args(argv)
     rules = Rules(rounds=args.rounds, steps=args.steps, patience_s=args.patience)
     base = Work(dim=args.dim, layers=args.layers, vocab=args.vocab, seq=args.seq, batch=args.batch)

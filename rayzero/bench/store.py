@@ -1,11 +1,11 @@
-"""How fast parameters and gradients move through each transport, against memcpy and a bare gRPC stream.
+"""Measures how fast parameters and gradients move through each transport, against memcpy and a bare gRPC stream.
 
     rayzero bench store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--json]
 
-One rank, its owners in another process (in the rank's own with ``inproc``), one bf16 unit of ``--mib`` and two small
-ones. A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another
-in the same process (``memcpy``, ``--threads`` torch threads), pushes them, and has the step decided, not timed.
-``bare`` is a gRPC server stream (and client stream up) of ready bytes between two processes. All take turns.
+One rank has its owners in another process (with ``inproc`` in its own), one bf16 unit of ``--mib`` and two small ones.
+A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another in the
+same process (``memcpy``, ``--threads`` torch threads) and pushes them; then the step is decided, which is not timed.
+``bare`` streams ready bytes over gRPC between two processes, down from a server and up from a client. All take turns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHARD = 2 << 20  # elements
 
 
 def spec_of(sizes_bytes: Sequence[int]) -> ModelSpec:
-    """One bf16 unit a size."""
+    """A model with one bf16 unit of each size in bytes."""
     units = [
         lay_out_unit(i, f"u{i}", torch.bfloat16, True, [(f"u{i}.w", (size // 2,))])
         for i, size in enumerate(sizes_bytes)
@@ -53,7 +53,7 @@ def spec_of(sizes_bytes: Sequence[int]) -> ModelSpec:
 
 
 class StorePlayer:
-    """A rank that moves units through its store, and does nothing else."""
+    """A rank that only moves units through its store."""
 
     def __init__(self, store: ParameterStore, spec: ModelSpec) -> None:
         self._store, self._units = store, spec.layout.units
@@ -64,7 +64,7 @@ class StorePlayer:
         self._grads = [torch.randn(unit.numel).to(unit.dtype) for unit in self._units]
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Seconds of each verb and size in bytes, step by step; the first step is not counted."""
+        """Returns the seconds of every step, by verb and size in bytes; the first step does not count."""
         seconds: dict[str, list[float]] = {}
         for step in range(turn.steps + 1):
             for unit in self._units:
@@ -97,7 +97,7 @@ class StorePlayer:
 
 
 def build_store(sizes: tuple[int, ...], seat: Seat) -> Player:
-    """The calling rank's store, at work."""
+    """Build the player of the calling rank's store."""
     torch.set_num_threads(seat.threads)
     connect = get_context().connect
     assert connect is not None
@@ -110,19 +110,19 @@ def _store_programs(sizes: tuple[int, ...], options: OursOptions, seats: Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One way to move bytes."""
+    """The figures of one way to move bytes."""
 
     who: str
     what: str
     bytes: int
     gb_per_s: Spread
     milliseconds: Spread
-    of_memcpy: Spread | None  # the same process's, turn by turn; None for memcpy itself and bare streams
+    of_memcpy: Spread | None  # over memcpy in the same process, turn by turn; None for memcpy itself and bare streams
 
 
 def entries_of(transports: Sequence[Transport], sizes: tuple[int, ...], owners: int) -> list[Entry]:
-    """Each transport, and the bare stream."""
-    # imported here: a bare stream needs grpc, which nothing else of the benchmarks does
+    """The entries of all transports, and of the bare stream."""
+    # imported here: only the bare stream needs grpc, no other benchmark
     from rayzero.bench.raw_stream import build_raw
 
     found = [
@@ -133,7 +133,8 @@ def entries_of(transports: Sequence[Transport], sizes: tuple[int, ...], owners: 
 
 
 def measure(entries: Sequence[Entry], size: int, rounds: int, steps: int, threads: int) -> list[Row]:
-    """Everybody in turn, ``rounds`` times after one that does not count; ``size``: bytes of a bare stream."""
+    """Let all entries play in turn, ``rounds`` times after a round that does not count. ``size``: bytes of the large
+    unit, and of a bare stream."""
     seconds: dict[str, list[dict[str, list[float]]]] = {}
     with tempfile.TemporaryDirectory() as folder, contest(entries, 1, threads, folder=folder) as (there, absent):
         for round_ in range(rounds + 1):
@@ -142,12 +143,12 @@ def measure(entries: Sequence[Entry], size: int, rounds: int, steps: int, thread
                 if round_:
                     seconds.setdefault(contestant.name, []).append(account)
     for name, why in absent.items():
-        print(f"{name} is not here: {why}")
+        print(f"{name} cannot take part: {why}")
     return [row for who, turns in seconds.items() for row in rows_of(who, turns, size)]
 
 
 def rows_of(who: str, turns: Sequence[dict[str, list[float]]], size: int) -> list[Row]:
-    """One contestant's rows; a turn maps what was done to its seconds."""
+    """A contestant's rows. ``turns``: seconds by what was done, of each turn."""
     rows = []
     for key in turns[0]:
         what, moved = (key, size) if who == BARE else (key.partition(" ")[0], int(key.partition(" ")[2]))
@@ -168,7 +169,7 @@ def rows_of(who: str, turns: Sequence[dict[str, list[float]]], size: int) -> lis
 
 
 def summary_of(rows: Sequence[Row], size: int) -> dict[str, float]:
-    """The ratios that matter, of medians and for the large unit: to memcpy, and of gRPC to the best bare stream."""
+    """The ratios of medians that matter, for the large unit: each way to memcpy, and gRPC to the best bare stream."""
     large = [row for row in rows if row.bytes == size]
     found = {f"{r.who} {r.what} / memcpy": r.of_memcpy.median for r in large if r.of_memcpy is not None}
     for verb, way in (("fetch", "down"), ("push", "up")):
@@ -179,21 +180,21 @@ def summary_of(rows: Sequence[Row], size: int) -> dict[str, float]:
 
 
 def _best(rows: Sequence[Row], who: str, what: str) -> float:
-    """GB/s; 0 if no rank did it."""
+    """The best median in GB/s; 0 if no row has it."""
     return max((row.gb_per_s.median for row in rows if row.who == who and row.what.startswith(what)), default=0.0)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """The options of the command."""
     found = argparse.ArgumentParser(
         prog="rayzero bench store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--transports", nargs="+", choices=get_args(Transport), default=list(get_args(Transport)))
     for name, default, text in (
-        ("mib", 256, "of the large unit"),
+        ("mib", 256, "MiB of the large unit"),
         ("owners", 1, ""),
         ("rounds", 5, ""),
-        ("steps", 3, "that count, a turn"),
+        ("steps", 3, "timed steps of a turn"),
         ("threads", min(2, os.cpu_count() or 1), "torch threads of the rank, and so of memcpy"),
     ):
         found.add_argument(f"--{name}", type=at_least_one, default=default, help=text)
@@ -202,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Run the command: measure and print."""
     args = parser().parse_args(argv)
     size = args.mib << 20
     facts = about() | {"mib": args.mib, "owners": args.owners, "threads": args.threads, "rounds": args.rounds}

@@ -1,7 +1,7 @@
-"""Contestants that work in turn: each has its own processes, which stay up and wait while the others work.
+"""Lets contestants work in turn. Each has its own processes, which stay up and wait while the others work.
 
-A player is one rank's side of a contestant. Its process calls :func:`take_turns`, which builds the player and then
-plays every :class:`Turn` it is told to. Ranks of one contestant play at the same time; contestants never do.
+A player is one rank of a contestant. Its process calls :func:`take_turns`, which builds the player and then plays every
+:class:`Turn` that it receives. The ranks of a contestant play at the same time; contestants never do.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 from rayzero.bench.figures import resident_bytes
 from rayzero.errors import RunFailedError
 
-_SAMPLE_S = 0.05  # between two looks at resident memory
+_SAMPLE_S = 0.05  # between two samples of resident memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Steps ``first`` (which is not timed) to ``first + steps``, with what the benchmark varies."""
+    """Steps ``first`` (not timed) to ``first + steps``, and the value that the benchmark varies."""
 
     first: int = 0
     steps: int = 1
-    what: str = "steps"  # or what else its players can do
+    what: str = "steps"  # or other work that the benchmark's players can do
     setting: float = 0.0
 
 
@@ -38,20 +38,20 @@ class Player(Protocol):
     """One rank of a contestant."""
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Work, and say how it went: ``seconds`` of the timed steps together, and whatever else was seen."""
+        """Work, and return ``seconds`` of the timed steps together and whatever else was measured."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One rank's place: where it works, and how it hears its turns. Goes to that rank's process."""
+    """One rank's place: where it works and how it receives its turns. Sent to that rank's process."""
 
     rank: int
     world_size: int
     threads: int
     pipe: Connection
     device: str = "cpu"
-    meeting: str = ""  # a file that torch.distributed's ranks find each other by; "": there is nobody to find
+    meeting: str = ""  # a file through which torch.distributed's ranks find each other; "": there is no group
 
 
 Program = Callable[[], object]
@@ -59,7 +59,7 @@ Program = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Who takes part: a name, and what its processes run, given the seats of its ranks (picklable)."""
+    """A contestant to be started: its name, and the picklable programs of its processes, given its ranks' seats."""
 
     name: str
     programs: Callable[[Sequence[Seat]], list[Program]]
@@ -67,13 +67,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why a contestant cannot take part here."""
+    """The reason why a contestant cannot take part here."""
 
     reason: str
 
 
 def take_turns(build: Callable[[Seat], Player], seat: Seat) -> None:
-    """The life of a rank: build the player, then play until told to end. An error is sent in place of a result."""
+    """Run a rank: build the player, then play until told to end. An error is sent in place of a result."""
     try:
         _load_what_training_loads()
         base = resident_bytes(os.getpid())
@@ -82,7 +82,7 @@ def take_turns(build: Callable[[Seat], Player], seat: Seat) -> None:
         while (turn := seat.pipe.recv()) is not None:
             seat.pipe.send(player.play(turn))
     except EOFError:
-        return  # whoever asked is gone
+        return  # the process that asks has ended
     except ImportError as exc:  # a peer that is not installed
         seat.pipe.send(_Refusal(str(exc)))
     except Exception as exc:
@@ -91,7 +91,8 @@ def take_turns(build: Callable[[Seat], Player], seat: Seat) -> None:
 
 
 def _load_what_training_loads() -> None:
-    """One step of nothing much: torch imports half of itself at the first one, which is nobody's parameters."""
+    """Take one tiny step: torch imports half of itself at the first one, which must not count as the contestant's
+    memory."""
     layer = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     layer(torch.ones(1, 8)).sum().backward()
@@ -110,31 +111,32 @@ class Contestant:
     base_bytes: int = 0  # resident in the ranks' processes before anything was built
 
     def begin(self) -> None:
-        """Wait until every rank is built. Raises RunFailedError with the reason where one is not."""
+        """Wait until every rank is built. Raises RunFailedError, with the reason, if one cannot be built."""
         hellos = self._answers()
         self.rank_pids = [pid for pid, _ in hellos]
         self.base_bytes = sum(base for _, base in hellos)
 
     def play(self, turn: Turn) -> list[dict[str, Any]]:
-        """Every rank's account of the turn, by rank."""
+        """Play a turn; returns every rank's result, by rank. Raises RunFailedError if a rank fails."""
         for pipe in self.pipes:
             pipe.send(turn)
         return self._answers()
 
     @property
     def owner_pids(self) -> list[int]:
-        """Processes that are no rank's."""
+        """Ids of the processes that are not ranks."""
         return [p.pid for p in self.processes if p.pid is not None and p.pid not in self.rank_pids]
 
     def peak_bytes(self, turn: Turn) -> tuple[int, int]:
-        """Most resident bytes of the ranks together, and of the other processes, seen while ``turn`` is played."""
+        """(most resident bytes of all ranks together, most of the other processes) sampled while ``turn`` is
+        played."""
         most = [0, 0]
         over = Event()
 
         def look() -> None:
             ended = False
             while not ended:
-                ended = over.wait(_SAMPLE_S)  # and once more after the end
+                ended = over.wait(_SAMPLE_S)  # take one more sample after the end
                 for i, pids in enumerate((self.rank_pids, self.owner_pids)):
                     most[i] = max(most[i], sum(resident_bytes(pid) for pid in pids))
 
@@ -148,12 +150,12 @@ class Contestant:
         return most[0], most[1]
 
     def end(self) -> None:
-        """Send the ranks home and wait for the processes; what does not go is terminated."""
+        """Tell the ranks to end and wait for the processes; terminate those that do not end within 30 seconds."""
         for pipe in self.pipes:
             try:
                 pipe.send(None)
             except BrokenPipeError:
-                continue  # it has gone already
+                continue  # it has ended already
         for process in self.processes:
             process.join(30)
             if process.is_alive():
@@ -195,7 +197,8 @@ def seat_contestant(
 def contest(
     entries: Sequence[Entry], world_size: int, threads: int, *, folder: str, device: str = "cpu"
 ) -> Iterator[tuple[list[Contestant], dict[str, str]]]:
-    """Everybody who can take part, ready, and why the others cannot. ``folder``: an empty one, for meeting files."""
+    """Start the contestants; yields (those that are ready, why the others cannot take part), and ends them afterwards.
+    ``folder``: an empty folder for meeting files."""
     there: list[Contestant] = []
     absent: dict[str, str] = {}
     try:

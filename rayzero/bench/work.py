@@ -1,4 +1,4 @@
-"""What every contestant of the step benchmarks trains: one GPT, one stream of tokens, one rule of learning."""
+"""Defines what every contestant of the step benchmarks trains: the same GPT, tokens and optimizer options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rayzero.recipes.gpt import GPT, GPTConfig
 
 CLIP = 1.0
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-_HEAD = 64  # widest head; half of a head's size must be whole
-_PERIOD = 97  # of the token patterns: prime, so that every stride walks through all of it
+_HEAD = 64  # elements of the widest head; a head's size must be even
+_PERIOD = 97  # of the token patterns; prime, so that every stride reaches all of it
 
 Precision = Literal["fp32", "bf16"]
 
@@ -31,15 +31,15 @@ class Work:
     seq: int = 256
     batch: int = 2
     precision: Precision = "fp32"
-    checkpointing: bool = False  # blocks are recomputed in backward
+    checkpointing: bool = False  # recompute blocks in backward
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and gradients where they are computed with; masters and moments are fp32."""
+        """The dtype of parameters and gradients in forward and backward; masters and moments are fp32."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     def model(self, device: str | torch.device = "cpu") -> GPT:
-        """The same fp32 values on every rank and for every contestant."""
+        """The model in fp32 on ``device``, with the same values on every rank and for every contestant."""
         torch.manual_seed(0)
         heads = max(1, self.dim // _HEAD)
         config = GPTConfig(
@@ -53,11 +53,12 @@ class Work:
         return model
 
     def count_params(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return sum(p.numel() for p in self.model("meta").parameters())
 
     def batch_of(self, step: int, rank: int) -> Tensor:
-        """Tokens (batch, seq + 1), int64: sequences with a start and a stride, so that the loss can fall."""
+        """The rank's tokens of a step, (batch, seq + 1) int64: sequences with a random start and stride, so that the
+        loss can fall."""
         draw = random.Random(1000 * step + rank)
         starts = torch.tensor([[draw.randrange(_PERIOD)] for _ in range(self.batch)])
         strides = torch.tensor([[draw.randrange(1, _PERIOD)] for _ in range(self.batch)])
@@ -66,25 +67,25 @@ class Work:
 
 
 class Recomputed(nn.Module):
-    """A block whose activations are not kept."""
+    """A block that is recomputed in backward instead of keeping its activations."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *args: Tensor) -> Tensor:
-        """As the block's."""
+        """The block's own forward."""
         out: Tensor = checkpoint(self.block, *args, use_reentrant=False)
         return out
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, in fp32."""
+    """Mean cross-entropy of the next token, a 0-dim fp32 tensor. ``tokens``: (batch, seq + 1) int64."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters become ``dtype``; buffers (rotary tables) stay fp32."""
+    """Convert parameters to ``dtype``; buffers (rotary tables) stay fp32."""
     for param in model.parameters():
         param.data = param.data.to(dtype)
