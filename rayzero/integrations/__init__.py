@@ -1,1 +1,1 @@
-"""Other people's training loops on RayZero: Accelerate, transformers' Trainer, Lightning, Ray Train."""
+"""Runs the training loops of Accelerate, transformers, Lightning and Ray Train on RayZero."""

@@ -1,20 +1,20 @@
-"""Hugging Face Accelerate's loops on RayZero: one line changes, the class of the accelerator.
+"""Runs loops of Hugging Face Accelerate on RayZero. One line changes: the class of the accelerator.
 
 ::
 
     accelerator = ZeroAccelerator(gradient_accumulation_steps=2)          # was: Accelerator(...)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    ...                                                                   # backward, clip_grad_norm_, step as ever
+    ...                                                                   # backward, clip_grad_norm_, step as before
 
-[Note: Accelerate's world] Accelerate must see the world that the rank context says. A rank is told its place and that
-there are no collectives: loaders give each rank its part, only rank 0 is the main process, and whatever needs the
-other ranks' values (gather, reduce, barriers) is refused by name. Where the user made a torch.distributed group of
-the same ranks, Accelerate uses it for those; gradients and weights never go through it.
+[Note: Accelerate's world] Accelerate must see the world that the rank context says. It learns the rank's place, and
+that there are no collectives: loaders give each rank its part, only rank 0 is the main process, and calls that need
+other ranks' values (gather, reduce, barriers) are refused by name. If the user made a torch.distributed group of the
+same ranks, Accelerate uses it for those calls; gradients and weights never go through it.
 
-[Note: Accelerate's checkpoints] ``save_state(directory)`` writes ``directory/rayzero``, a checkpoint as
-``rayzero.save_checkpoint`` makes it, in place of ``model.safetensors`` and ``optimizer.bin``: no process gathers the
-model. Schedulers, samplers, random states and registered objects are in Accelerate's own files beside it.
-``load_state`` reads both into what is prepared, and also what a plain ``Accelerator`` wrote.
+[Note: Accelerate's checkpoints] ``save_state(directory)`` writes ``directory/rayzero``, a checkpoint like those of
+``rayzero.save_checkpoint``, instead of ``model.safetensors`` and ``optimizer.bin``: no process gathers the model.
+Accelerate writes schedulers, samplers, random states and registered objects into its own files beside it.
+``load_state`` reads both into the prepared objects; it also reads what a plain ``Accelerator`` wrote.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rayzero.quantities import count
 __all__ = ["ZeroAccelerator"]
 
 _OURS = "rayzero"  # folder of a saved state that the owners write
-_WITH_THE_OWNERS: dict[str, Any] = {}  # in place of a model's weights
+_WITH_THE_OWNERS: dict[str, Any] = {}  # stands for the weights of a model that its owners write
 
 _ONE_MACHINE = (DistributedType.NO,)
 _WITH_COLLECTIVES = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -58,11 +58,11 @@ class ZeroAccelerator(Accelerator):
 
     Takes Accelerate's own arguments, and:
 
-    zero_config: by default the run's, else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to
+    zero_config: by default the run's, or else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to
         Accelerate's. units: as in ``rayzero.prepare``.
 
-    Raises UnsupportedError for what RayZero cannot do under it (fp16 loss scaling, DeepSpeed, FSDP), and ConfigError
-    where Accelerate sees another world than the rank context."""
+    Raises UnsupportedError for settings that RayZero does not support (fp16 loss scaling, DeepSpeed, FSDP), and
+    ConfigError if Accelerate sees another world than the rank context."""
 
     def __init__(
         self, *args: Any, zero_config: ZeroConfig | None = None, units: UnitRule | None = None, **kwargs: Any
@@ -71,12 +71,12 @@ class ZeroAccelerator(Accelerator):
         self.join_run(zero_config, units)
 
     def join_run(self, zero_config: ZeroConfig | None, units: UnitRule | None) -> None:
-        """Take the place that the rank context says. For an ``Accelerator`` that somebody else has made: set its class
-        to this one, then call this."""
+        """Take the rank context's place. To convert an existing ``Accelerator``, set its class to this one, then call
+        this. Raises the same errors as the constructor."""
         self._zero_config = zero_config
         self._units = units
         self._reads_all = False
-        self._with_the_owners = False  # Accelerate saves or loads: prepared models are the owners' to write
+        self._with_the_owners = False  # True while Accelerate saves or loads: owners write the prepared models
         self._whole_loaders: WeakSet[Any] = WeakSet()
         context = get_context()
         self._refuse_other_engines()
@@ -91,7 +91,7 @@ class ZeroAccelerator(Accelerator):
         if self.distributed_type not in _ONE_MACHINE + _WITH_COLLECTIVES:
             raise UnsupportedError(
                 f"Accelerate is set up for {self.distributed_type.value}, which shards the model itself; run it "
-                "without, RayZero does that"
+                "without that, because RayZero shards the model"
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise UnsupportedError(
@@ -100,14 +100,15 @@ class ZeroAccelerator(Accelerator):
             )
 
     def _take_place(self, context: RankContext) -> None:
-        """See [Note: Accelerate's world]. Every rank must shuffle alike: by a seed, not by its generator's state."""
+        """See [Note: Accelerate's world]. All ranks must shuffle in the same way: by a seed, not by their generators'
+        state."""
         for state in (PartialState(), self.state):
             state.num_processes = context.world_size
             state.process_index = state.local_process_index = context.rank
         if self.dataloader_config.dispatch_batches:
             raise UnsupportedError(
-                "dispatch_batches=True sends batches between processes, which have no collectives here; leave it out: "
-                "each rank reads its own part"
+                "dispatch_batches=True sends batches between processes, which have no collectives here; leave it out, "
+                "and each rank reads its own part"
             )
         self.dataloader_config.dispatch_batches = False
         self.dataloader_config.use_seedable_sampler = True
@@ -117,7 +118,7 @@ class ZeroAccelerator(Accelerator):
     # ---- model and optimizer
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As Accelerate's. A model and its optimizer must be given in one call."""
+        """As Accelerate's. The model and its optimizer must be passed in one call, or UnsupportedError is raised."""
         models = [x for x in args if isinstance(x, nn.Module) and not is_prepared(x)]
         optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer) and _zero_of(x) is None]
         if not models and not optimizers:
@@ -126,7 +127,7 @@ class ZeroAccelerator(Accelerator):
             raise UnsupportedError(
                 f"accelerator.prepare() was given {count(len(models), 'model')} and "
                 f"{count(len(optimizers), 'optimizer')}; RayZero prepares one model with its one "
-                "optimizer, in one call. A model that is not trained: "
+                "optimizer, in one call. For a model that is not trained, use "
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
         (model,), (plain,) = models, optimizers
@@ -140,13 +141,13 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def num_micro_batches(self) -> int:
-        """Backwards between two steps."""
+        """How many backwards there are between two steps."""
         return int(self.gradient_accumulation_steps)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As Accelerate's: autocast and compile, but no replication; where its weights are is the engine's business."""
+        """As Accelerate's: autocast and compile, but no replication. The engine decides where the weights are."""
         if is_prepared(model):
             device_placement, evaluation_mode = False, True
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -154,7 +155,7 @@ class ZeroAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As Accelerate's; moments are with the owners, so nothing is moved."""
+        """As Accelerate's, but moves nothing, because the owners hold the moments."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def clip_grad_norm_(
@@ -163,7 +164,8 @@ class ZeroAccelerator(Accelerator):
         """Clip the global norm of the prepared model's gradients; returns the norm before the clip, a 0-dim fp32
         tensor.
 
-        ``parameters`` must be all that the optimizer trains: a part has no norm of its own with the owners."""
+        ``parameters`` must be all parameters that the optimizer trains, because owners compute no norm of a part.
+        Raises UnsupportedError otherwise, and for a ``norm_type`` other than 2."""
         optimizer = self._optimizer_of(parameters)
         if norm_type != 2:
             raise UnsupportedError(f"clip_grad_norm_ with norm_type={norm_type!r} is not supported; use 2")
@@ -179,11 +181,11 @@ class ZeroAccelerator(Accelerator):
                 return optimizer
         raise UnsupportedError(
             f"clip_grad_norm_ was given {len(given)} parameters, which are not all that a prepared optimizer trains; "
-            "only the norm of all gradients together can be clipped: pass model.parameters()"
+            "pass model.parameters(), because only the norm of all gradients together can be clipped"
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A prepared model's fp32 masters (``rayzero.full_state_dict``); any other's as Accelerate gives them."""
+        """A prepared model's fp32 masters (``rayzero.full_state_dict``); for other models, what Accelerate returns."""
         if is_prepared(model):
             return _WITH_THE_OWNERS if self._with_the_owners else dict(full_state_dict(model))
         return dict(super().get_state_dict(model, unwrap=unwrap))
@@ -204,12 +206,12 @@ class ZeroAccelerator(Accelerator):
             return super().save_state(output_dir, safe_serialization, **settings)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
-        """As Accelerate's, after ``prepare``; every rank calls it between two steps, with the same directory. Also
-        takes what a plain ``Accelerator`` saved."""
+        """As Accelerate's, after ``prepare``; every rank calls it between two steps, with the same directory. It
+        also reads what a plain ``Accelerator`` saved."""
 
         def load(models: list[Any], directory: str) -> None:
             places = _places(optimizers, directory)
-            if not any(place.is_dir() for place in places):  # a plain Accelerator's: it reads that itself
+            if not any(place.is_dir() for place in places):  # a plain Accelerator saved it, and Accelerate reads it
                 return
             models[:] = [model for model in models if not is_prepared(model)]
             self._optimizers.clear()
@@ -222,7 +224,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def _around(self, hook: Any) -> Iterator[None]:
-        """While Accelerate saves or loads: it must not gather prepared models, and ``hook`` may empty its list of
+        """Around Accelerate's save or load: it must not gather prepared models, and ``hook`` may empty its list of
         optimizers."""
         optimizers, self._with_the_owners = list(self._optimizers), True
         try:
@@ -238,7 +240,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def whole_data(self) -> Iterator[None]:
-        """Loaders prepared in here give every rank all data: an evaluation's results are then the same on all."""
+        """Loaders that are prepared inside give every rank all data, so that all ranks get the same evaluation."""
         before, self._reads_all = self._reads_all, not self.has_collectives
         try:
             yield
@@ -247,16 +249,16 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Ranks that share the data of the loaders being prepared."""
+        """How many ranks share the data of the loaders being prepared."""
         return 1 if self._reads_all else int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among those that share the data."""
         return 0 if self._reads_all else int(self.state.process_index)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's: each rank's part of the batches, or inside ``whole_data()`` all of them."""
+        """As Accelerate's: gives each rank its part of the batches, or inside ``whole_data()`` all batches."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self._reads_all:
             self._whole_loaders.add(prepared)
@@ -265,7 +267,8 @@ class ZeroAccelerator(Accelerator):
     # ---- other ranks' values
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's, where every rank has all (see ``whole_data``) or there are collectives; else refused."""
+        """As Accelerate's, if every rank reads all data (see ``whole_data``) or there are collectives. Raises
+        UnsupportedError otherwise."""
         self._refuse_exchange("gather")
         return super().gather(tensor)
 
@@ -280,7 +283,7 @@ class ZeroAccelerator(Accelerator):
         return super().reduce(tensor, reduction=reduction, scale=scale)
 
     def wait_for_everyone(self) -> None:
-        """As Accelerate's; on several ranks without collectives refused before ``prepare``."""
+        """As Accelerate's. On several ranks without collectives, raises UnsupportedError before ``prepare``."""
         context = get_context()
         if context.world_size > 1 and context.engine is not None and not self.has_collectives:
             mean_over_ranks(0.0)
@@ -295,15 +298,15 @@ class ZeroAccelerator(Accelerator):
             return
         raise UnsupportedError(
             f"accelerator.{call}() needs the other ranks, and RayZero's ranks have no collectives. To evaluate, have "
-            "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); a mean is "
-            "rayzero.mean_over_ranks(value, weight=count); or make a torch.distributed group of the ranks before the "
-            "accelerator"
+            "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); for a "
+            "mean, call rayzero.mean_over_ranks(value, weight=count); or make a torch.distributed group of the ranks "
+            "before the accelerator"
         )
 
 
 def _places(optimizers: Sequence[ZeroOptimizer], directory: str) -> list[Path]:
-    """Where each optimizer's owners write: a run's further models lie in the first one's checkpoint; alone, each model
-    has owners and a checkpoint of its own."""
+    """The folder of each optimizer's checkpoint. A run's further models are in the first one's checkpoint; without a
+    run, each model has its own owners and its own checkpoint."""
     folder = Path(directory).absolute()  # owners may work in other directories
     own = [optimizer for optimizer in optimizers if not optimizer.engine.number]
     names = {id(optimizer): f"{_OURS}_{i}" if i else _OURS for i, optimizer in enumerate(own)}

@@ -1,9 +1,10 @@
-"""Lightning's Trainer on RayZero, one setting changed: ``Trainer(strategy=ZeroStrategy(), devices=1, ...)``.
+"""Runs Lightning's Trainer on RayZero. One setting changes: ``Trainer(strategy=ZeroStrategy(), devices=1, ...)``.
 
 [Note: Lightning's world] A Trainer runs alone, or in a ZeroTrainer's loop on every rank. Lightning's sampler gives each
-rank its part of the training data; every rank evaluates and predicts from all of it, so that metrics and what rests on
-them (EarlyStopping) are the same everywhere. What is logged in training is the rank's own. What needs a collective is
-refused by name. A checkpoint is Lightning's file, with fp32 masters and all moments, as a plain Trainer's.
+rank its part of the training data. Every rank evaluates and predicts from all data, so that metrics and whatever
+depends on them (EarlyStopping) are the same on all. Values logged in training are the rank's own. Calls that need a
+collective are refused by name. A checkpoint is Lightning's file with fp32 masters and all moments, like a plain
+Trainer's.
 """
 
 from __future__ import annotations
@@ -30,33 +31,34 @@ __all__ = ["ZeroStrategy"]
 
 
 class _OwnersClip(Precision):
-    """Clips gradients where they are: with the owners."""
+    """Lets the owners clip the gradients, because they hold them."""
 
     clip_grad_by_norm = staticmethod(ZeroOptimizer.clip_grad_norm_)
     clip_grad_by_value = staticmethod(ZeroOptimizer.clip_grad_value_)
 
 
 class _Root(nn.Sequential):
-    """Has Lightning run the module's steps inside the module's own call, by which the engine knows a pass."""
+    """Makes Lightning run the module's steps inside the module's own call, from which the engine recognises a pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self[0](*args, **kwargs)
 
 
 class ZeroStrategy(ParallelStrategy):
-    """A strategy whose ``fit()`` trains what ``rayzero.prepare`` makes of the module and its one optimizer.
+    """A strategy whose ``fit()`` passes the module and its one optimizer to ``rayzero.prepare``, and trains the result.
 
-    zero_config: by default the run's, else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to the
-        Trainer's. units: as in ``rayzero.prepare``. Raises UnsupportedError, naming the setting, for what cannot be."""
+    zero_config: by default the run's, or else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to the
+        Trainer's. units: as in ``rayzero.prepare``. Raises UnsupportedError, which names the setting, for settings that
+        RayZero does not support."""
 
-    num_nodes = 1  # the Trainer writes its own here
+    num_nodes = 1  # the Trainer overwrites it with its own
     global_rank = local_rank = property(lambda self: get_context().rank)
     world_size = property(lambda self: get_context().world_size)
     is_distributed = property(lambda self: get_context().world_size > 1)
     root_device = property(lambda self: get_context().device if get_context().connect else self.parallel_devices[0])
     _setup_model = staticmethod(_Root)
-    barrier = SingleDeviceStrategy.barrier  # none: the engine's steps keep ranks together
-    reduce_boolean_decision = SingleDeviceStrategy.reduce_boolean_decision  # the rank's own; see the note
+    barrier = SingleDeviceStrategy.barrier  # does nothing: the engine's steps keep ranks together
+    reduce_boolean_decision = SingleDeviceStrategy.reduce_boolean_decision  # returns the rank's own; see the note
 
     def __init__(self, zero_config: ZeroConfig | None = None, *, units: UnitRule | None = None) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class ZeroStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:  # the Trainer has written its settings by now
         devices, here = self.parallel_devices, self.root_device
         wrong = len(devices) * self.num_nodes != 1 or devices[0].type != here.type
-        _refuse(wrong, f"devices={devices}, num_nodes={self.num_nodes}", f"a rank has one, {here}; see ZeroTrainer")
+        _refuse(wrong, f"devices={devices}, num_nodes={self.num_nodes}", f"a rank has one ({here}); see ZeroTrainer")
         plugin, self.precision_plugin = self._precision_plugin, _OwnersClip()
         wrong = type(plugin) not in (Precision, _OwnersClip)
         _refuse(wrong, f"precision={plugin.precision!r}", "set ZeroConfig(precision='bf16'), with fp32 masters")
@@ -82,20 +84,20 @@ class ZeroStrategy(ParallelStrategy):
         writers = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, writing)]
         _refuse(writers, f"callbacks that write weights, {', '.join(writers)},", "leave them out")
 
-    def model_to_device(self) -> None:  # in fit() on a trainer's rank the engine does, unit by unit
+    def model_to_device(self) -> None:  # in fit() on a trainer's rank, the engine moves unit by unit
         module, device = self.lightning_module, self.root_device
         whole = not (get_context().connect and module.trainer.training)
         for part in () if is_prepared(module) else module.modules():
-            if whole or next(part.parameters(), None) is None:  # a metric
+            if whole or next(part.parameters(), None) is None:  # a module without parameters, such as a metric
                 part.to(device)
         module._device = device  # what users read as self.device
 
     def setup_optimizers(self, trainer: Any) -> None:
         module = self.lightning_module
-        _refuse(is_prepared(module), "second fit() of a module", "go on in a new run: fit(ckpt_path=...)")
+        _refuse(is_prepared(module), "second fit() of a module", "continue in a new run, with fit(ckpt_path=...)")
         super().setup_optimizers(trainer)
         plain, *others = trainer.optimizers
-        _refuse(others or not plain.param_groups, "configure_optimizers() of other than one optimizer", "give one")
+        _refuse(others or not plain.param_groups, "configure_optimizers() of other than one optimizer", "return one")
         config = self._zero_config or get_context().config or ZeroConfig()
         planned = max(config.gradient_accumulation_steps, trainer.accumulate_grad_batches)
         config = config.replace(gradient_accumulation_steps=planned)
@@ -104,7 +106,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:  # rank 0 may still be writing it
         racing = self.is_distributed and is_prepared(self.lightning_module)
-        _refuse(racing, "ckpt_path after fit() on several ranks", "evaluate it in a run of its own")
+        _refuse(racing, "ckpt_path after fit() on several ranks", "evaluate it in another run")
         return super().load_checkpoint(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:  # rank 0 writes the file
@@ -115,7 +117,7 @@ class ZeroStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return dict(super().optimizer_state(optimizer)) if self.is_global_zero else {}
 
-    def teardown(self) -> None:  # not Lightning's, which moves the model to the CPU
+    def teardown(self) -> None:  # does not call Lightning's, which moves the model to the CPU
         for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
@@ -126,7 +128,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         own = self.is_distributed and self.lightning_module.trainer.training
-        own &= isinstance(tensor, Tensor) and tensor.is_floating_point()  # others are the lengths of loaders
+        own &= isinstance(tensor, Tensor) and tensor.is_floating_point()  # other values are the lengths of loaders
         _refuse(own, "sync_dist=True in training", "log without, or in validation, where every rank has all data")
         return tensor
 

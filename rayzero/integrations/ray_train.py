@@ -1,18 +1,19 @@
-"""Ray Train's ``TorchTrainer`` on RayZero: its workers are the ranks, beside optimizer actors that hold the states.
+"""Runs Ray Train's ``TorchTrainer`` on RayZero: its workers are the ranks, and optimizer actors hold the states.
 
 ::
 
     def loop(config):
         with config["owners"].rank():                                     # this worker is a rank of the run
             model, optimizer = rayzero.prepare(model, optimizer)          # was: ray.train.torch.prepare_model(model)
-            ...                                                           # train.report(...) as ever
+            ...                                                           # train.report(...) as before
 
     with optimizer_actors(num_optimizers=2) as owners:
         TorchTrainer(loop, train_loop_config={"owners": owners}, scaling_config=...).fit()
 
-Ray Train places, starts and ends the workers; the optimizer actors are of the ``with`` block. A worker that dies ends
-the run for the others by name. Leave ``FailureConfig(max_failures=0)`` as it is: workers that start again need new
-optimizer actors, so call ``fit()`` again in a new block, with the checkpoint to continue from.
+Ray Train places, starts and ends the workers; the ``with`` block starts and ends the optimizer actors. If a worker
+dies, the run ends for the others with an error that names it. Leave ``FailureConfig(max_failures=0)`` as it is:
+restarted workers need new optimizer actors, so call ``fit()`` again in a new block, with the checkpoint to continue
+from.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["Owners", "optimizer_actors"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owners:
-    """Where a run's optimizer actors are; travels to the workers in ``train_loop_config``."""
+    """The addresses of a run's optimizer actors; travels to the workers in ``train_loop_config``."""
 
     run: str
     config: ZeroConfig
@@ -52,8 +53,8 @@ class Owners:
 
     @contextmanager
     def rank(self, resume: Path | str | None = None) -> Iterator[RankContext]:
-        """In a Ray Train worker: inside the context it is the rank that Ray Train says, and ``rayzero.prepare`` gives
-        its model to these optimizer actors.
+        """Make a Ray Train worker a rank: inside the context it has the rank that Ray Train gave it, and
+        ``rayzero.prepare`` gives its model to these optimizer actors.
 
         resume: a checkpoint of ``rayzero.save_checkpoint`` to continue from, on a file system that all nodes see; the
         same on every worker."""
@@ -83,10 +84,10 @@ class Owners:
 def optimizer_actors(
     config: ZeroConfig | None = None, *, num_optimizers: int = 1, cpus_per_optimizer: float = 1.0
 ) -> Iterator[Owners]:
-    """In the driver: start the optimizer actors of one ``fit()``, and end them with the block.
+    """Start the optimizer actors of one ``fit()`` from the driver, and end them with the block.
 
-    config: what ``rayzero.prepare`` uses in the workers where it is given none. Joins the Ray at hand or starts a
-    local one, for Ray Train too. Raises ConfigError where the cluster has no place for the actors, and
+    config: what ``rayzero.prepare`` uses in the workers if it is given no config. Joins a Ray that is running or starts
+    a local one, which Ray Train uses too. Raises ConfigError if the cluster has no place for the actors, and
     UnsupportedError for settings that need owners or memory in the workers' processes."""
     config = config or ZeroConfig()
     _check(config)
@@ -118,6 +119,6 @@ def _check(config: ZeroConfig) -> None:
         )
     if config.transport == "inproc":
         raise UnsupportedError(
-            "transport='inproc' reaches owners in the same process, Ray Train's workers are processes of their own; "
+            "transport='inproc' only reaches owners in the same process, and Ray Train's workers are other processes; "
             "use transport='auto' or 'grpc'"
         )

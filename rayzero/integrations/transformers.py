@@ -1,4 +1,4 @@
-"""transformers' Trainer on RayZero: one line changes, where the class is imported from.
+"""Runs transformers' Trainer on RayZero. One line changes: the import of the class.
 
 ::
 
@@ -7,16 +7,16 @@
     trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=...)
     trainer.train()                                            # alone, or in a ZeroTrainer's loop on every rank
 
-A Trainer of your own takes :class:`ZeroTraining` as its first base: ``class Mine(ZeroTraining, SFTTrainer)``.
+For any other Trainer, make :class:`ZeroTraining` the first base: ``class Mine(ZeroTraining, SFTTrainer)``.
 
 [Note: data of several ranks] Every rank runs the same script over the same dataset. The Trainer's sampler is split
 by rank: rank r of R reads batches r, r + R, ... of one order that all ranks shuffle by the same seed, as under
-torchrun. Evaluation has no collectives to add up parts with, so every rank evaluates all of the data, and all get
-the same metrics. The logged training loss is the rank's own.
+torchrun. Evaluation has no collectives to add up parts, so every rank evaluates all data, and all get the same
+metrics. The logged training loss is the rank's own.
 
-[Note: Trainer's checkpoints] A ``checkpoint-N`` has the fp32 model as ``from_pretrained`` reads it, the Trainer's
-own files, and ``rayzero/``: masters and moments as the owners wrote them, which ``train(resume_from_checkpoint=...)``
-goes on from, with any number of owners.
+[Note: Trainer's checkpoints] A ``checkpoint-N`` has the fp32 model, which ``from_pretrained`` reads, the Trainer's own
+files, and ``rayzero/`` with the masters and moments that the owners wrote. ``train(resume_from_checkpoint=...)``
+continues from it with any number of owners.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from rayzero.integrations.accelerate import ZeroAccelerator
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 
 _OURS = "rayzero"  # folder of a Trainer's checkpoint that the owners write
-_SCHEDULER = "scheduler.pt"  # as the Trainer calls it
+_SCHEDULER = "scheduler.pt"  # the Trainer's own name for it
 
 
 def save_pretrained(model: Any, directory: Path | str, **settings: Any) -> None:
-    """``model.save_pretrained(directory)`` with a prepared model's fp32 masters, under a config that says fp32.
+    """Save a prepared model's fp32 masters as ``model.save_pretrained(directory)`` does, with a config that says fp32.
 
     Frozen parameters keep their own dtype. ``settings``: as transformers' (``max_shard_size``, ...)."""
     model.save_pretrained(directory, state_dict=full_state_dict(model), **settings)
@@ -58,7 +58,7 @@ def save_pretrained(model: Any, directory: Path | str, **settings: Any) -> None:
 
 
 def _say_masters_dtype(model: Any, directory: Path | str) -> None:
-    """Have the saved config name the dtype of the masters beside it; transformers wrote that of the computation."""
+    """Make the saved config name the masters' dtype; transformers wrote the dtype of the computation."""
     trained = any(param.requires_grad for param in model.parameters())
     before, model.config.dtype = model.config.dtype, torch.float32 if trained else model.dtype
     model.config.save_pretrained(directory)
@@ -70,10 +70,10 @@ def _owners_files(checkpoint: str) -> Path:
 
 
 class ZeroTraining:
-    """What makes a ``transformers.Trainer`` train with RayZero; to be named before it among a class's bases.
+    """Makes a ``transformers.Trainer`` train with RayZero. A class names it before the Trainer among its bases.
 
     Takes the Trainer's own arguments, and ``zero_config`` and ``units`` as in ``rayzero.prepare``. Knows where the
-    Trainer meets the model, the optimizer and their files; the loop is the Trainer's."""
+    Trainer uses the model, the optimizer and their files; the Trainer keeps its loop."""
 
     accelerator: ZeroAccelerator
     args: TrainingArguments
@@ -91,7 +91,7 @@ class ZeroTraining:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer makes an ``Accelerator``; it becomes ours."""
+        """Let the Trainer make an ``Accelerator``, and turn it into a ``ZeroAccelerator``. Raises its errors."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = _TrainersAccelerator
         self.accelerator.join_run(self._zero_config, self._units)
@@ -105,8 +105,8 @@ class ZeroTraining:
         if self.args.average_tokens_across_devices and self._lacks_collectives:
             raise UnsupportedError(
                 "average_tokens_across_devices=True needs every rank's number of tokens in every step, and RayZero's "
-                "ranks have no collectives; set it to False: a rank's loss is the mean over its own tokens, and ranks "
-                "are averaged (the same where their batches have equally many)"
+                "ranks have no collectives; set it to False: then a rank's loss is the mean over its own tokens, and "
+                "ranks are averaged (the result is the same if their batches have equally many)"
             )
 
     @property
@@ -116,7 +116,7 @@ class ZeroTraining:
     # ---- data and steps
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """On a trainer's rank the engine brings units to the device; the whole model may not fit there."""
+        """On a trainer's rank, the engine moves units to the device, because the whole model may not fit there."""
         if get_context().connect is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
@@ -125,13 +125,13 @@ class ZeroTraining:
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # the Trainer would read every .grad to see: they are with the owners
+        return False  # the Trainer would read every .grad to find out, and the owners have the gradients
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         resume = get_context().resume
         if resume is not None and resume_from_checkpoint is None and not is_prepared(self.model):
             raise ConfigError(
-                f"the run resumes from {resume}, but trainer.train() would count its steps from 0; pass "
+                f"the run resumes from {resume}, but trainer.train() would count its steps from 0; call "
                 "trainer.train(resume_from_checkpoint=...) and leave RunConfig's resume out"
             )
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
@@ -140,15 +140,15 @@ class ZeroTraining:
 
     @property
     def zero_optimizer(self) -> ZeroOptimizer:
-        """The optimizer that ``rayzero.prepare`` made; raises UnsupportedError before ``train()``."""
+        """The optimizer that ``rayzero.prepare`` made. Raises UnsupportedError before ``train()``."""
         optimizer = getattr(self.optimizer, "optimizer", None)
         if not isinstance(optimizer, ZeroOptimizer):
             raise UnsupportedError("the Trainer has no prepared optimizer before train()")
         return optimizer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer's. It looks for the best checkpoint's folder while rank 0 may still be about to make it; here
-        every rank looks again once rank 0 has."""
+        """As the Trainer's, which looks for the best checkpoint's folder although rank 0 may not have made it yet.
+        Here, every rank looks again after rank 0 has made it."""
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         if not (self.state.best_global_step and self._lacks_collectives):
             return
@@ -170,7 +170,7 @@ class ZeroTraining:
         optimizer = self.zero_optimizer
         os.makedirs(output_dir, exist_ok=True)
         if save_checkpoint(optimizer, _owners_files(output_dir), {}) is None:
-            # a Trainer would count the folder as a checkpoint, and delete older ones for it
+            # the Trainer would count the folder as a checkpoint, and delete older ones because of it
             raise CheckpointWriteError(
                 f"{output_dir} lacks the masters and moments, which the storage did not take; make room and resume"
             )
@@ -178,7 +178,7 @@ class ZeroTraining:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Owners read their own files when the model is prepared; a checkpoint of a plain Trainer is loaded before."""
+        """The owners read their own files when the model is prepared; a plain Trainer's checkpoint is loaded before."""
         ours = _owners_files(resume_from_checkpoint)
         if not ours.is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
@@ -198,9 +198,9 @@ class ZeroTraining:
 
 
 class _TrainersAccelerator(ZeroAccelerator):
-    """The accelerator of a Trainer, which counts micro-batches itself and tells Accelerate of one."""
+    """The accelerator of a Trainer, which counts micro-batches itself and tells Accelerate that there is one."""
 
-    planned = 1  # backwards between two steps
+    planned = 1  # number of backwards between two steps
 
     @property
     def num_micro_batches(self) -> int:

@@ -30,7 +30,10 @@ from rayzero.store.owner.server import serve_models
             {"offload_fraction": 0.5},
             "offload_fraction=0.5 needs owners in the ranks' processes, which Ray Train starts",
         ),
-        ({"transport": "inproc"}, "transport='inproc' reaches owners in the same process, Ray Train's workers"),
+        (
+            {"transport": "inproc"},
+            "transport='inproc' only reaches owners in the same process, and Ray Train's workers",
+        ),
     ],
 )
 def test_what_needs_owners_in_the_workers_is_refused_before_ray_starts(
