@@ -1,9 +1,9 @@
-"""Activation offload against none and against torch's save_on_cpu, on the same model: see README.md here.
+"""Measures activation offload against none and against torch's save_on_cpu, on the same model: see README.md here.
 
 python benchmarks/activations.py [--layers 12] [--width 1024] [--tokens 4096] [--rounds 9] [--json]
 
-Ways take turns within a round, so that a busy machine is busy for all; medians over the rounds. On CUDA memory is what
-the allocator had at most beyond the model and its gradients; elsewhere it is not measured.
+The three ways take turns within a round, so that a busy machine disturbs all of them; seconds are medians over the
+rounds. Memory is the allocator's peak beyond the model and its gradients on CUDA; elsewhere it is not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD_WIDTH = 64
 
 
 def build(layers: int, width: int, device: torch.device) -> nn.Module:
-    """A transformer's encoder without dropout, in bf16 on CUDA."""
+    """A transformer encoder without dropout: bf16 on CUDA, fp32 on the CPU."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         width, max(1, width // HEAD_WIDTH), 4 * width, dropout=0.0, batch_first=True, norm_first=True
@@ -35,12 +35,12 @@ def build(layers: int, width: int, device: torch.device) -> nn.Module:
 
 
 def step(model: nn.Module, x: Tensor) -> None:
-    """Forward and backward."""
+    """Run forward and backward. ``x``: (batch, sequence, width)."""
     model(x).square().mean().backward()
 
 
 def measure(run: Callable[[], None], device: torch.device) -> tuple[float, int]:
-    """Seconds, and bytes at most beyond what was there before (0 without CUDA)."""
+    """(seconds of ``run``, its peak bytes beyond what was allocated before it, 0 without CUDA)."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize()
@@ -55,14 +55,14 @@ def measure(run: Callable[[], None], device: torch.device) -> tuple[float, int]:
 
 
 def compare(layers: int, width: int, tokens: int, rounds: int) -> dict[str, object]:
-    """Median seconds and peak bytes of a step, by way."""
+    """Measure all ways; returns the device, the settings, and the median seconds and peak bytes of a step by way."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {way: build(layers, width, device) for way in ("none", "rayzero", "save_on_cpu")}
     x = torch.randn(4, tokens // 4, width, device=device, dtype=next(models["none"].parameters()).dtype)
     found: dict[str, list[tuple[float, int]]] = {way: [] for way in models}
     names = [f"layers.{i}" for i in range(layers)]
     with ActivationOffload(models["rayzero"], OffloadPolicy(), offload_modules=names):
-        for _ in range(rounds + 2):  # two to warm up
+        for _ in range(rounds + 2):  # the first two warm up
             for way, model in models.items():
                 torch_way = way == "save_on_cpu"
                 around: AbstractContextManager[object] = (
@@ -85,7 +85,7 @@ def compare(layers: int, width: int, tokens: int, rounds: int) -> dict[str, obje
 
 
 def _require_same(models: dict[str, nn.Module]) -> None:
-    """All ways must have made the same gradients, bit for bit."""
+    """Exit with an error unless all ways made the same gradients, bit for bit."""
     for way, model in models.items():
         for ours, theirs in zip(model.parameters(), models["none"].parameters(), strict=True):
             if ours.grad is None or theirs.grad is None or not torch.equal(ours.grad, theirs.grad):
@@ -93,7 +93,7 @@ def _require_same(models: dict[str, nn.Module]) -> None:
 
 
 def main() -> None:
-    """Print a table, or JSON."""
+    """Run the command: print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("layers", 12), ("width", 1024), ("tokens", 4096), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -1,4 +1,4 @@
-"""``rayzero bench adam``, with DeepSpeedCPUAdam where it is installed: see README.md here.
+"""Runs ``rayzero bench adam``, with DeepSpeedCPUAdam if it is installed: see README.md here.
 
 python benchmarks/adam.py [options of rayzero bench adam]
 """

@@ -1,16 +1,17 @@
-"""A training step on a GPU: ours in each overlap mode, FSDP2 and DeepSpeed with CPU offload, on-GPU AdamW as ceiling.
+"""Measures a training step on a GPU: RayZero in each overlap mode, FSDP2 and DeepSpeed with CPU offload, and AdamW on
+the GPU as the ceiling.
 
     python benchmarks/gpu_step.py [--sizes 1.3b largest] [--tokens 8192 16384 32768 65536] [--rounds 3] [--json]
     python benchmarks/gpu_step.py --device cpu --sizes tiny --tokens 128      # the same code path, without a GPU
 
-Needs torch and this package, neither Ray nor grpc: owners are spawned processes over shared memory where this version
-has it, else threads of the rank's process. First the limits are measured (host memory, PCIe both ways), then losses
-are compared with plain PyTorch's at a small size, and only then time is taken: one contestant at a time (they would
-not fit side by side), bf16 with fp32 masters, blocks recomputed in backward, clip 1.0.
+Needs torch and this package, but neither Ray nor grpc: owners are spawned processes that use shared memory, or threads
+of the rank's process if this version has none. It first measures the limits (host memory, PCIe both ways), then
+compares losses with plain PyTorch's at a small size, and only then takes the time of one contestant after the other,
+because they would not fit side by side: bf16 with fp32 masters, blocks recomputed in backward, clip 1.0.
 
-Limits of a row, from its N parameters: H2D 2 x 2N bytes (forward and backward), D2H 2N, Adam 28N bytes of host
-memory. ``bound``: what of Adam cannot hide under the forward (a quarter of the ceiling's step). ``exposed``: seconds a
-step beyond the ceiling's.
+Limits of a row, from its N parameters: H2D 2 x 2N bytes (forward and backward), D2H 2N bytes, Adam 28N bytes of host
+memory. ``bound``: the seconds of Adam that cannot hide under the forward (a quarter of the ceiling's step).
+``exposed``: seconds a step beyond the ceiling's.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ SIZES = {  # dim, layers, vocab, seq
     "7b": (4096, 32, 32768, 2048),
     "13b": (5120, 40, 32768, 2048),
 }
-HOST_BYTES = 20  # a parameter: master, moments, parameters, gradients and some to spare
+HOST_BYTES = 20  # per parameter: master, moments, parameters, gradients and a reserve
 OVERLAPS: tuple[Overlap, ...] = ("none", "forward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes a second."""
+    """Measured limits in bytes per second."""
 
-    host: float  # a = b + s * c, 12 B an element counted
+    host: float  # of a = b + s * c, which counts as 12 bytes an element
     h2d: float
     d2h: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One contestant at one size and number of tokens. Seconds a step; None where the ceiling did not fit."""
+    """One contestant at one size and number of tokens. Times are seconds a step; None if the ceiling did not fit."""
 
     name: str
     size: str
@@ -78,7 +79,7 @@ class Row:
 
 
 def measure_limits(device: str, mib: int = 1024) -> Limits:
-    """Medians of 7, page-locked memory on CUDA."""
+    """Measure the limits as medians of 7, with page-locked memory on CUDA. ``mib``: MiB of each fp32 tensor."""
     count, pinned = mib << 18, device != "cpu"
     a, b, c = (torch.ones(count) for _ in range(3))
     host = torch.ones(count, pin_memory=pinned)
@@ -104,13 +105,13 @@ def _median(work, device: str) -> float:
 
 
 def entries_of(work: Work, without: Sequence[str]) -> list[Entry]:
-    """Everybody but those left out, the ceiling first."""
+    """The entries of all contestants but those left out, the ceiling first."""
     mine = [ours(work, OursOptions(overlap=overlap), f"rayzero-{overlap}") for overlap in OVERLAPS]
     return [entry for entry in (plain(work), *mine, *peers(work)) if entry.name not in without]
 
 
 def work_of(size: str, tokens: int) -> Work:
-    """bf16, ``tokens`` a step in one batch."""
+    """The work at a size, in bf16, with ``tokens`` a step in one batch."""
     dim, layers, vocab, seq = SIZES[size]
     seq = min(seq, tokens)
     return Work(
@@ -125,21 +126,22 @@ def work_of(size: str, tokens: int) -> Work:
 
 
 def largest() -> str:
-    """The largest size whose states fit in what host memory is free now."""
+    """The largest size whose states fit in the host memory that is free now."""
     free = psutil.virtual_memory().available * 0.9
     fitting = [size for size in SIZES if work_of(size, 2048).count_params() * HOST_BYTES < free]
     return fitting[-1]
 
 
 def check(device: str, size: str, threads: int, without: Sequence[str]) -> dict[str, float]:
-    """How far each contestant's losses are from plain PyTorch's. Raises RunFailedError beyond the tolerance."""
+    """The largest relative difference of each contestant's losses from plain PyTorch's, or the reason why it cannot
+    take part. Raises RunFailedError beyond the tolerance."""
     work = work_of(size, 4 * SIZES[size][3])
     cell = hold(entries_of(work, without), work, 1, threads, Rules(rounds=2, steps=3, patience_s=0.0), device)
     return {name: result.loss_apart for name, result in cell.results.items()} | dict(cell.absent)
 
 
 def alone(entry: Entry, rules: Rules, device: str, threads: int) -> tuple[Score, int] | str:
-    """One contestant's score and its host bytes, or why there is none (out of memory, mostly)."""
+    """(a contestant's score, its host bytes), or the reason why there is none: usually it ran out of memory."""
     with (
         tempfile.TemporaryDirectory() as folder,
         contest([entry], 1, threads, folder=folder, device=device) as (there, absent),
@@ -154,13 +156,13 @@ def alone(entry: Entry, rules: Rules, device: str, threads: int) -> tuple[Score,
 def rows_of(
     entries: Sequence[Entry], size: str, tokens: int, rules: Rules, device: str, threads: int, limits: Limits
 ) -> list[Row | str]:
-    """Every contestant, one after the other."""
+    """Measure every contestant, one after the other. A text says why one has no row."""
     ceiling: float | None = None
     params, rows = work_of(size, tokens).count_params(), []
     for entry in entries:
         try:
             found = alone(entry, rules, device, threads)
-        except RuntimeError as exc:  # a contestant that ran out of memory in the middle
+        except RuntimeError as exc:  # the contestant ran out of memory during the turn
             found = str(exc)
         if isinstance(found, str):
             rows.append(f"{entry.name} at {size}, {tokens} tokens: {found}")
@@ -183,7 +185,7 @@ def row_of(
     host_bytes: int,
     limits: Limits,
 ) -> Row:
-    """A measured row beside its limits."""
+    """A measured row with its limits."""
     adam = 28 * params / limits.host
     return Row(
         name=name,
@@ -208,7 +210,7 @@ def row_of(
 
 
 def text_of(row: Row | str) -> str:
-    """One line."""
+    """The row as a line of text."""
     if isinstance(row, str):
         return f"  {row}"
     seen = "-" if row.of_ceiling is None else f"{row.of_ceiling:.2f} of the ceiling"
@@ -222,7 +224,7 @@ def text_of(row: Row | str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Run the command: measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "largest"], default=["1.3b", "largest"])

@@ -1,13 +1,13 @@
-"""What hooks cost: a step of a model with 2,000 parameters in 100 units beside plain PyTorch's, in one process.
+"""Measures what hooks cost: a step of a model with 2,000 parameters in 100 units, against plain PyTorch in one process.
 
     python benchmarks/hooks.py [--sizes 128x64 256x128] [--rounds 7] [--steps 3] [--profile]
 
-One rank, the in-process store, all units up; fused AdamW on both sides. Both take turns A B A B ...; a turn is a step
-that is not timed and ``--steps`` that are. A size is the model's width and the rows of a batch: 128 makes 16.5 million
-elements, 256 makes 65.8. What hooks cost does not grow with the elements, so the ratio is told per size, and the cost
-for each parameter beside it. Three ratios to plain, each the median over rounds with the quarters' range: wall time;
-processor time of the whole process, owners included, which a loaded machine disturbs less; and that of the training
-thread.
+There is one rank with the in-process store and all units up; both sides use fused AdamW. They take turns A B A B ...; a
+turn is a step that is not timed and ``--steps`` that are. A size is the model's width and the rows of a batch: 128
+makes 16.5 million elements, 256 makes 65.8 million. The cost of hooks does not grow with the elements, so every size
+has its ratio and its cost for each parameter. There are three ratios to plain PyTorch, each the median over rounds with
+the range of the quartiles: of wall time, of the whole process's processor time, owners included, which a loaded machine
+disturbs less, and of the training thread's processor time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, one unit each."""
+    """A stack of blocks; each is a unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def stepper(width: int, rows: int, *, prepared: bool) -> Step:
-    """One training step, plain or under RayZero."""
+    """Build a model and return its training step, plain or with RayZero."""
     torch.manual_seed(0)
     model, x = Net(width), torch.randn(rows, width)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -77,7 +77,7 @@ def stepper(width: int, rows: int, *, prepared: bool) -> Step:
 
 
 def turn(step: Step, steps: int) -> Times:
-    """Play one turn."""
+    """Play a turn; returns seconds a step."""
     step()
     before = time.perf_counter(), time.process_time(), time.thread_time()
     for _ in range(steps):
@@ -88,12 +88,12 @@ def turn(step: Step, steps: int) -> Times:
 
 
 def main() -> None:
-    """Hold the contest and print what came of it."""
+    """Run the command: measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=size, default=[(128, 64), (256, 128)], metavar="WIDTHxROWS")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="where RayZero's training thread spends its time")
+    parser.add_argument("--profile", action="store_true", help="show where RayZero's training thread spends its time")
     options = parser.parse_args()
     print(f"{UNITS} units, {PARAMETERS:,} parameters, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     with running_in(RankContext()):
@@ -102,13 +102,13 @@ def main() -> None:
 
 
 def size(text: str) -> tuple[int, int]:
-    """Width and rows of ``128x64``."""
+    """Parse a size such as ``128x64`` into width and rows."""
     width, _, rows = text.partition("x")
     return int(width), int(rows)
 
 
 def contest(width: int, rows: int, rounds: int, steps: int, *, profile: bool) -> None:
-    """Let both play at one size."""
+    """Let both sides play at one size, and print the ratios."""
     plain, ours = stepper(width, rows, prepared=False), stepper(width, rows, prepared=True)
     played = [(turn(plain, steps), turn(ours, steps)) for _ in range(rounds)]
     print(f"{width} wide, {rows} rows, {UNITS * LINEARS * (width + 1) * width / 1e6:.1f} M elements")

@@ -1,4 +1,4 @@
-"""HybridDeviceOptimizer against the scheme of one CPU optimizer a tensor with copies inside step(): see README.md here.
+"""Measures HybridDeviceOptimizer against one CPU optimizer per tensor with copies inside step(): see README.md here.
 
 python benchmarks/hybrid.py [--layers 500] [--width 64] [--threads 1] [--rounds 9] [--json]
 """
@@ -22,9 +22,9 @@ ADAMW = {"lr": 1e-4, "weight_decay": 0.1}
 
 
 class OneOptimizerATensor:
-    """The scheme of Megatron-LM's hybrid optimizer with overlap on, as seeds-spec section 5 has it: each parameter has
-    a host copy, a host gradient and an AdamW of its own; step() copies options and gradients, then per parameter steps
-    and copies back, then collects the states. On a CPU the streams are the caller."""
+    """The scheme of Megatron-LM's hybrid optimizer with overlap on: each parameter has a host copy, a host gradient and
+    its own AdamW. step() copies options and gradients, then steps and copies back parameter by parameter, and then
+    collects the states. On a CPU, the calling thread does the work of the streams."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
@@ -51,7 +51,7 @@ class OneOptimizerATensor:
         }
 
     def wait(self) -> None:
-        """Nothing is under way after step()."""
+        """Do nothing: no copy is in flight after step()."""
 
     def zero_grad(self) -> None:
         for param in self.params:
@@ -59,13 +59,13 @@ class OneOptimizerATensor:
 
 
 class NoOffload(torch.optim.AdamW):
-    """torch's fused AdamW on the parameters themselves: no copies, no masters."""
+    """torch's fused AdamW on the parameters themselves, without copies or masters."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params, fused=True, **ADAMW)
 
     def wait(self) -> None:
-        """Nothing is under way after step()."""
+        """Do nothing: no copy is in flight after step()."""
 
 
 CONTESTANTS: dict[str, Callable[[list[Tensor]], Any]] = {
@@ -79,7 +79,7 @@ CONTESTANTS: dict[str, Callable[[list[Tensor]], Any]] = {
 
 
 class Player:
-    """One contestant and its model."""
+    """A contestant and its model."""
 
     def __init__(self, name: str, layers: int, width: int) -> None:
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ class Player:
         self.x = torch.randn(16, width)
 
     def whole(self) -> float:
-        """Seconds of forward, backward and step; the host may still work when it ends, as in a loop."""
+        """Seconds of forward, backward and step. As in a loop, the host may still be working when they end."""
         begin = time.perf_counter()
         self.optimizer.zero_grad()
         self.model(self.x).square().mean().backward()
@@ -97,7 +97,7 @@ class Player:
         return time.perf_counter() - begin
 
     def alone(self) -> float:
-        """Seconds of a step from gradients that are there until every parameter is back."""
+        """Seconds of a step, from ready gradients until every parameter is back."""
         self.optimizer.wait()
         begin = time.perf_counter()
         self.optimizer.step()
@@ -110,7 +110,8 @@ class Player:
 
 
 def measure(layers: int, width: int, rounds: int, repeats: int) -> dict[str, Any]:
-    """All contestants in turn, round by round; what they have computed must be the same bits."""
+    """Let all contestants play in turn, round by round; returns the figures, and whether their weights have equal
+    bits."""
     players = {name: Player(name, layers, width) for name in CONTESTANTS}
     for player in players.values():
         player.whole(), player.whole()
@@ -149,20 +150,20 @@ def _ratio(theirs: list[float], ours: list[float]) -> float:
 
 
 def _cpu_seconds() -> float:
-    """Seconds of work of all processors of this machine since it started (Linux)."""
+    """Seconds that all processors of this machine have worked since it started (Linux)."""
     with open("/proc/stat") as stat:
         user, nice, system = map(int, stat.readline().split()[1:4])
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """Print a table, or everything as JSON."""
+    """Run the command: print a table, or everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=500, help="two tensors each")
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; on a loaded machine teams of threads wait")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; several wait for each other under load")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeats", type=int, default=3, help="of each in a round; the best counts")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each in a round; the best counts")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

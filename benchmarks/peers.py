@@ -1,10 +1,10 @@
-"""The peers of the step benchmarks: what each exactly does, for one model, clip and AdamW.
+"""Builds the peers of the step benchmarks, with the same model, clip and AdamW.
 
-``fsdp2``: ``fully_shard`` on every block and the root, ``CPUOffloadPolicy``, torch's clip_grad_norm_, fused AdamW on
-the sharded fp32 parameters; bf16 by ``MixedPrecisionPolicy(param_dtype=bf16)``, reduction in bf16 too (its default, and
-the fastest).
-``deepspeed``: ZeRO stage 3, parameters and optimizer offloaded to the CPU, DeepSpeedCPUAdam in AdamW mode, its own
-clipping; bf16 by its ``bf16`` section (fp32 masters).
+``fsdp2`` uses ``fully_shard`` on every block and the root, ``CPUOffloadPolicy``, torch's clip_grad_norm_, and fused
+AdamW on the sharded fp32 parameters; bf16 comes from ``MixedPrecisionPolicy(param_dtype=bf16)``, which also reduces in
+bf16 (its default, and the fastest).
+``deepspeed`` uses ZeRO stage 3 with parameters and optimizer offloaded to the CPU, DeepSpeedCPUAdam in AdamW mode and
+DeepSpeed's own clipping; bf16 comes from its ``bf16`` section (fp32 masters).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayzero.bench.work import ADAMW, CLIP, Work, loss_of
 
 
 def peers(work: Work) -> list[Entry]:
-    """Both; one that cannot run here is reported with the reason."""
+    """The entries of both peers. A peer that cannot run here is reported with the reason."""
     return [
         Entry(name="fsdp2", programs=partial(one_process_a_rank, partial(build_fsdp2, work))),
         Entry(name="deepspeed", programs=partial(one_process_a_rank, partial(build_deepspeed, work))),
@@ -29,7 +29,7 @@ def peers(work: Work) -> list[Entry]:
 
 
 def build_fsdp2(work: Work, seat: Seat) -> Player:
-    """FSDP2 with CPU offload."""
+    """Build FSDP2 with CPU offload."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -63,7 +63,7 @@ def build_fsdp2(work: Work, seat: Seat) -> Player:
 
 
 def build_deepspeed(work: Work, seat: Seat) -> Player:
-    """DeepSpeed ZeRO-3 with CPU offload; needs ``deepspeed``, and a C++ compiler and ninja for its extension."""
+    """Build DeepSpeed ZeRO-3 with CPU offload; needs ``deepspeed``, and a C++ compiler and ninja for its extension."""
     on_cpu = seat.device == "cpu"
     os.environ |= {
         "DS_ACCELERATOR": "cpu" if on_cpu else "cuda",
@@ -92,7 +92,7 @@ def build_deepspeed(work: Work, seat: Seat) -> Player:
 
 
 def deepspeed_config(work: Work, seat: Seat) -> dict[str, object]:
-    """ZeRO-3 with everything offloaded; thresholds that keep small parameters small are DeepSpeed's defaults."""
+    """The config of ZeRO-3 with everything offloaded. Its thresholds for small parameters are DeepSpeed's defaults."""
     pinned = seat.device != "cpu"
     return {
         "train_micro_batch_size_per_gpu": work.batch,

@@ -1,4 +1,4 @@
-"""``rayzero bench step`` with the peers entered too: FSDP2 with CPU offload, and DeepSpeed ZeRO-3 where it is there.
+"""Runs ``rayzero bench step`` with two peers: FSDP2 with CPU offload, and DeepSpeed ZeRO-3 if it is installed.
 
 python benchmarks/step.py [options of rayzero bench step]
 """

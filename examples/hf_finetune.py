@@ -1,7 +1,7 @@
-"""Fine-tuning a Hugging Face model with transformers' Trainer on RayZero: one import differs.
+"""Fine-tunes a Hugging Face model with transformers' Trainer on RayZero; only one import differs.
 
-Offline: a tiny GPT-2 with random weights learns this repository's README, byte by byte. Prints the losses, text that
-the model then continues, and that ``from_pretrained`` reads what was saved.
+Runs offline: a tiny GPT-2 with random weights learns this repository's README, byte by byte. Prints the losses, the
+model's continuation of a prompt, and whether ``from_pretrained`` reads the saved weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH = 48
 
 
 def examples() -> list[dict[str, torch.Tensor]]:
-    """The text in pieces; the labels are the inputs, which the model shifts."""
+    """The text in pieces of LENGTH tokens, int64. The labels equal the inputs, because the model shifts them."""
     text = torch.tensor(list(TEXT.read_bytes()))
     pieces = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     return [{"input_ids": piece, "labels": piece} for piece in pieces]

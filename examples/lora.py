@@ -1,7 +1,7 @@
-"""LoRA adapters on a frozen bf16 base with RayZero: only the adapters cost masters and moments.
+"""Trains LoRA adapters on a frozen bf16 base with RayZero: only the adapters cost masters and moments.
 
-The base's parameters lie with the owners in bf16, once, and are fetched as they are needed; 16 bytes per parameter
-(master, two moments, gradient) are paid for the adapters alone. Prints the loss and the bytes of both kinds.
+The owners hold the base's parameters once, in bf16, and ranks fetch them as they need them. Only the adapters cost 16
+bytes per parameter (master, two moments, gradient). Prints the loss and the bytes of both kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH, CLASSES = 128, 16
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer in bf16, and a trained product of two thin matrices beside it."""
+    """A frozen bf16 linear layer plus a trained product of two thin matrices."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def main() -> None:
     state = rayzero.full_state_dict(model)
     units = optimizer.engine.layout.units
     frozen = [unit for unit in units if not unit.trainable]
-    masters = sum(4 * unit.numel for unit in frozen if unit.has_master)  # of a base in fp32: bf16 would round it
+    masters = sum(4 * unit.numel for unit in frozen if unit.has_master)  # only for an fp32 base, which bf16 would round
     adapters = sum(unit.numel for unit in units if unit.trainable)
     base = sum(unit.size_bytes for unit in frozen)
     print(f"frozen base: {base:,} bytes in bf16, {f'{masters:,} bytes of' if masters else 'no'} masters, no moments")

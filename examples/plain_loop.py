@@ -1,6 +1,7 @@
-"""A plain PyTorch loop with RayZero: a small byte model learns this repository's README.
+"""Runs a plain PyTorch loop with RayZero: a small byte model learns this repository's README.
 
-Prints the loss, how little of the model was ever in the rank's memory at once, and that the weights come back whole.
+Prints the loss, the most parameter bytes that were in the rank's memory at once, and whether the complete weights load
+into a plain model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Bytes in, the next byte's logits out."""
+    """Predicts the logits of the next byte."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()

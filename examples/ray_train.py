@@ -1,6 +1,6 @@
-"""Ray Train's TorchTrainer with RayZero: two workers learn a small regression, stop, and go on from the checkpoint.
+"""Uses Ray Train's TorchTrainer with RayZero: two workers learn a small regression, stop, and resume from a checkpoint.
 
-Prints the last loss that Ray Train was told; the second fit goes on where the first one ended.
+Prints the last loss that was reported to Ray Train; the second fit continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import rayzero
 
 
 def loop(config: dict[str, Any]) -> None:
-    """What every worker of Ray Train runs."""
+    """The loop that every worker of Ray Train runs."""
     from ray import train
 
-    with config["owners"].rank(resume=config["resume"]) as context:  # the one line more
+    with config["owners"].rank(resume=config["resume"]) as context:  # the only additional line
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
@@ -43,7 +43,7 @@ def loop(config: dict[str, Any]) -> None:
 
 
 def fit(workers: int, optimizers: int, steps: int, place: Path, resume: str | None) -> Any:
-    """One run of Ray Train; its result."""
+    """Run Ray Train once; returns its result."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--optimizers", type=int, default=1)
-    parser.add_argument("--fits", type=int, default=2, help="each goes on from the last one's checkpoint")
+    parser.add_argument("--fits", type=int, default=2, help="each continues from the last one's checkpoint")
     args = parser.parse_args()
 
     import ray
