@@ -164,7 +164,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=0)  # told at once when the kernel takes no more
+        transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as the kernel takes no more
         self._transport = transport
         self._move()
         self._server.admit(self)

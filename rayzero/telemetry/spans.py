@@ -99,13 +99,13 @@ class SpanRing:
 
     def begin(self, lane: str, name: str, step: int) -> Over:
         """See :class:`Spans`."""
-        # called hundreds of times a step, and mostly nobody has ever asked: that is known without a clock
+        # called hundreds of times a step, mostly when no request was ever made: then skip reading the clock
         if not self._until or not self.wanted:
             return nothing
         began = [self._clock()]
 
         def over() -> None:
-            now = self._clock()  # first: whoever finds the span ended knows that this was before
+            now = self._clock()  # read first, so that no thread sees the span ended before its end time
             with suppress(IndexError):  # another thread was quicker
                 self.add(lane, name, began.pop(), now, step)
 
