@@ -1,9 +1,9 @@
 """Checkpoints: safetensors shards and a JSON manifest, written whole or not at all.
 
 A checkpoint is a directory such as ``step-000030/``: ``owner-000.safetensors`` … (what each owner holds),
-``rank-0000.safetensors`` … (each rank's loop state) and ``manifest.json``. It is written into
-``staging_path(directory)``, every file is fsynced; who commits takes that folder away under another name, and one
-rename makes it exist. Nothing here is pickled.
+``rank-0000.safetensors`` … (each rank's loop state) and ``manifest.json``. Owners and ranks write into
+``staging_path(directory)`` and fsync every file. The process that commits first moves that folder to a name that only
+it uses; one rename then makes the checkpoint exist. Nothing here is pickled.
 
 This package knows files, names and element ranges; not stores, owners or ranks.
 """

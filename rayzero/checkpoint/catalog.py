@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which is the newest: by what their manifests say, whatever their names."""
+"""Finds the checkpoints in a folder and the newest of them, by their manifests and not by their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that can be resumed from, as far as the sizes of its files tell."""
+    """A checkpoint whose manifest is sound and whose files are there in their sizes. No hash was compared."""
 
     path: Path
     step: int
@@ -28,13 +28,13 @@ class Catalog:
     """The checkpoints of a folder."""
 
     sound: tuple[Saved, ...]  # lowest step first; of equal steps, the one written last comes last
-    damaged: Mapping[Path, str]  # and why each cannot be used
+    damaged: Mapping[Path, str]  # folder -> why it cannot be used
 
     @classmethod
     def of(cls, folder: Path, further: Iterable[Path] = ()) -> Catalog:
-        """Read the manifest of every checkpoint in ``folder``; empty where the folder is not there.
+        """Read the manifest of every checkpoint in ``folder``. A folder that does not exist has none.
 
-        ``further``: checkpoints that lie elsewhere; those that are gone are left out."""
+        ``further``: checkpoints in other places; those that no longer exist are left out."""
         sound: list[tuple[int, int, Saved]] = []
         damaged: dict[Path, str] = {}
         for path in [*checkpoint_folders(folder), *(path for path in further if (path / MANIFEST).exists())]:
@@ -47,19 +47,20 @@ class Catalog:
         return cls(sound=tuple(one for _, _, one in sorted(sound, key=lambda found: found[:2])), damaged=damaged)
 
     def newest(self) -> Path | None:
-        """The checkpoint of the highest step, or None. Each damaged one is skipped with a warning that names it."""
+        """The checkpoint of the highest step, or None. Skips each damaged one with a warning that names it."""
         for why in self.damaged.values():
-            log.warning("a checkpoint is skipped: %s", why)
+            log.warning("skipping a checkpoint: %s", why)
         return self.sound[-1].path if self.sound else None
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
-    """The checkpoint of the highest step in ``folder``, or in the ``checkpoints`` of a run's folder.
+    """The checkpoint of the highest step in ``folder`` or, if it has none, in ``folder / "checkpoints"``.
 
-    None where there is none, or no such folder yet. Raises CheckpointError where ``folder`` is a file.
+    None if there is no checkpoint or no such folder yet. Raises CheckpointError if ``folder`` is a file.
 
-    Its step is the one that its manifest says; its name may be any. A checkpoint whose manifest or files are missing
-    or damaged is skipped with a warning that names it: sizes are checked here, hashes when the content is read."""
+    The step comes from the manifest, so a checkpoint may have any name. If its manifest is damaged or one of its files
+    is missing or has the wrong size, the checkpoint is skipped with a warning that names it. Hashes are only compared
+    when the content is read."""
     folder = Path(folder)
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints")

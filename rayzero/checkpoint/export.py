@@ -1,4 +1,4 @@
-"""``rayzero export``: one complete model.safetensors from a checkpoint's shards, parameter by parameter."""
+"""``rayzero export``: writes one complete model.safetensors from a checkpoint's shards, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def export_full(
 ) -> Path:
     """Write the checkpoint's parameters and persistent buffers under their plain names; returns the file.
 
-    ``out``: a file ending in .safetensors, or a folder to put model.safetensors in. Parameters are the fp32
-    masters, cast to ``dtype`` where given; frozen ones without masters keep their dtype; buffers are rank 0's. Tied
-    parameters are written under each of their names, so that ``load_state_dict(strict=True)`` is content. A few
-    parts of 4 MiB are in memory at once. The file appears by a rename, complete. Raises CheckpointError when it
-    exists and ``overwrite`` is False, for another ending than .safetensors, when it cannot be written there, and for
-    any damage found on the way.
+    ``out``: a file ending in .safetensors, or a folder to put model.safetensors in. ``dtype``: what the fp32 masters
+    are cast to; None keeps fp32. Frozen parameters without a master keep their own dtype, and buffers are rank 0's.
+    Tied parameters are written under each of their names, so that ``load_state_dict(strict=True)`` accepts the file.
+    Parameters pass through memory in parts of 1,048,576 elements, a few at a time. A rename makes the complete file
+    appear. Raises CheckpointError if the file exists and ``overwrite`` is False, if ``out`` looks like a file of
+    another format, if the file cannot be written there, and if the checkpoint is damaged.
     """
     target = _target(Path(out))
     try:
@@ -44,7 +44,7 @@ def export_full(
 
 def _check_target(target: Path, overwrite: bool) -> None:
     if in_the_way := next((folder for folder in target.parents if folder.exists() and not folder.is_dir()), None):
-        raise CheckpointError(f"{in_the_way} is a file, so {target} cannot be made; give another name")
+        raise CheckpointError(f"cannot write {target}: {in_the_way} is a file, not a folder; give another name")
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder; give the name of a file, or of a folder to put {MODEL_FILE} in")
     if target.exists() and not overwrite:
@@ -65,13 +65,13 @@ def _write_and_rename(reader: CheckpointReader, target: Path, dtype: torch.dtype
 
 
 def _target(out: Path) -> Path:
-    """Raises CheckpointError for a name that looks like a file of another format."""
+    """The file to write. Raises CheckpointError for a name that looks like a file of another format."""
     if out.suffix == ".safetensors":
         return out
     if out.suffix[1:].isalpha() and not out.is_dir():
         raise CheckpointError(
-            f"{out} ends in {out.suffix}, but what is written is a .safetensors file; give such a name, or a folder "
-            f"that exists to put {MODEL_FILE} in"
+            f"{out} ends in {out.suffix}, but an export is a .safetensors file; give such a name, or an existing "
+            f"folder to put {MODEL_FILE} in"
         )
     return out / MODEL_FILE
 
@@ -90,7 +90,7 @@ def _write_model(reader: CheckpointReader, path: Path, dtype: torch.dtype | None
 
 
 def _named_slots(reader: CheckpointReader) -> dict[str, tuple[UnitLayout, ParamSlot]]:
-    """Every name a parameter has in the model -> where it lies."""
+    """Every name of every parameter, tied names included -> its unit and slot."""
     by_name = {slot.name: (unit, slot) for unit, slot in slots_of(reader.layout)}
     return by_name | {alias: by_name[name] for alias, name in reader.tied().items()}
 

@@ -1,4 +1,4 @@
-"""Whether named tensors are the values of a model's parameters and buffers: by names, shapes and dtypes alone."""
+"""Checks by names, shapes and dtypes whether named tensors fit a model's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from rayzero.checkpoint.weights import WeightDecl
 
-_FLOATS = ("float32", "bfloat16", "float16")  # what an fp32 master holds exactly
-_MOST = 10  # names that an error gives of each kind
+_FLOATS = ("float32", "bfloat16", "float16")  # dtypes that an fp32 master holds exactly
+_MOST = 10  # names of each kind that an error lists
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter or persistent buffer of a model; one that is tied has several names, and any of them will do."""
+    """A parameter or persistent buffer of a model. A tied one has several names, and any of them will do."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
 
     def mismatch(self, name: str, decl: WeightDecl) -> str | None:
-        """What is wrong with ``decl`` as its value, if anything."""
+        """What is wrong with ``decl`` as its value; None if nothing is."""
         if decl.shape != self.shape:
             return f"{name!r} has the shape {decl.shape} there and {self.shape} in the model"
         takes = _FLOATS if self.dtype in _FLOATS else (self.dtype,)
@@ -31,8 +31,8 @@ class Wanted:
 
 
 def misfits(wanted: Sequence[Wanted], decls: Mapping[str, WeightDecl], *, strict: bool) -> list[str]:
-    """Everything that is wrong, in words; empty where the tensors fit. ``strict``: missing and unexpected names are
-    wrong as well."""
+    """Everything that is wrong, in words; empty if the tensors fit. ``strict``: missing and unexpected names count as
+    wrong too."""
     by_name = {name: one for one in wanted for name in one.names}
     problems = [
         wrong for name, decl in decls.items() if name in by_name and (wrong := by_name[name].mismatch(name, decl))
@@ -47,7 +47,7 @@ def misfits(wanted: Sequence[Wanted], decls: Mapping[str, WeightDecl], *, strict
 
 
 def _named(says: str, names: Sequence[str], others: Sequence[str], hint: str) -> list[str]:
-    """One problem that names ``names``, each with the nearest of ``others``."""
+    """One problem that lists ``names``, each with the nearest of ``others``."""
     shown = [_with_nearest(name, others, hint) for name in names[:_MOST]]
     if len(names) > _MOST:
         shown.append(f"and {len(names) - _MOST} more")
@@ -60,7 +60,7 @@ def _with_nearest(name: str, others: Iterable[str], hint: str) -> str:
 
 
 def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """What to do where all that differs is a prefix."""
+    """What to do if the names differ in nothing but a prefix."""
     for ours, theirs, action in (
         (missing, unexpected, "name.removeprefix({!r})"),
         (unexpected, missing, "{!r} + name"),
@@ -72,7 +72,7 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]
 
 
 def _common_prefix(short: Sequence[str], long: Sequence[str]) -> str | None:
-    """What all of ``long`` begin with before a name of ``short``, each once."""
+    """The prefix, ending with a dot, that turns ``short`` into ``long``, each name once; None if there is none."""
     if not short or len(short) != len(long):
         return None
     names = set(short)

@@ -1,10 +1,10 @@
-"""What a checkpoint is, as data: the manifest, its JSON, its checks and its content digest.
+"""The manifest: what a checkpoint says about itself, with its JSON, its checks and its content digest.
 
-Two hashes, two questions. ``Manifest.self_hash`` covers every field: is this file what was written?
-``Manifest.digest`` covers the *content*: the step, the hyper-parameters, each parameter's step count and the
-bytes of every slice of every parameter and optimizer state, in layout order. It does not depend on how many
-owners wrote the files, on the run's name or on the ranks' loop states, so that a resumed run can be compared
-with an uninterrupted one, and two numbers of optimizer actors with each other.
+There are two hashes. The one at the end of manifest.json (``sha256``) covers every field and answers: is this the file
+that was written? ``Manifest.digest`` covers the *content*: the step, the hyper-parameters, each parameter's step count
+and the bytes of every slice of every parameter and optimizer state, in layout order. It does not depend on the number
+of owners, on the run's name or on the ranks' loop states. So a resumed run can be compared with an uninterrupted one,
+and a run on two owners with the same run on three.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MANIFEST = "manifest.json"
 
 
 def owner_file_name(owner: int) -> str:
-    """The file one owner writes."""
+    """The name of the file that one owner writes."""
     return f"owner-{owner:03d}.safetensors"
 
 
 def rank_file_name(rank: int) -> str:
-    """The file one rank writes."""
+    """The name of the file that one rank writes."""
     return f"rank-{rank:04d}.safetensors"
 
 
@@ -57,7 +57,8 @@ class Piece:
 
     @classmethod
     def from_content(cls, file: str, tensor: str, content: Mapping[str, Any]) -> Piece:
-        """Read one entry of ``FileEntry.content``; unknown keys are left alone. Raises ValueError for wrong ones."""
+        """Read one entry of ``FileEntry.content``, ignoring unknown keys. Raises ValueError if a value is missing or
+        wrong."""
         return cls(
             file=file,
             tensor=tensor,
@@ -75,21 +76,21 @@ class Piece:
 class Manifest:
     """Everything a checkpoint says about itself. Made by ``commit_checkpoint``, read by ``CheckpointReader``."""
 
-    step: int  # decided steps the content includes
+    step: int  # decided steps that the content includes
     spec: ModelSpec
     hyper: tuple[Hyper, ...]  # per parameter group, as of the last decision
-    slot_steps: Mapping[str, int]  # parameter -> updates it has had
+    slot_steps: Mapping[str, int]  # parameter -> how many updates it has had
     owner_files: tuple[FileEntry, ...]
     rank_files: tuple[FileEntry, ...]
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file the checkpoint consists of, the manifest itself excluded."""
+        """Every file of the checkpoint except the manifest."""
         return self.owner_files + self.rank_files
 
     @cached_property
     def pieces(self) -> Mapping[tuple[str, str], tuple[Piece, ...]]:
-        """(parameter, kind) -> its pieces in element order."""
+        """(parameter, kind) -> its pieces in element order. Raises ValueError if an entry is wrong."""
         found: dict[tuple[str, str], list[Piece]] = {}
         for entry in self.owner_files:
             for tensor, content in entry.content.items():
@@ -105,12 +106,12 @@ class Manifest:
         return found
 
     def kinds(self, param: str) -> list[str]:
-        """What is stored of ``param``, sorted."""
+        """The kinds of values that are stored for ``param``, sorted."""
         return self._kinds.get(param, [])
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, TensorDecl]]:
-        """File name -> what it must hold, by the tensors' names. Raises ValueError where an entry does not say it."""
+        """File name -> the tensors it must hold, by name. Raises ValueError if an entry lacks a shape or dtype."""
         owned = {entry.name: {name: _range_of(c) for name, c in entry.content.items()} for entry in self.owner_files}
         whole = {entry.name: {name: _whole_of(c) for name, c in entry.content.items()} for entry in self.rank_files}
         return owned | whole
@@ -134,9 +135,10 @@ class Manifest:
         return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
     def check_complete(self) -> None:
-        """Every parameter is there whole, cut exactly as the layout's shard grid cuts it, in its shape and dtype.
+        """Check that every parameter is there whole, in its shape and dtype, and cut exactly as the layout's shard
+        grid cuts it.
 
-        Raises CheckpointError naming the parameter, the kind and the missing or foreign range."""
+        Raises CheckpointError that names the parameter, the kind and, for a wrong cut, both lists of ranges."""
         slots = {slot.name: (unit, slot) for unit, slot in slots_of(self.spec.layout)}
         for param, kind in self.pieces:
             if param not in slots:
@@ -186,7 +188,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """The inverse of ``to_json``; ``where`` names the file in errors. Raises CheckpointError on any damage."""
+        """The inverse of ``to_json``. ``where`` names the file in errors. Raises CheckpointError for any damage."""
         described = _parse(text, where)
         claimed = described.pop("sha256", None)
         if described.get("format") != FORMAT:
@@ -204,7 +206,7 @@ class Manifest:
             raise CheckpointError(f"{where} is damaged: it is nested too deeply; use another checkpoint") from None
         if claimed != got:
             raise CheckpointError(
-                f"{where} is damaged: it says its hash is {_start_of(claimed)}, its content has {got[:12]}; "
+                f"{where} is damaged: it says its hash is {_start_of(claimed)}, but its content has {got[:12]}; "
                 "use another checkpoint"
             )
         return cls._from_fields(described, where)
@@ -232,18 +234,19 @@ class Manifest:
             raise CheckpointError(f"{where} lacks or misstates a field: {exc}; use another checkpoint") from exc
         if digest != claimed:
             raise CheckpointError(
-                f"{where} has a wrong content digest: it says {_start_of(claimed)}, its entries give {digest[:12]}"
+                f"{where} is damaged: it says its content digest is {_start_of(claimed)}, but its entries give "
+                f"{digest[:12]}; use another checkpoint"
             )
         return manifest
 
 
 def _start_of(claimed: object) -> str:
-    """A hash as messages show it."""
+    """The first 12 digits of a hash, for messages; of anything else, its short repr."""
     return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
 
 
 def _entries(described: Mapping[str, Any], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
-    """Files in the order of the numbers in their names, of which none is left out."""
+    """The files in the order of the numbers in their names. Raises ValueError if a number is missing."""
     found = fields.sequence(fields.get(described, key), key)
     given = [fields.text(fields.get(fields.mapping(entry, key), "name"), "a file's name") for entry in found]
     names = [file_name(number) for number in range(len(found))]
@@ -254,12 +257,12 @@ def _entries(described: Mapping[str, Any], key: str, file_name: Callable[[int], 
 
 
 def _range_of(content: Mapping[str, Any]) -> TensorDecl:
-    """An owner's tensor: a range of a parameter."""
+    """The declaration of an owner's tensor, which is a 1D range of a parameter."""
     return TensorDecl((content["stop"] - content["start"],), DTYPES[content["dtype"]])
 
 
 def _whole_of(content: Mapping[str, Any]) -> TensorDecl:
-    """A rank's tensor."""
+    """The declaration of a rank's tensor, which is whole."""
     return TensorDecl(
         fields.shape(fields.get(content, "shape"), "shape"),
         DTYPES[fields.dtype(fields.get(content, "dtype"), "dtype")],
@@ -272,7 +275,7 @@ def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
 
 
 def _grid(slot: ParamSlot, shard_numel: int, *, at_most: int) -> list[tuple[int, int]]:
-    """The element ranges that the shard grid cuts a parameter into, and no more than one beyond ``at_most``: a
+    """The element ranges that the shard grid cuts a parameter into. Stops after ``at_most`` + 1 of them, because a
     manifest may claim a parameter of 2**62 elements."""
     ranges: list[tuple[int, int]] = []
     at = slot.start

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: verified slices of any parameter, whatever cut the files were written with."""
+"""Reads a checkpoint: verified slices of any parameter, however its files cut it into pieces."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _MAX_MANIFEST = 1 << 29  # bytes: some 1.5 million pieces of parameters and stat
 
 
 class CheckpointReader:
-    """A complete checkpoint, opened. Its manifest, and every file's presence and size, are checked here; a file's
-    header when the file is first needed, and bytes against their hash when first read. Its files are regular ones in
-    its directory; nothing else is opened. Safe to use from several threads.
+    """An open, complete checkpoint.
 
-    Knows files and element ranges; not who wrote them, nor who will own what is read.
+    Opening it checks the manifest and that every file is there in its size. A file's header is checked when the file
+    is first needed, and bytes are compared with their hash when they are first read. It opens only regular files in the
+    checkpoint's directory. Thread-safe.
+
+    Knows files and element ranges; not who wrote them, or who will own what is read.
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """Raises CheckpointError where ``directory`` is missing, not a checkpoint, damaged or of another version."""
+        """Raises CheckpointError if ``directory`` is missing, not a checkpoint, damaged or of another version."""
         self.directory = Path(directory)
         self.manifest = _read_manifest(self.directory)
         for entry in self.manifest.files:
@@ -51,13 +53,13 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Let the files go. Idempotent."""
+        """Let go of the files. Idempotent."""
         with self._lock:
             self._open.clear()
 
     @property
     def step(self) -> int:
-        """Decided steps the content includes."""
+        """How many decided steps the content includes."""
         return self.manifest.step
 
     @property
@@ -67,12 +69,12 @@ class CheckpointReader:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the run that wrote it sent at attach."""
+        """The model and optimizer that the run described when it attached to its owners."""
         return self.manifest.spec
 
     @property
     def layout(self) -> ModelLayout:
-        """The layout of the run that wrote it."""
+        """The layout of the model in the run that wrote it."""
         return self.manifest.spec.layout
 
     @property
@@ -82,23 +84,23 @@ class CheckpointReader:
 
     @property
     def world_size(self) -> int:
-        """Ranks whose loop state is here."""
+        """The number of ranks that wrote it; each has its loop state here."""
         return len(self.manifest.rank_files)
 
     def slot_step(self, param: str) -> int:
-        """Updates ``param`` has had; 0 for one that was never updated."""
+        """How many updates ``param`` has had."""
         return self.manifest.slot_steps.get(param, 0)
 
     def kinds(self, param: str) -> list[str]:
-        """What can be read of ``param``: "master" and state names, or "compute" for a frozen one."""
+        """What can be read of ``param``: "master" and the names of its states, or "compute" if it has no master."""
         return self.manifest.kinds(param)
 
     def read_slice(self, param: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of ``param`` in C order: 1D, fp32 (frozen "compute": its own dtype).
+        """Elements ``start`` to ``stop`` of ``param`` in C order: 1D, fp32 ("compute" has the parameter's dtype).
 
-        Read only: a range inside one piece is a view of the mapped file. No more than the range and one 4 MiB
-        chunk are in memory. Raises CheckpointError where the checkpoint does not hold the range, or holds bytes
-        with another hash."""
+        Do not write to the result: a range inside one piece is a view of the mapped file. Beside the range, a read
+        needs memory for one chunk of 1,048,576 elements. Raises CheckpointError if the checkpoint does not hold the
+        range or if bytes do not match their hash."""
         parts = list(self._parts(param, kind, start, stop))
         if len(parts) == 1:
             return parts[0]
@@ -133,7 +135,7 @@ class CheckpointReader:
         if digest.hexdigest() != piece.sha256:
             raise CheckpointError(
                 f"{self.directory / piece.file} is damaged: {piece.kind} of {piece.param!r} "
-                f"[{piece.start}:{piece.stop}] has hash {digest.hexdigest()[:12]}, the manifest says "
+                f"[{piece.start}:{piece.stop}] has hash {digest.hexdigest()[:12]}, but the manifest says "
                 f"{piece.sha256[:12]}; use another checkpoint"
             )
         self._verified.add((piece.file, piece.tensor))
@@ -150,18 +152,19 @@ class CheckpointReader:
         return file
 
     def rank_state(self, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The loop state of one rank and its tensors, as given to ``write_rank_state``; the file is verified.
+        """One rank's loop state and its tensors (views of the mapped file), as ``write_rank_state`` was given them.
 
-        Raises CheckpointError for a rank the checkpoint has no file of (it was written by ``world_size`` ranks)."""
+        The first call for a rank compares the file with its hash. Raises CheckpointError if the file is damaged, or if
+        the checkpoint has none for this rank because fewer ranks wrote it."""
         file = self._rank_file(rank)
         return self._described(file, "state"), file.with_prefix(STATE)
 
     def buffers(self, rank: int = 0) -> dict[str, Tensor]:
-        """The model's persistent buffers, as one rank had them."""
+        """The model's persistent buffers by name, as one rank had them; views of the mapped file."""
         return self._rank_file(rank).with_prefix(BUFFER)
 
     def tied(self) -> dict[str, str]:
-        """Other names of parameters -> the name the layout has."""
+        """Other names of tied parameters -> the name in the layout. Raises CheckpointError if one makes no sense."""
         file = self._rank_file(0)
         names = {slot.name for _, slot in slots_of(self.layout)}
         for alias, name in (aliases := self._described(file, "tied")).items():
@@ -173,7 +176,7 @@ class CheckpointReader:
         return aliases
 
     def _described(self, file: TensorFile, key: str) -> dict[str, Any]:
-        """A JSON object of a rank's file."""
+        """A JSON object from the metadata of a rank's file."""
         try:
             found = parse_json(file.metadata.get(key, ""))
         except ValueError as exc:
@@ -195,8 +198,8 @@ class CheckpointReader:
         return file
 
     def verify(self) -> None:
-        """Compare every file's header and hash with the manifest; raises CheckpointError naming the first that
-        differs."""
+        """Compare every file's size, header and hash with the manifest. Raises CheckpointError that names the first
+        file that differs."""
         for entry in self.manifest.files:
             _check_size(self.directory / entry.name, entry)
             self._checked(entry.name)
@@ -214,13 +217,13 @@ def _manifest_text(directory: Path) -> str:
     path = directory / MANIFEST
     if not directory.is_dir():
         beside = [found.name for found in checkpoint_folders(directory.parent)]
-        there = f"beside it are {', '.join(beside)}" if beside else "there are none beside it"
+        there = f"its folder has {', '.join(beside)}" if beside else "its folder has none either"
         raise CheckpointError(f"no checkpoint at {directory}: {there}")
     try:
         return read_text(path, at_most=_MAX_MANIFEST, follow_links=False)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory} is not a checkpoint: it has no {MANIFEST} (name a folder inside checkpoints/)"
+            f"{directory} is not a checkpoint: it has no {MANIFEST}; name a folder inside checkpoints/"
         ) from None
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} is damaged: {exc}") from exc
@@ -230,12 +233,12 @@ def _check_size(path: Path, entry: FileEntry) -> None:
     try:
         got = regular_size(path, follow_links=False)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; the manifest names it. Use another checkpoint") from None
+        raise CheckpointError(f"{path} is missing, but the manifest names it; use another checkpoint") from None
     except OSError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
     if got != entry.size_bytes:
         raise CheckpointError(
-            f"{path} has {got:,} bytes, the manifest says {entry.size_bytes:,}: it is truncated or was changed; "
+            f"{path} has {got:,} bytes, but the manifest says {entry.size_bytes:,}: it is truncated or was changed; "
             "use another checkpoint"
         )
 
@@ -248,5 +251,6 @@ def _check_hash(path: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
     if got != entry.sha256:
         raise CheckpointError(
-            f"{path} is damaged: its hash is {got[:12]}, the manifest says {entry.sha256[:12]}; use another checkpoint"
+            f"{path} is damaged: its hash is {got[:12]}, but the manifest says {entry.sha256[:12]}; use another "
+            "checkpoint"
         )

@@ -1,4 +1,4 @@
-"""Which old checkpoints a run deletes, when it keeps only its newest ones."""
+"""Deletes a run's old checkpoints when it keeps only its newest ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def delete_older(directory: Path, keep: int) -> list[Path]:
-    """Delete the oldest of the checkpoints beside ``directory``, a complete one, until ``keep`` are left with it.
+    """Delete the oldest checkpoints beside ``directory``, a complete checkpoint, until ``keep`` are left, counting
+    ``directory`` itself. Returns those that were deleted.
 
-    Only those of its own series count: names that differ from its name in nothing but the last number, and earlier
-    steps. ``best`` or ``other-1`` beside ``step-000100`` are never touched, nor are links, folders with files of others
-    in them, and what is damaged. Returns what was deleted. One that cannot be deleted causes a warning: the new
-    checkpoint is good all the same."""
+    Only its own series counts: checkpoints of earlier steps whose names differ from its name in the last number alone.
+    Beside ``step-000100``, ``best`` and ``other-1`` are never touched; nor are links, folders that hold other files,
+    and damaged checkpoints. If one cannot be deleted, there is a warning, because the new checkpoint is good all the
+    same."""
     found = _LAST_NUMBER.fullmatch(directory.name)
     if found is None:
         return []
@@ -45,7 +46,8 @@ def delete_older(directory: Path, keep: int) -> list[Path]:
 
 
 def _delete(path: Path) -> None:
-    """At once for readers: the name goes first, and a sweep removes what a kill leaves of the rest."""
+    """Delete a checkpoint, all at once as readers see it: the name goes first. If the process is killed before the
+    rest has gone, a sweep removes it."""
     taken = taken_path(path)
     shutil.rmtree(taken, ignore_errors=True)
     path.rename(taken)

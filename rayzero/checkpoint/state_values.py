@@ -1,7 +1,7 @@
-"""A loop's own state as JSON and named tensors, and back: what is loaded equals what was saved.
+"""Turns a loop's own state into JSON and named tensors, and back: what is loaded equals what was saved.
 
-JSON alone would change values without a word: keys of a dict that are numbers become text (a MultiStepLR whose
-milestones are text never decays), tuples become lists. Those are marked; everything JSON keeps stays as it is.
+JSON alone would silently change values. It turns a dict's integer keys into text (a MultiStepLR whose milestones are
+text never decays) and tuples into lists. Such values are marked; everything that JSON keeps stays as it is.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ _MOST_NESTED = 100
 
 
 def pack(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``state`` as a JSON object, and its tensors by number and place in it (detached; copied only from a device).
+    """``state`` as a JSON object, and its tensors on the CPU by their number and place in it. The tensors are
+    detached, and copied only if they have to be.
 
-    Takes None, numbers, text, dense tensors, and lists, tuples, dicts (any such key) and Counters of these; their
-    subclasses (OrderedDict, namedtuple) come back as the plain kind. Raises CheckpointError naming the place of
-    anything else, and of what is nested more than 100 deep."""
+    Takes None, numbers, text, dense tensors of any shape and dtype, and lists, tuples, dicts and Counters of these; the
+    keys of a dict may be any of them. Subclasses (OrderedDict, namedtuple) come back as the plain kind. Raises
+    CheckpointError that names the place of anything else, or of what is nested more than 100 deep."""
     tensors: dict[str, Tensor] = {}
     packed = {str(key): _pack(value, str(key), tensors, 0) for key, value in state.items()}
     return packed, tensors
 
 
 def unpack(packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of ``pack``; raises CheckpointError where a tensor is missing or a mark is damaged."""
+    """The inverse of ``pack``. Raises CheckpointError if a tensor is missing or a mark is damaged."""
     return {key: _unpack(value, tensors) for key, value in packed.items()}
 
 
 def is_packable(value: Any) -> bool:
-    """Whether ``pack`` takes the value."""
+    """Whether ``pack`` accepts the value."""
     try:
         pack({"value": value})
     except CheckpointError:
@@ -46,7 +47,7 @@ def is_packable(value: Any) -> bool:
 
 def _pack(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if depth > _MOST_NESTED:
-        raise CheckpointError(f"{place[:100]}... is nested more than {_MOST_NESTED} deep, or in itself")
+        raise CheckpointError(f"{place[:100]}... is nested more than {_MOST_NESTED} deep, or contains itself")
     if isinstance(value, Tensor):
         name = f"{len(tensors)}.{place}"  # numbered: different places may read the same
         tensors[name] = _plain_tensor(value, place)
@@ -60,15 +61,17 @@ def _pack(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any
         return value
     kind = type(value)
     raise CheckpointError(
-        f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint keeps; save numbers, text, tensors, "
-        "and lists, tuples or dicts of these"
+        f"{place} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot keep; save numbers, text, "
+        "tensors, and lists, tuples or dicts of these"
     )
 
 
 def _plain_tensor(value: Tensor, place: str) -> Tensor:
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         kind = "a meta" if value.is_meta else "a nested" if value.is_nested else "a sparse or quantized"
-        raise CheckpointError(f"{place} is {kind} tensor, which no checkpoint keeps; save a dense one (.to_dense())")
+        raise CheckpointError(
+            f"{place} is {kind} tensor, which a checkpoint cannot keep; save a dense one (.to_dense())"
+        )
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 

@@ -1,4 +1,5 @@
-"""Weights to start from, as they lie in safetensors files or in memory: what there is first, bytes when asked for."""
+"""Weights to start from, in safetensors files or in memory. Names, shapes and dtypes are read first; bytes only when
+somebody asks for them."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ Rename = Callable[[str], str | None]
 
 
 class Weights:
-    """Where the values of a model's parameters and persistent buffers come from; ``rayzero.prepare(weights=...)``.
+    """Where ``rayzero.prepare(weights=...)`` gets the values of a model's parameters and persistent buffers.
 
-    Knows a source and how its names become the model's; not the model, and no bytes before they are asked for."""
+    Knows a source and how its names become the model's; not the model. Reads no bytes before somebody asks for them."""
 
     def __init__(
         self,
@@ -37,11 +38,14 @@ class Weights:
         strict: bool = True,
     ) -> None:
         """source: a safetensors file; a Hugging Face directory or its ``model.safetensors.index.json``; a mapping of
-            named tensors; or an iterable of (name, tensor), read once, whose order decides how much is in memory: a
-            unit is held from its first tensor to its last.
-        rename: the model's name for a name of the source; None: that tensor is left out.
-        strict: as of ``load_state_dict``. False: names that the model lacks are left out, and what the source lacks
-            keeps the model's own values, or those of ``init``.
+            named tensors; or an iterable of (name, tensor). Tensors have the shapes of the model's parameters and
+            buffers. An iterable is read once, and its order decides how much is in memory: a unit is held from its
+            first tensor to its last.
+        rename: gives the model's name for a name of the source, or None to leave that tensor out.
+        strict: as in ``load_state_dict``. If False, names that the model lacks are left out, and parameters that the
+            source lacks keep the model's own values, or those of ``init``.
+
+        Raises ConfigError if ``source`` is anything else.
         """
         if not isinstance(source, str | PathLike | Iterable):
             raise ConfigError(
@@ -54,18 +58,20 @@ class Weights:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it can be read only once, and says what it has only while it is read."""
+        """Whether it can be read only once, so that nobody knows its names beforehand."""
         return not isinstance(self.source, str | PathLike | Mapping)
 
     def open(self) -> NamedWeights:
-        """Look at what there is; not for a stream. Raises CheckpointError for files that are missing or damaged."""
+        """Read the names, shapes and dtypes of a source that is not a stream. Raises CheckpointError if files are
+        missing or damaged, ConfigError if a mapping holds something other than tensors with values or ``rename`` gives
+        two tensors the same name."""
         if isinstance(self.source, str | PathLike):
             return NamedWeights(_TensorFiles(Path(self.source)), self.rename)
         assert isinstance(self.source, Mapping)
         return NamedWeights(_TensorMapping(self.source), self.rename)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """A stream's tensors under the model's names."""
+        """The tensors of a stream with the model's names, as they come."""
         assert not isinstance(self.source, str | PathLike | Mapping)
         for given, tensor in self.source:
             name = self.rename(given)
@@ -81,7 +87,7 @@ class WeightDecl:
     """What a source says of one tensor."""
 
     shape: tuple[int, ...]
-    dtype: str  # as torch names it, without "torch."; what torch has no such name for, as the file has it
+    dtype: str  # torch's name without "torch."; the file's own code if this package has no name for it
 
 
 class _Source(Protocol):
@@ -93,7 +99,7 @@ class _Source(Protocol):
 
 
 class NamedWeights:
-    """Tensors by the model's names for them."""
+    """Tensors by the names that the model has for them."""
 
     def __init__(self, source: _Source, rename: Rename) -> None:
         self._source = source
@@ -113,7 +119,8 @@ class NamedWeights:
         return name in self._given
 
     def read(self, name: str) -> Tensor:
-        """One tensor. From a file it is a view of the mapped file: read it once, and let it go."""
+        """One tensor, in the source's shape and dtype. From a file it is a view of the mapped file: use it once and
+        let it go. Raises CheckpointError if the file cannot be read."""
         return self._source.read(self._given[name])
 
 
@@ -132,7 +139,7 @@ class _TensorMapping:
 
 
 def declare_weight(name: str, tensor: object) -> WeightDecl:
-    """The declaration of a tensor in memory; raises ConfigError where it is none, or has no bytes."""
+    """The declaration of a tensor in memory. Raises ConfigError if it is not a tensor, or a meta tensor."""
     if not isinstance(tensor, Tensor) or tensor.is_meta:
         what = "a meta tensor, without values" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ConfigError(f"weights: {name!r} is {what}; pass a tensor with values")
@@ -155,7 +162,7 @@ class _TensorFiles:
     def _add(self, path: Path, only: list[str] | None) -> None:
         opener: Any = safe_open
         try:
-            regular_size(path)  # a link to one is fine: so the Hugging Face cache keeps its files
+            regular_size(path)  # a link to a regular file is fine: the Hugging Face cache consists of links
             file = opener(path, framework="pt")
             held = set(file.keys())
             for name in sorted(held) if only is None else only:
@@ -166,7 +173,7 @@ class _TensorFiles:
                 part = file.get_slice(name)
                 self.decls[name] = WeightDecl(tuple(part.get_shape()), code_name(part.get_dtype()))
                 self._files[name] = file
-        except (SafetensorError, OSError, RuntimeError) as exc:  # the last is torch's, of a file it cannot map
+        except (SafetensorError, OSError, RuntimeError) as exc:  # torch raises the last for a file it cannot map
             raise CheckpointError(f"{path} cannot be read as safetensors: {_one_line(exc)}") from exc
 
     def read(self, name: str) -> Tensor:
@@ -182,7 +189,7 @@ def _one_line(exc: Exception) -> str:
 
 
 def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """Each file of ``path``, and which of its tensors count; None: all."""
+    """Each file of ``path``, and which of its tensors count; None if all do."""
     try:
         if path.is_dir():
             path = _in_directory(path)
@@ -199,7 +206,7 @@ def _in_directory(directory: Path) -> Path:
             return directory / name
     if (directory / MANIFEST).is_file():
         raise CheckpointError(
-            f"{directory} is a RayZero checkpoint: resume from it, or make weights of it with rayzero export"
+            f"{directory} is a RayZero checkpoint, not weights; resume from it, or export it with rayzero export"
         )
     held = sorted(entry.name for entry in directory.iterdir())[:8]
     raise CheckpointError(
@@ -214,9 +221,9 @@ def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
         by_file.setdefault(file, []).append(name)
     for file in by_file:
         if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise CheckpointError(f"{index} names {file[:200]!r}, which is not in its folder")
+            raise CheckpointError(f"{index} names {file[:200]!r}, which is outside its folder")
         if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index} names {file[:200]!r}, which is not there")
+            raise CheckpointError(f"{index} names {file[:200]!r}, which does not exist")
     return [(index.parent / file, names) for file, names in by_file.items()]
 
 
@@ -225,7 +232,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         placed = parse_json(read_text(index, at_most=_MAX_INDEX))["weight_map"]
         if not all(isinstance(file, str) for file in placed.values()):
-            raise ValueError("which names a file for each tensor")
+            raise ValueError("it must name a file for each tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CheckpointError(f"{index} is no index of safetensors files: it needs a weight_map ({exc!r})") from exc
+        raise CheckpointError(f"{index} is not an index of safetensors files: it needs a weight_map ({exc!r})") from exc
     return dict(placed)

@@ -1,7 +1,7 @@
-"""Writing a checkpoint: files into a staging directory, then the manifest, then one rename.
+"""Writes a checkpoint: files into a staging directory, then the manifest, then one rename.
 
-Owners and ranks write their own files, in any order and from any process that sees the directory; whoever
-commits needs only their ``FileEntry``. A crash before the rename leaves the old checkpoints as they were.
+Owners and ranks write their own files, in any order and from any process that sees the directory. The process that
+commits only needs their ``FileEntry``. A crash before the rename leaves the old checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpe
 STATE = "state/"  # prefixes of tensor names in a rank's file
 BUFFER = "buffer/"
 
-_UNWRITTEN = "unwritten"  # in place of what a rank's file holds
+_UNWRITTEN = "unwritten"  # key of the reason, in an entry whose file could not be written
 
 _STALE = re.compile(r"\.(.+)\.(tmp|taken|replaced)", re.DOTALL)
 _OF_A_SAVE = re.compile(r"owner-\d+\.safetensors|rank-\d+\.safetensors|model-\d+|" + re.escape(MANIFEST))
 
 log = logging.getLogger(__name__)
 
-_TRIES = 100  # to put a file into a folder that others remove whenever it is empty
+_TRIES = 100  # attempts at putting a file into a folder that other processes remove whenever it is empty
 
 
 def checkpoint_name(step: int) -> str:
@@ -43,12 +43,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def staging_path(directory: Path) -> Path:
-    """Where the checkpoint ``directory`` is written before it exists: beside it, so that a rename is atomic."""
+    """The folder that the checkpoint ``directory`` is staged in: beside it, so that a rename can be atomic."""
     return directory.with_name(f".{directory.name}.tmp")
 
 
 def taken_path(directory: Path) -> Path:
-    """The name that a folder has while one process alone completes or deletes it."""
+    """The name of a checkpoint's folder while one process alone completes or deletes it."""
     return directory.with_name(f".{directory.name}.taken")
 
 
@@ -57,12 +57,13 @@ def _replaced_path(directory: Path) -> Path:
 
 
 def check_target(directory: Path) -> None:
-    """Raise CheckpointError where no checkpoint can be put at ``directory``; writes nothing.
+    """Raise CheckpointError if no checkpoint can be put at ``directory``. Writes nothing.
 
-    Only a complete checkpoint may be there already: saving replaces it. Anything else was made by others."""
+    Only a complete checkpoint may be there already, which saving replaces: anything else belongs to somebody else.
+    Raises CheckpointWriteError if the file system refuses."""
     try:
         _refuse_target(directory)
-    except OSError as exc:  # not ours to look at
+    except OSError as exc:  # for example no permission to look
         raise CheckpointWriteError(f"cannot save to {directory}: {exc.strerror}") from exc
 
 
@@ -76,8 +77,8 @@ def _refuse_target(directory: Path) -> None:
         raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
     if _STALE.fullmatch(directory.name):
         raise CheckpointError(
-            f"cannot save to {directory}: names of this form are those of folders that saves stage their files in; "
-            "name a new directory"
+            f"cannot save to {directory}: names of this form are kept for the staging folders of checkpoints; name a "
+            "new directory"
         )
     if directory.exists() and not (directory / MANIFEST).is_file():
         what = "a folder" if directory.is_dir() else "a file"
@@ -99,29 +100,31 @@ def _can_be_named(path: Path) -> bool:
 
 
 def discard_staging(directory: Path) -> None:
-    """Remove all that a save to ``directory`` that failed has staged. Idempotent.
+    """Remove everything that a failed save to ``directory`` has staged. Idempotent.
 
-    For who commits, once every owner has answered and before ranks hear of the failure: a rank that tries again stages
-    its file under the same name."""
-    with suppress(OSError):  # nothing was staged, or not here
+    The process that commits calls this once every owner has answered and before ranks hear of the failure, because a
+    rank that tries again stages its file under the same name."""
+    with suppress(OSError):  # nothing was staged, or not on this file system
         shutil.rmtree(_take_staged(directory))
 
 
 def _take_staged(directory: Path) -> Path:
-    """Give what is staged a name that only who commits uses; returns it, also where nothing was staged.
+    """Rename the staging folder to a name that only the committing process uses. Returns that name, also if nothing
+    was staged.
 
-    A rank that gave up withdraws its file before, and the commit fails, or finds it no more: no half of a save."""
+    A rank that gives up withdraws its file. If it does so before the rename, the commit fails; afterwards it no longer
+    finds the file. So a save is never committed by half."""
     taken = taken_path(directory)
-    shutil.rmtree(taken, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(taken, ignore_errors=True)  # left by a process that was killed
     with suppress(FileNotFoundError):
         staging_path(directory).rename(taken)
     return taken
 
 
 def checkpoint_folders(parent: Path) -> list[Path]:
-    """The folders in ``parent`` that hold a manifest, by name, whether their content is sound or not.
+    """The folders in ``parent`` that hold a manifest, sorted by name, whether their content is sound or not.
 
-    What a save has staged is not a checkpoint, and a link to another folder of ``parent`` is not one more."""
+    Staging folders do not count, nor do links to another folder of ``parent``."""
     found = sorted(path.parent for path in parent.glob(f"*/{MANIFEST}"))
     return [path for path in found if not _STALE.fullmatch(path.name) and not _links_beside(path)]
 
@@ -131,9 +134,10 @@ def _links_beside(path: Path) -> bool:
 
 
 def stale_folders(parent: Path) -> list[Path]:
-    """What interrupted saves left in ``parent``, by name: staged files, and checkpoints that were being replaced.
+    """The folders that interrupted saves left in ``parent``, sorted by name: staged files, and checkpoints that were
+    being replaced.
 
-    A folder of such a name that holds anything else was made by others and is not listed."""
+    A folder of such a name that holds anything else belongs to somebody else and is not listed."""
     named = ((path, _STALE.fullmatch(path.name)) for path in sorted(parent.glob(".*.*")))
     return [path for path, match in named if match and _left_by_save(path, match[2])]
 
@@ -145,18 +149,18 @@ def _left_by_save(path: Path, state: str) -> bool:
 
 
 def holds_nothing_else(path: Path) -> bool:
-    """Whether ``path`` is a folder with files of a save and no others, and not a link to one."""
+    """Whether ``path`` is a folder, not a link to one, that holds a checkpoint's files and nothing else."""
     if path.is_symlink() or not path.is_dir():
         return False
     return all(_OF_A_SAVE.fullmatch(inside.name) for inside in path.iterdir())
 
 
 def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
-    """Clear what interrupted saves left in ``parent``; returns the names. Call while nobody saves there.
+    """Clear what interrupted saves left in ``parent``, and return the names. Call it while nobody saves there.
 
-    ``checkpoint``: clear only what saves of this name left.
+    ``checkpoint``: clear only what saves under this name left.
 
-    A checkpoint that was being replaced and whose successor never came gets its name back."""
+    A checkpoint that was being replaced gets its name back if the new one never came."""
     swept: list[str] = []
     for path in stale_folders(parent):
         match = _STALE.fullmatch(path.name)
@@ -173,10 +177,11 @@ def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
 def write_tensors(
     directory_staging: Path, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, Mapping[str, Any]]
 ) -> FileEntry:
-    """Write and fsync one safetensors file in a staging directory (made if missing).
+    """Write and fsync one safetensors file in a staging directory, which is made if it is missing.
 
-    ``tensors``: CPU tensors of any shape, streamed, never copied. ``content``: per tensor what it holds
-    (``Piece`` without ``dtype`` and ``sha256``, which are added here); other keys are kept.
+    ``tensors``: by name, of any shape and any dtype that safetensors has; contiguous CPU tensors are written without a
+    copy. ``content``: per tensor, the fields of a ``Piece`` but ``dtype`` and ``sha256``, which are added here; other
+    keys are kept. Raises CheckpointWriteError if the file cannot be written, UnsupportedError for another dtype.
     """
     return _write_file(directory_staging, name, tensors, content, {})
 
@@ -190,14 +195,15 @@ def write_rank_state(
     buffers: Mapping[str, Tensor] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Write one rank's file: its loop state (JSON-able), loop tensors (RNG states …), the model's persistent
-    buffers and its tied names (other name -> the name the layout has). Raises CheckpointError where ``state`` is
-    not JSON-able."""
+    """Write and fsync one rank's file: its loop state as JSON, its loop's tensors (such as RNG states), the model's
+    persistent buffers, and its tied names (other name -> the name in the layout). Raises CheckpointError if ``state``
+    is not JSON-able, CheckpointWriteError if the file cannot be written."""
     try:
         metadata = {"state": json.dumps(state), "tied": json.dumps(dict(tied or {}))}
     except (TypeError, ValueError) as exc:
         raise CheckpointError(
-            f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, all else as plain values"
+            f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, everything else as plain "
+            "values"
         ) from exc
     named = {STATE + key: value for key, value in tensors.items()}
     named |= {BUFFER + key: value for key, value in (buffers or {}).items()}
@@ -205,7 +211,7 @@ def write_rank_state(
 
 
 def unwritten(rank: int, why: str) -> FileEntry:
-    """Stands for a rank's file that could not be written: the save fails, for every rank, with this reason."""
+    """An entry in place of a rank's file that could not be written: the save fails on every rank with this reason."""
     return FileEntry(name=rank_file_name(rank), size_bytes=0, sha256="", content={_UNWRITTEN: {"why": why}})
 
 
@@ -231,13 +237,14 @@ def _write_file(
 
 
 def _begin(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> TensorFileWriter:
-    """Open a file in its staging directory, which another process's ``withdraw`` may remove as long as it is empty."""
+    """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
+    empty."""
     tries = 1
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata)
-        except (FileNotFoundError, FileExistsError):  # removed after mkdir made it, or found it there
+        except (FileNotFoundError, FileExistsError):  # it was removed after, or while, mkdir found or made it
             if tries == _TRIES:
                 raise
             tries += 1
@@ -251,9 +258,9 @@ def _stream(file: TensorFileWriter, tensors: Mapping[str, Tensor]) -> TensorFile
 
 
 def withdraw(path: Path) -> None:
-    """Remove a file of this process from its staging directory, and that once nothing else is in it. Idempotent.
+    """Remove this process's file from its staging directory, and the directory if nothing else is in it. Idempotent.
 
-    For a file that could not be written, or whose save failed; those of others stay."""
+    Called for a file that could not be written or whose save failed. The files of other processes stay."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -269,12 +276,14 @@ def commit_checkpoint(
     owner_files: Sequence[FileEntry],
     rank_files: Sequence[FileEntry],
 ) -> CheckpointInfo:
-    """Make the staged files a checkpoint: manifest, fsync, rename. Nothing exists under ``directory`` before.
+    """Make the staged files a checkpoint: manifest, fsync, rename. Before the rename, nothing new exists under
+    ``directory``.
 
-    ``slot_steps``: parameter -> updates it has had; where a piece's content carries ``"step"`` it is taken
-    from there too, and the two must agree. Raises CheckpointError when a file is not in the staging directory
-    with the announced size, when the pieces do not make up every parameter of ``spec.layout``, or when something
-    else is at ``directory``; what was staged is then gone.
+    ``slot_steps``: parameter -> how many updates it has had. A piece's content may say this too, as ``"step"``; the two
+    must agree. Raises CheckpointError if a staged file is missing or has another size than announced, if the pieces do
+    not make up every parameter of ``spec.layout``, or if something that is not a checkpoint is at ``directory``;
+    CheckpointWriteError if the file system refuses or a rank could not write its file. After an error, nothing staged
+    is left.
     """
     try:
         manifest = _commit_staged(directory, step, spec, hyper, slot_steps, owner_files, rank_files)
@@ -319,8 +328,8 @@ def _merged_steps(slot_steps: Mapping[str, int], owner_files: Sequence[FileEntry
         for content in entry.content.values():
             if "step" in content and merged.setdefault(content["param"], content["step"]) != content["step"]:
                 raise CheckpointError(
-                    f"{entry.name} says {content['param']!r} had {content['step']} updates, "
-                    f"others say {merged[content['param']]}"
+                    f"{entry.name} says that {content['param']!r} had {content['step']} updates, "
+                    f"but others say {merged[content['param']]}"
                 )
     return dict(sorted(merged.items()))
 
@@ -340,7 +349,7 @@ def _check_staged(taken: Path, entries: Sequence[FileEntry]) -> None:
 
 
 def _drop_strangers(taken: Path, wanted: set[str]) -> None:
-    """Remove files an interrupted save with more owners or ranks left under the same name."""
+    """Remove files that an interrupted save with more owners or ranks left under the same name."""
     for path in taken.iterdir():
         if path.name not in wanted:
             path.unlink()
@@ -355,12 +364,12 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _rename_into_place(taken: Path, directory: Path) -> None:
-    """The commit point. An older checkpoint of the same name steps aside first and is then removed.
+    """The commit point. An older checkpoint of the same name is first moved aside and afterwards removed.
 
-    After the rename the checkpoint is there and whole. What fails from then on is a warning, no failed save."""
+    After the rename the checkpoint is there and whole. Whatever fails from then on is only a warning."""
     replaced = _replaced_path(directory)
     if directory.exists():
-        if replaced.exists():  # of a save whose end could not be made durable; what replaced it is in place
+        if replaced.exists():  # left by a save that could not be made durable or tidied; its checkpoint is in place
             shutil.rmtree(replaced)
         directory.rename(replaced)
     try:
@@ -375,8 +384,8 @@ def _rename_into_place(taken: Path, directory: Path) -> None:
             shutil.rmtree(replaced)
     except OSError as exc:
         log.warning(
-            "the checkpoint %s is complete, but the folder it is in could not be made durable or tidied (%s): a power "
-            "failure may undo the save, and what it replaced may stay until the next start",
+            "the checkpoint %s is complete, but its folder could not be made durable or tidied (%s): a power failure "
+            "may undo the save, and the checkpoint that it replaced may stay until the next start",
             directory,
             exc,
         )

@@ -39,9 +39,9 @@ def edit_manifest(directory: Path, change, *, rehash: bool = True) -> None:
 
 
 def test_a_missing_checkpoint_names_those_beside_it(written, directory):
-    assert "there are none beside it" in refusal(directory)
+    assert "its folder has none either" in refusal(directory)
     written.save(directory)
-    assert "beside it are step-000030" in refusal(directory.with_name("step-000031"))
+    assert "its folder has step-000030" in refusal(directory.with_name("step-000031"))
 
 
 def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path):
@@ -53,7 +53,7 @@ def test_a_truncated_file_is_found_when_the_checkpoint_is_opened(written, direct
     path = directory / "owner-000.safetensors"
     size = path.stat().st_size
     os.truncate(path, size - 8)
-    assert f"owner-000.safetensors has {size - 8:,} bytes, the manifest says {size:,}" in refusal(directory)
+    assert f"owner-000.safetensors has {size - 8:,} bytes, but the manifest says {size:,}" in refusal(directory)
 
 
 def test_a_missing_file_is_found_when_the_checkpoint_is_opened(written, directory):
@@ -97,13 +97,13 @@ def test_a_manifest_that_does_not_match_its_own_hash_is_refused(written, directo
 def test_a_manifest_with_another_files_hash_is_found_by_verify(written, directory):
     written.save(directory)
     edit_manifest(directory, lambda d: d["owner_files"][0].update(sha256="f" * 64))
-    assert "the manifest says ffffffffffff" in refusal(directory, read=True)
+    assert "but the manifest says ffffffffffff" in refusal(directory, read=True)
 
 
 def test_a_manifest_whose_entries_were_changed_has_a_wrong_content_digest(written, directory):
     written.save(directory)
     edit_manifest(directory, lambda d: d.update(step=31))
-    assert "wrong content digest" in refusal(directory)
+    assert "its content digest is" in refusal(directory)
 
 
 def test_a_manifest_without_a_field_is_refused(written, directory):

@@ -101,7 +101,7 @@ def test_views_of_complex_numbers_are_kept_and_tensors_without_plain_memory_are_
     assert back["conj"].item() == 1 - 2j
     assert back["imag"].item() == -2
     for value in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
-        with pytest.raises(CheckpointError, match=r"x\[0\] is a .* tensor, which no checkpoint keeps"):
+        with pytest.raises(CheckpointError, match=r"x\[0\] is a .* tensor, which a checkpoint cannot keep"):
             pack({"x": [value]})
 
 
@@ -112,7 +112,7 @@ def test_what_is_not_kept_is_named_by_its_place() -> None:
         ({"a": {"b": [1, Path("x")]}}, r"a\.b\[1\] is a pathlib\.PosixPath"),
         ({"f": {3: print}}, r"f\[3\] is a builtins\.builtin_function"),
         ({"s": {1, 2}}, r"s is a builtins\.set"),
-        ({"deep": endless}, r"deep.* nested more than 100 deep, or in itself"),
+        ({"deep": endless}, r"deep.* nested more than 100 deep, or contains itself"),
     ]
     for state, message in wrong:
         with pytest.raises(CheckpointError, match=message):

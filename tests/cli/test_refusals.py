@@ -165,7 +165,7 @@ def test_resume_refuses_a_damaged_checkpoint(trained):
     assert "manifest.json is damaged: it says its hash is 000000000000" in refused(*resume, cwd=trained)
     manifest.write_text(json.dumps(described))
     os.truncate(checkpoint / "owner-000.safetensors", 100)
-    assert "owner-000.safetensors has 100 bytes, the manifest says" in refused(*resume, cwd=trained)
+    assert "owner-000.safetensors has 100 bytes, but the manifest says" in refused(*resume, cwd=trained)
     (checkpoint / "owner-000.safetensors").unlink()
     assert "owner-000.safetensors is missing" in refused(*resume, cwd=trained)
 
@@ -194,11 +194,11 @@ def test_export_writes_a_file_and_refuses_to_write_over_it(trained):
     assert "no checkpoint at" in refused("export", "runs/nowhere", "out2", cwd=trained)
     assert "dtype 'int3'" in refused("export", "runs/r", "out2", "--dtype", "int3", cwd=trained)
     wrong_kind = refused("export", "runs/r", "x.bin", cwd=trained)
-    assert "x.bin ends in .bin, but what is written is a .safetensors file" in wrong_kind
+    assert "x.bin ends in .bin, but an export is a .safetensors file" in wrong_kind
     (trained / "taken").write_text("")
     for out in ("taken", "taken/x.safetensors", "taken/deep/er"):
         message = refused("export", "runs/r", out, cwd=trained)
-        assert "rayzero: taken is a file, so " in message
+        assert ": taken is a file, not a folder; " in message
         assert "Errno" not in message
     (trained / "named.bin").mkdir()
     assert rayzero("export", "runs/r", "named.bin", cwd=trained).code == 0

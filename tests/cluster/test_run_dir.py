@@ -124,7 +124,7 @@ def test_a_run_resumes_from_the_newest_that_is_not_damaged(tmp_path, caplog):
     whole, hurt = saved(tmp_path, 10, 20)
     os.truncate(hurt / "owner-000.safetensors", 10)
     assert find_start(config(tmp_path, resume=True)).checkpoint == whole
-    assert f"skipped: {hurt}/owner-000.safetensors has 10 bytes" in caplog.text
+    assert f"skipping a checkpoint: {hurt}/owner-000.safetensors has 10 bytes" in caplog.text
     os.truncate(whole / "manifest.json", 10)
     with pytest.raises(CheckpointError, match=rf"nothing to resume: .*; {whole}/manifest.json is .*; {hurt}/owner-000"):
         find_start(config(tmp_path, resume=True))

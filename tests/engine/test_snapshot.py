@@ -159,7 +159,7 @@ def test_the_file_holds_tied_names_buffers_and_no_pickle(tmp_path: Path) -> None
 def test_loop_state_that_is_not_json_able_is_refused(tmp_path: Path) -> None:
     with running_in(RankContext()):
         _, optimizer = prepared()
-        with pytest.raises(CheckpointError, match="which no checkpoint keeps"):
+        with pytest.raises(CheckpointError, match="which a checkpoint cannot keep"):
             rayzero.save_checkpoint(optimizer, tmp_path / "step-000000", {"bad": object()})
 
 

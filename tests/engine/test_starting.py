@@ -294,7 +294,7 @@ def _no_index(directory: Path) -> object:
         (lambda d: d / "nothing", r"no weights at .*nothing: give a safetensors file"),
         (_damaged, "cannot be read as safetensors"),
         (_pickled, "neither model.safetensors nor model.safetensors.index.json; it has pytorch_model.bin"),
-        (_incomplete, "names 'model-00002-of-00002.safetensors', which is not there"),
+        (_incomplete, "names 'model-00002-of-00002.safetensors', which does not exist"),
         (_no_index, "needs a weight_map"),
         (lambda d: 7, "weights must be a path, a mapping of named tensors"),
         (lambda d: {"a": 7}, "'a' is a int; pass a tensor"),

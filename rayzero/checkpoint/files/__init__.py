@@ -1,1 +1,1 @@
-"""The files of a checkpoint, byte by byte: written front to back, read without trust."""
+"""A checkpoint's files, byte by byte: written from front to back, and checked before anything in them is used."""

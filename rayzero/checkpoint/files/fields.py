@@ -1,7 +1,8 @@
-"""Values of a manifest as they must be: each function returns its argument, or raises ValueError that says what it is.
+"""Checks the values of a manifest: each function returns its argument if it is right, and otherwise raises ValueError
+that says what the value is and what it must be.
 
-``json.loads`` makes anything of a text; what is not looked at here turns up later as a TypeError, or as a loop over
-2**62 elements.
+JSON can hold anything. A value that is not checked here would turn up later as a TypeError, or as a loop over 2**62
+elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rayzero.checkpoint.files.tensor_reader import is_shape
 from rayzero.layout.model_layout import dtype_from_name
 from rayzero.protocol.messages import FileEntry, ModelSpec
 
-_LARGEST = 1 << 62  # of any number: int64 holds sums of two
+_LARGEST = 1 << 62  # the largest number allowed: int64 holds the sum of two
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -35,14 +36,14 @@ def integer(value: Any, name: str, least: int = 0) -> int:
 
 
 def text(value: Any, name: str) -> str:
-    """A text."""
+    """Any text."""
     if not isinstance(value, str):
         raise _wrong(value, name, "a text")
     return value
 
 
 def word(value: Any, name: str) -> str:
-    """A text that messages may show as it is."""
+    """A printable text, which messages may show as it is."""
     if not isinstance(value, str) or not value.isprintable() or not value:
         raise _wrong(value, name, "a printable text")
     return value
@@ -77,14 +78,14 @@ def shape(value: Any, name: str) -> tuple[int, ...]:
 
 
 def dtype(value: Any, name: str) -> str:
-    """The name of a dtype that safetensors files hold."""
+    """The name of a dtype that our safetensors files can hold."""
     if not isinstance(value, str) or value not in DTYPES:
         raise _wrong(value, name, "a dtype")
     return value
 
 
 def file_entry(name: str, described: Mapping[str, Any]) -> FileEntry:
-    """The file ``name`` of the checkpoint."""
+    """The entry of the checkpoint's file ``name``."""
     content = mapping(get(described, "content"), f"content of {name}")
     return FileEntry(
         name=name,
@@ -95,7 +96,7 @@ def file_entry(name: str, described: Mapping[str, Any]) -> FileEntry:
 
 
 def model_spec(value: Any) -> ModelSpec:
-    """What the run sent at attach."""
+    """The model and optimizer that the run described at attach."""
     described = mapping(value, "spec")
     integer(get(described, "world_size"), "world_size", 1)
     for name in ("run", "optimizer"):
@@ -107,12 +108,12 @@ def model_spec(value: Any) -> ModelSpec:
             integer(group, "a parameter's group", -1)
     spec = ModelSpec.from_json(described)
     if [len(groups) for groups in spec.group_of] != [len(unit.slots) for unit in spec.layout.units]:
-        raise ValueError("group_of has not one number for each parameter")
+        raise ValueError("group_of does not have one number for each parameter")
     return spec
 
 
 def hyper(value: Any) -> tuple[dict[str, Any], ...]:
-    """Options per parameter group."""
+    """The options of each parameter group."""
     return tuple(mapping(group, "hyper") for group in sequence(value, "hyper"))
 
 

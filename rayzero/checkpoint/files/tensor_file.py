@@ -1,7 +1,7 @@
-"""One safetensors file, written front to back: the header is declared first, then the tensors stream through.
+"""Writes one safetensors file from front to back: first the header with all declarations, then tensor by tensor.
 
-The library reads these files; it cannot write one without holding every tensor, which is what
-``rayzero export`` must not do. The format is eight bytes of header length, a JSON header, then the bytes.
+The safetensors library cannot write a file without holding every tensor, and ``rayzero export`` must not hold them all.
+The format is eight bytes of header length, a JSON header, then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rayzero.errors import CheckpointError, UnsupportedError
 
-_PIECE = 16 << 20  # bytes handed to the hash and the file at once
+_PIECE = 16 << 20  # bytes that are hashed and written at once
 
 CODES = {
     torch.float64: "F64",
@@ -43,20 +43,20 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}  # by the
 
 
 def code_name(code: str) -> str:
-    """torch's name of a safetensors dtype, without "torch."; the code itself where this package has none for it."""
+    """torch's name for a safetensors dtype, without "torch."; the code itself if this package has no name for it."""
     return _NAMES.get(code, code)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
-    """What the header says of one tensor."""
+    """What the header says about one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
+        """The size of the tensor in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -66,24 +66,24 @@ def declare(tensor: Tensor) -> TensorDecl:
 
 
 def file_order(decls: Mapping[str, TensorDecl]) -> list[str]:
-    """Names in the order their bytes lie in the file: widest elements first, so that each starts aligned."""
-    return sorted(decls, key=lambda name: -decls[name].dtype.itemsize)  # stable: otherwise as given
+    """The names in the order of their bytes in the file: widest elements first, so that each tensor is aligned."""
+    return sorted(decls, key=lambda name: -decls[name].dtype.itemsize)  # stable: equal widths stay in their order
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in C order: a view where it is contiguous and on the CPU, else of a copy."""
+    """The tensor's bytes in C order. A view if the tensor is contiguous and on the CPU, else a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """SHA-256 of the tensor's bytes in C order."""
+    """The SHA-256 of the tensor's bytes in C order, in hexadecimal."""
     return hashlib.sha256(as_bytes(tensor)).hexdigest()
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` durable."""
+    """Make the names of the files in ``directory`` durable. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -92,7 +92,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 class TensorFileWriter:
-    """Writes the declared tensors in ``order``, each in one or more parts; fsynced when the ``with`` block ends.
+    """Writes the declared tensors in ``order``, each in one or more parts, and fsyncs when the ``with`` block ends.
 
     Knows the format and the hashes of what passes through; not where tensors come from or what they mean.
     """
@@ -104,7 +104,7 @@ class TensorFileWriter:
         self.size_bytes = 0
         self._decls = decls
         self._whole = hashlib.sha256()
-        header = _header(self.order, decls, metadata or {})  # may refuse: nothing is open yet
+        header = _header(self.order, decls, metadata or {})  # may raise UnsupportedError: no file is open yet
         self._file = path.open("wb")
         self._write_raw(header)
 
@@ -120,11 +120,12 @@ class TensorFileWriter:
 
     @property
     def file_sha256(self) -> str:
-        """SHA-256 of all bytes written so far."""
+        """The SHA-256 of all bytes that were written so far, in hexadecimal."""
         return self._whole.hexdigest()
 
     def write(self, name: str, parts: Iterable[Tensor]) -> None:
-        """Append one whole tensor as consecutive parts; tensors must come in ``order``."""
+        """Append one whole tensor as consecutive parts, of the declared dtype and any shape. Raises CheckpointError if
+        it is not the next tensor in ``order`` or if the parts have another size than declared."""
         expected = self.order[len(self.sha256)]
         if name != expected:
             raise CheckpointError(f"{self.path.name}: tensor {name!r} was written where {expected!r} belongs")
@@ -132,7 +133,7 @@ class TensorFileWriter:
         for part in parts:
             size += self._write_part(part, digest)
         if size != want:
-            raise CheckpointError(f"{self.path.name}: tensor {name!r} got {size:,} bytes, its shape needs {want:,}")
+            raise CheckpointError(f"{self.path.name}: tensor {name!r} got {size:,} bytes, but its shape needs {want:,}")
         self.sha256[name] = digest.hexdigest()
 
     def _write_part(self, part: Tensor, digest: hashlib._Hash) -> int:

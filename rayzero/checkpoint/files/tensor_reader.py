@@ -1,7 +1,7 @@
-"""One safetensors file of a checkpoint, memory-mapped: what its header says is checked whole before a byte is used.
+"""Reads one safetensors file of a checkpoint through a memory map, and checks its whole header before it uses a byte.
 
-A tensor's own hash says nothing of its dtype or shape, which are in the header: I32 has the bytes of F32. The header
-is therefore compared with what the manifest says of every tensor (``TensorFile.require``).
+A tensor's own hash says nothing about its dtype and shape, which are in the header: the same bytes can be I32 or F32.
+So ``TensorFile.require`` compares the header with what the manifest says about every tensor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rayzero.files import open_regular, parse_json
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _METADATA = "__metadata__"
 _LENGTH = 8  # bytes in front of the header that say how long it is
-_MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer ones either
-_MAX_DIMS = 64  # of a torch tensor
+_MAX_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
+_MAX_DIMS = 64  # that a torch tensor can have
 _MAP_NORESERVE = 0x4000  # Linux: nothing is written, so a file may be larger than memory
 
 
@@ -38,12 +38,12 @@ class _Held:
 
 
 class TensorFile:
-    """An open file; its tensors are views of the mapped file. Freed with this object and the last of them.
+    """An open file whose tensors are views of its memory map. The map is freed with this object and the last of them.
 
     Knows the format; not what tensors mean."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where ``path`` is no regular file, or its header does not describe its bytes."""
+        """Raises CheckpointError if ``path`` is not a regular file, or if its header does not describe its bytes."""
         self.path = path
         try:
             with open_regular(path, follow_links=False) as file:
@@ -65,12 +65,12 @@ class TensorFile:
             if theirs is None or theirs.decl != ours:
                 found = _describe(None if theirs is None else theirs.decl)
                 raise CheckpointError(
-                    f"{self.path} is damaged: tensor {reprlib.repr(name)} is {found} there, the manifest says "
+                    f"{self.path} is damaged: tensor {reprlib.repr(name)} is {found} there, but the manifest says "
                     f"{_describe(ours)}; use another checkpoint"
                 )
 
     def flat(self, name: str) -> Tensor:
-        """A tensor's elements in C order: 1D, not to be written to."""
+        """A tensor's elements in C order: 1D, in its dtype. A view of the mapped file; do not write to it."""
         held = self._held[name]
         count = math.prod(held.decl.shape)
         if count == 0:
@@ -78,7 +78,7 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=held.decl.dtype, count=count, offset=held.start)
 
     def with_prefix(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with ``prefix``, which is left out."""
+        """The tensors whose names begin with ``prefix``, by the rest of the name. Views of the mapped file."""
         return {
             name.removeprefix(prefix): self.flat(name).view(held.decl.shape)
             for name, held in self._held.items()
@@ -90,7 +90,7 @@ def _describe(decl: TensorDecl | None) -> str:
     return "missing" if decl is None else f"{str(decl.dtype).removeprefix('torch.')} of shape {decl.shape}"
 
 
-# ---- the header: every ValueError says what is wrong ------------------------------------------------------------
+# ---- the header; every ValueError says what is wrong ------------------------------------------------------------
 
 
 def _read_header(file: BufferedReader) -> tuple[dict[str, Any], int, int]:
@@ -102,18 +102,18 @@ def _read_header(file: BufferedReader) -> tuple[dict[str, Any], int, int]:
         raise ValueError(f"its header has {length:,} bytes, and the file {size:,}")
     header = parse_json(file.read(length).decode("utf-8"))
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     return header, data_start, size
 
 
 def _read_metadata(found: object) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise ValueError("its metadata are not texts by name")
+        raise ValueError("its metadata is not an object of texts")
     return found
 
 
 def _read_tensors(header: Mapping[str, Any], data_start: int, size: int) -> dict[str, _Held]:
-    """By name; their bytes follow each other without gaps to the file's end."""
+    """The tensors by name. Raises ValueError unless their bytes follow each other without gaps to the file's end."""
     held = {name: _read_tensor(name, described, data_start) for name, described in header.items()}
     at = data_start
     for name, tensor in sorted(held.items(), key=lambda item: (item[1].start, item[1].decl.size_bytes)):
