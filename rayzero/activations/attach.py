@@ -1,4 +1,4 @@
-"""Installs groups on a model by module hooks, and recomputation where the plan asks for it."""
+"""Makes groups of a model's modules by hooks, and has modules recomputed where the cost plan asks for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayzero.activations.schedule.group import Group, GroupKey
 from rayzero.activations.tensors.codec import codec_for
 from rayzero.errors import ConfigError, UnsupportedError
 
-_FLOAT, _SAMPLE = torch.float32, 1 << 20  # what the share of host bytes is worked out for
+_FLOAT, _SAMPLE = torch.float32, 1 << 20  # dtype and bytes of the example that gives a group's share of host bytes
 
 
 class Scope(Protocol):
@@ -32,7 +32,7 @@ class Scope(Protocol):
 
 
 class Grouping(Protocol):
-    """Whom hooks tell of forwards: an ``ActivationOffload``."""
+    """What the hooks report forwards to: an ``ActivationOffload``."""
 
     policy: OffloadPolicy
 
@@ -45,16 +45,16 @@ class Grouping(Protocol):
         ...
 
     def open_group(self, name: str, label: str, signature: tuple[Sequence[int], ...] = ()) -> Scope:
-        """Tensors saved from now on are the group's."""
+        """Tensors that are saved from now on belong to this group."""
         ...
 
     def planned_recompute(self, group: Group) -> bool:
-        """Whether the group is computed again in backward."""
+        """Whether the plan has the group computed again in backward."""
         ...
 
 
 class CostFacts(TypedDict):
-    """What the cost book wants to know of a group beside its bytes and times."""
+    """What the cost book needs to know about a group besides its bytes and times."""
 
     host_share: float
     can_recompute: bool
@@ -64,10 +64,11 @@ class CostFacts(TypedDict):
 def match_modules(
     models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str], setting: str = "offload_modules"
 ) -> list[tuple[str, str, nn.Module]]:
-    """(group name, full module name, module) of every match, each module once, the first pattern wins.
+    """(group name, full module name, module) of every match. Each module comes once: the first pattern wins.
 
-    A list of patterns names its groups by the patterns. ConfigError, which names ``setting``, for a pattern that
-    matches nothing; UnsupportedError for a match inside what torch.compile() made: it would trace the hooks."""
+    In a list of patterns, each pattern is its group's name too. Raises ConfigError that names ``setting`` if a pattern
+    matches nothing, and UnsupportedError if a match is inside a compiled module, because torch.compile() would trace
+    its hooks."""
     named = dict(patterns) if isinstance(patterns, Mapping) else {pattern: pattern for pattern in patterns}
     found: dict[int, tuple[str, str, nn.Module]] = {}
     for name, pattern in named.items():
@@ -82,20 +83,20 @@ def match_modules(
     for name, full, module in found.values():
         if id(module) in inside:
             raise UnsupportedError(
-                f"{setting}: {named[name]!r} matches {full!r}, which is inside what torch.compile() made; give a "
-                "pattern that matches only that as a whole, or compile with module.compile()"
+                f"{setting}: {named[name]!r} matches {full!r}, which is inside a module that torch.compile() made; "
+                "give a pattern that matches only that module as a whole, or compile with module.compile()"
             )
     return list(found.values())
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` returns; without loading the compiler, where nobody has."""
+    """Whether ``torch.compile(module)`` returned this module. Does not load the compiler."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 class _Hook:
-    """A module hook. Copied or pickled with its model it becomes one that does nothing: the copy has no offload."""
+    """A module hook. Copied or pickled with its model, it becomes a hook that does nothing: the copy has no offload."""
 
     def __init__(self, act: Callable[..., None] | None) -> None:
         self._act = act
@@ -111,7 +112,8 @@ class _Hook:
 class Attachment:
     """The hooks of one ``ActivationOffload`` on its models.
 
-    Knows modules; not tensors' fates. A chunk opens before and closes after the groups of the same module."""
+    Knows modules; not what happens to tensors. A chunk opens before the groups of the same module and closes after
+    them."""
 
     def __init__(
         self, offload: Grouping, models: Sequence[nn.Module], patterns: Sequence[str] | Mapping[str, str]
@@ -135,7 +137,7 @@ class Attachment:
         self._handles.clear()
 
     def cost_facts(self, group: Group) -> CostFacts:
-        """Groups on modules can be recomputed, scopes in user code cannot."""
+        """The facts of a committed group. Groups of modules can be recomputed; scopes in user code cannot."""
         codec = codec_for(self._offload.policy.compress, _FLOAT)
         return CostFacts(
             host_share=codec.encoded_bytes(_SAMPLE, _FLOAT) / _SAMPLE,
@@ -183,7 +185,7 @@ class Attachment:
 
 
 def _restore_forward(module: nn.Module) -> None:
-    """Undo ``_recompute_if_planned``; a ``forward`` that the user had set on the instance comes back."""
+    """Undo ``_recompute_if_planned``, and put back a ``forward`` that the user had set on the instance."""
     wrapped = module.__dict__.pop("forward")
     original = wrapped.args[0]
     if getattr(original, "__func__", None) is not type(module).forward:

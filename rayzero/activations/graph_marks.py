@@ -1,9 +1,9 @@
 """Event hooks for CUDA graphs: copies of a captured forward and backward stay inside their graph.
 
 A graph may only contain side-stream work that its own stream has waited for, and may only begin with such work if an
-event orders it. ``forward_record()`` at the end of a captured forward joins the copies out and records ``event``;
-``backward_record(x)`` at the layer's input does the same with the copies in when the backward has passed it. On a
-lane of threads both wait for the copies, and ``event`` is None."""
+event orders it. At the end of a captured forward, ``forward_record()`` joins the copies out and records ``event``. At
+the layer's input, ``backward_record(x)`` does the same with the copies in once the backward has passed it. On a
+thread lane both wait for the copies, and ``event`` is None."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class GraphMarks:
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """A stream to capture on, made at the first use; None on a lane of threads."""
+        """A stream to capture on, made at the first use; None on a thread lane."""
         if self._cuda and self._stream is None:
             self._stream = torch.cuda.Stream(self._lane.device)  # type: ignore[no-untyped-call]
         return self._stream
 
     @property
     def event(self) -> torch.cuda.Event | None:
-        """The event that both marks record, visible outside the graph; None on a lane of threads."""
+        """The event that both marks record, visible outside the graph; None on a thread lane."""
         if self._cuda and self._event is None:
             self._event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
         return self._event
 
     def forward_record(self, event: torch.cuda.Event | None = None) -> None:
-        """Join the copies out; then record ``event`` (by default ``self.event``)."""
+        """Join the copies out, then record ``event`` (by default ``self.event``)."""
         self._lane.settle("out")
         self._record(event)
 
     def backward_record(self, x: Tensor, event: torch.cuda.Event | None = None) -> Tensor:
-        """``x`` unchanged; its backward joins the copies in, then records."""
+        """Returns a view of ``x``, of any shape and dtype. Its backward joins the copies in, then records ``event``."""
         marked: Tensor = _BackwardMark.apply(x, self, event)  # type: ignore[no-untyped-call]
         return marked
 
@@ -59,7 +59,7 @@ class GraphMarks:
 
 
 class _BackwardMark(torch.autograd.Function):
-    """Identity; its backward is a moment."""
+    """The identity. Its backward joins the copies in."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, marks: GraphMarks, event: torch.cuda.Event | None) -> Tensor:

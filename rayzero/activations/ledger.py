@@ -1,4 +1,4 @@
-"""Counts of what was saved, moved and waited for, per group name, and of device bytes held."""
+"""Counts, per group name, what was saved, moved and waited for, and how many device bytes are held."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rayzero.telemetry.recorder import Recorder
 
 @dataclass(slots=True)
 class GroupTotals:
-    """Sums over all groups of one name; bytes are device bytes unless said otherwise."""
+    """Sums over all groups of one name. Bytes are device bytes unless a comment says otherwise."""
 
     groups: int = 0  # committed with at least one eligible tensor
     saved_bytes: int = 0  # eligible, each storage's bytes once
     offloaded_bytes: int = 0  # left for the host
-    host_bytes: int = 0  # what those are in host buffers (smaller when compressed)
+    host_bytes: int = 0  # host bytes of what left (fewer if compressed)
     kept_bytes: int = 0  # stayed by choice
     no_room_bytes: int = 0  # stayed because the host cap was reached
     shared_bytes: int = 0  # saved again by a view whose bytes were stored already
     recomputed: int = 0  # groups run under recomputation
-    released_bytes: int = 0  # handed over as dead, and were
+    released_bytes: int = 0  # handed over as dead, and freed
     refused_bytes: int = 0  # handed over as dead, but somebody still holds them
     returned_bytes: int = 0  # came back
-    hits: int = 0  # reads that found their bytes back
-    late: int = 0  # reads that found them on their way
-    misses: int = 0  # reads that had to ask for them
-    on_device: int = 0  # reads that found them never gone
+    hits: int = 0  # reads whose bytes were fetched ahead and were back
+    late: int = 0  # reads whose bytes were fetched ahead and were still on their way
+    misses: int = 0  # reads whose bytes were not fetched before they were needed
+    on_device: int = 0  # reads whose bytes never left the device
     stall_s: float = 0.0  # seconds the backward waited for copies
 
     def add(self, other: GroupTotals) -> None:
-        """Those as well."""
+        """Add another's sums to these."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
@@ -42,7 +42,7 @@ class GroupTotals:
 
 
 class Ledger:
-    """Device bytes of saved activations now and at most, and the totals of each group name. Any thread may count."""
+    """The device bytes of saved activations, now and at their peak, and the totals of each group name. Thread-safe."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._lock = threading.Lock()
@@ -58,38 +58,38 @@ class Ledger:
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most since the start or the last ``reset_peak``."""
+        """The most device bytes since the start or the last ``reset_peak``."""
         return self._peak
 
     def reset_peak(self) -> None:
-        """Start the peak anew."""
+        """Let the peak start again from the present bytes."""
         with self._lock:
             self._peak = self._device
 
     def add_device(self, nbytes: int) -> None:
-        """More bytes are held."""
+        """Count ``nbytes`` more device bytes as held."""
         with self._lock:
             self._device += nbytes
             self._peak = max(self._peak, self._device)
 
     def drop_device(self, nbytes: int) -> None:
-        """Fewer bytes are held."""
+        """Count ``nbytes`` device bytes as freed."""
         with self._lock:
             self._device -= nbytes
 
     def add(self, name: str, **amounts: int) -> None:
-        """Add to the totals of ``name``, by field."""
+        """Add to the totals of ``name``; ``amounts`` are fields of ``GroupTotals``."""
         with self._lock:
             totals = self._totals.setdefault(name, GroupTotals())
             for field, amount in amounts.items():
                 setattr(totals, field, getattr(totals, field) + amount)
 
     def moved(self, direction: str, nbytes: int) -> None:
-        """Tell the recorder of a copy."""
+        """Count a copy in the metrics. ``direction``: "out" or "in"."""
         self._recorder.add(ACTIVATION_BYTES, nbytes, direction=direction)
 
     def stalled(self, name: str, lane: Lane, start: Event, stop: Event) -> None:
-        """The backward of ``name`` waited between two stamps; read once they have passed."""
+        """The backward of ``name`` waited between two events of a lane. They are read once both have happened."""
         with self._lock:
             self._stalls.append((name, lane, start, stop))
         if len(self._stalls) > 64:
@@ -108,7 +108,7 @@ class Ledger:
                 self._totals.setdefault(name, GroupTotals()).stall_s += seconds
 
     def totals(self) -> dict[str, GroupTotals]:
-        """A copy, by group name."""
+        """A copy of the totals, by group name."""
         self._read_stalls()
         with self._lock:
             copies = {name: GroupTotals() for name in self._totals}

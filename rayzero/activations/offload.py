@@ -44,12 +44,12 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake ones: a model that is planne
 
 
 class SavedWeights(Protocol):
-    """The seam to an engine whose parameters come and go.
+    """An engine whose parameters come and go, as offload sees it.
 
-    Keeps some of the tensors that autograd saves, and has saved-tensor hooks of its own on the stack at times."""
+    It keeps some of the tensors that autograd saves, and at times has its own saved-tensor hooks on the stack."""
 
     def pack(self, saved: Tensor) -> object | None:
-        """What autograd is to keep of ``saved``; None: it is none of its own."""
+        """What autograd keeps in place of ``saved``; None if ``saved`` is not one of the engine's tensors."""
         ...
 
     def unpack(self, packed: Any) -> Tensor:
@@ -57,12 +57,12 @@ class SavedWeights(Protocol):
         ...
 
     def below(self, hooks: Hooks) -> tuple[bool, Hooks | None]:
-        """Whether these hooks are its own, and if so those to which they pass other tensors."""
+        """Whether these hooks are the engine's, and if so, the hooks to which they pass other tensors."""
         ...
 
 
 class PackHook:
-    """What autograd calls for a tensor saved inside ``group``; known to be ours by its type."""
+    """Autograd calls this for each tensor saved inside ``group``. Its type tells that the hook is ours."""
 
     __slots__ = ("group", "offload")
 
@@ -74,17 +74,17 @@ class PackHook:
 
 
 class GroupScope:
-    """An open group, or nothing at all where offload does not apply (``group`` is None)."""
+    """An open group. If offload does not apply, ``group`` is None and the scope does nothing."""
 
     def __init__(self, offload: ActivationOffload, group: Group | None, hooks: saved_tensors_hooks | None) -> None:
         self._offload, self.group, self._hooks = offload, group, hooks
 
     def commit(self, *, release: list[Tensor] | None = None, delay: bool = False) -> None:
-        """Decide on the group's tensors and start them on their way; a second commit changes nothing.
+        """Decide which of the group's tensors leave, and start their copies. A second commit changes nothing.
 
-        ``release`` hands over tensors that the caller is done with: the list is emptied, so that its references do
-        not hold their memory. Only what nobody else holds is freed; the rest is counted as ``refused_bytes``.
-        ``delay``: inside ``delayed()`` the commit is put off to ``flush_delayed()``."""
+        ``release``: tensors, of any shape and dtype, that the caller no longer needs. The list is emptied, so that its
+        references do not hold their memory. Only what nobody else holds is freed; the rest counts as ``refused_bytes``.
+        ``delay``: inside ``delayed()``, put the commit off to ``flush_delayed()``."""
         self.close()
         if self.group is not None:
             self._offload._commit_or_delay(self.group, release, delay)
@@ -92,7 +92,7 @@ class GroupScope:
             release.clear()
 
     def close(self) -> None:
-        """End the scope without deciding; what was saved stays until ``commit``. Idempotent."""
+        """End the scope without deciding. What was saved stays on the device until ``commit``. Idempotent."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(None, None, None)
@@ -103,8 +103,8 @@ class GroupScope:
 class ActivationOffload:
     """Moves saved-for-backward tensors of chosen scopes to host memory and back.
 
-    One instance has its own lane, pool and state; several can work side by side. Knows when tensors are saved, read
-    and freed; not what leaves (``Unload``), what comes back next (``Reload``), or how bytes move (``Shelf``)."""
+    Each instance has its own lane, pool and state, so several can work side by side. Knows when tensors are saved,
+    read and freed; not what leaves (``Unload``), what comes back next (``Reload``), or how bytes move (``Shelf``)."""
 
     def __init__(
         self,
@@ -118,10 +118,14 @@ class ActivationOffload:
         recorder: Recorder | None = None,
         weights: SavedWeights | None = None,
     ) -> None:
-        """``model``: the module, or one per virtual pipeline stage in forward order; its parameters and buffers never
-        leave. ``offload_modules``: patterns of submodule names ("layers.*.mlp"), or group name -> pattern; each match
-        becomes a group by hooks. ``delay_groups``: names of groups whose commit waits inside ``delayed()``.
-        ``weights``: who keeps saved weights, where parameters come and go."""
+        """``model``: the module, or one per virtual pipeline stage in forward order. Its parameters and buffers never
+        leave. ``offload_modules``: patterns of submodule names ("layers.*.mlp"), or group name -> pattern; hooks make
+        each match a group. ``delay_groups``: names of groups whose commit waits inside ``delayed()``. ``lane``,
+        ``pool``: by default, a lane of the parameters' device and a pool with the policy's caps. ``weights``: keeps
+        saved weights, if an engine's parameters come and go.
+
+        Raises ConfigError if there is no model or a pattern matches nothing, UnsupportedError if a match is inside a
+        compiled module."""
         self.policy = policy or OffloadPolicy()
         models = [model] if isinstance(model, nn.Module) else list(model)
         if not models:
@@ -156,9 +160,9 @@ class ActivationOffload:
 
     @contextmanager
     def group(self, name: str, *, commit: bool = True, delay: bool = False) -> Iterator[GroupScope]:
-        """Tensors saved inside become one group called ``name``.
+        """Tensors that are saved inside become one group called ``name``.
 
-        With ``commit=False`` call ``commit()`` on the scope later. An exception inside leaves everything on the
+        With ``commit=False``, call ``commit()`` on the scope later. After an exception inside, everything stays on the
         device."""
         scope = self.open_group(name, name)
         try:
@@ -171,7 +175,8 @@ class ActivationOffload:
             scope.commit(delay=delay)
 
     def open_group(self, name: str, label: str, signature: tuple[Sequence[int], ...] = ()) -> GroupScope:
-        """A scope that is open until its ``commit`` or ``close``; ``label`` tells groups of one name apart."""
+        """A scope that is open until its ``commit`` or ``close``. ``label`` tells groups of one name apart;
+        ``signature``: the shapes of the inputs, which decide whether a measured cost still holds."""
         if not self._applies():
             return GroupScope(self, None, None)
         with self._lock:
@@ -186,7 +191,7 @@ class ActivationOffload:
 
     @contextmanager
     def chunk(self, stage: int = 0) -> Iterator[None]:
-        """One forward of model part ``stage``; modules given to the constructor do this by themselves."""
+        """One forward of model part ``stage``. The constructor's modules call this by themselves."""
         self.begin_chunk(stage)
         try:
             yield
@@ -194,7 +199,7 @@ class ActivationOffload:
             self.end_chunk()
 
     def mark_not_offloadable(self, *tensors: Tensor) -> None:
-        """These tensors' storages stay on the device, as long as they live."""
+        """Keep these tensors' storages on the device as long as they live. Tensors may have any shape and dtype."""
         for tensor in tensors:
             self._protected.mark(tensor)
 
@@ -202,7 +207,7 @@ class ActivationOffload:
 
     @property
     def enabled(self) -> bool:
-        """False between ``disable()`` and ``enable()``: groups are passed through then."""
+        """False between ``disable()`` and ``enable()``, when groups do nothing."""
         return self._enabled
 
     def enable(self) -> None:
@@ -210,12 +215,12 @@ class ActivationOffload:
         self._enabled = True
 
     def disable(self) -> None:
-        """Pass groups through; what is away comes back as ever."""
+        """Offload nothing from the next group on. What has left still comes back."""
         self._enabled = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """``disable()`` inside."""
+        """Offload nothing inside this context."""
         before, self._enabled = self._enabled, False
         try:
             yield
@@ -224,7 +229,8 @@ class ActivationOffload:
 
     @contextmanager
     def delayed(self) -> Iterator[None]:
-        """Inside, commits of ``delay_groups`` wait until ``flush_delayed()``, at the latest the end of this block."""
+        """Inside, commits of ``delay_groups`` wait for ``flush_delayed()``, or at the latest for the end of this
+        context."""
         before, self._delaying = self._delaying, True
         try:
             yield
@@ -234,7 +240,7 @@ class ActivationOffload:
                 self.flush_delayed()
 
     def flush_delayed(self) -> int:
-        """Commit what was delayed, in forward order; how many groups."""
+        """Commit what was delayed, in forward order. Returns how many groups."""
         flushed = 0
         while self._delayed:
             group, release = self._delayed.popleft()
@@ -250,25 +256,25 @@ class ActivationOffload:
         return self._graph_marks
 
     def release_graph_buffers(self) -> None:
-        """Host buffers of captured graphs go back to the pool: call it when those graphs are gone."""
+        """Give the host buffers of captured graphs back to the pool. Call it when those graphs are gone."""
         self._shelf.release_graph_leases()
 
     # ------------------------------------------------------------------------------------- read-outs
 
     def pool_status(self) -> PoolStatus:
-        """Host memory now."""
+        """What the pool of host memory holds now."""
         with self._lock:
             self._drain()
             return self._pool.status()
 
     def trim(self, keep_bytes: int = 0) -> int:
-        """Give free host buffers back to the system, down to ``keep_bytes``; the bytes given back."""
+        """Give free host buffers back to the system, down to ``keep_bytes``. Returns how many bytes it gave back."""
         with self._lock:
             self._drain()
             return self._pool.trim(keep_bytes)
 
     def summary(self) -> RankSummary:
-        """This rank's totals since the start; ``summary.gather`` brings all ranks' together."""
+        """This rank's totals since the start. ``summary.gather`` collects those of all ranks."""
         with self._lock:
             self._drain()
             return RankSummary(
@@ -280,25 +286,25 @@ class ActivationOffload:
             )
 
     def reset_peak(self) -> None:
-        """Start ``peak_device_bytes`` anew."""
+        """Let ``peak_device_bytes`` start again from the present bytes."""
         self._ledger.reset_peak()
 
     def spans(self) -> list[Span]:
-        """The latest copies: when, how long, how many bytes."""
+        """The latest copies: when each began and ended, and how many bytes it moved."""
         return self._lane.spans()
 
     def plan(self, stage: int = 0) -> CostPlan | None:
-        """The cost plan in force for a part; None without a budget or before the first is made."""
+        """The present cost plan of a model part; None without a budget or before the first plan."""
         return self._book.plans.get(stage) if self._book is not None else None
 
     # ------------------------------------------------------------------------------------- end
 
     def remove(self) -> None:
-        """Take all hooks off the model. Tensors that are away still come back."""
+        """Take all hooks off the model. Tensors that have left still come back."""
         self._attachment.remove()
 
     def close(self) -> None:
-        """``remove()`` and end the copy threads; graphs that still live can run their backward."""
+        """``remove()``, commit what was delayed, and close the lane. Graphs that still exist can run their backward."""
         self.remove()
         self.flush_delayed()
         self._lane.close()
@@ -314,9 +320,9 @@ class ActivationOffload:
     # ------------------------------------------------------------------------------------- chunks
 
     def begin_chunk(self, stage: int) -> None:
-        """A forward of part ``stage`` starts; modules given to the constructor call this by themselves."""
+        """A forward of part ``stage`` starts. The constructor's modules call this by themselves."""
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpoint recomputes
+            return  # torch.utils.checkpoint recomputes a forward
         with self._lock:
             self._drain()
             self._chunks.begin(stage)
@@ -336,7 +342,7 @@ class ActivationOffload:
         return self._book is not None and self._book.choice(group) is Choice.RECOMPUTE
 
     def _applies(self) -> bool:
-        """False where nothing is saved, where others' hooks must win, and while a backward recomputes."""
+        """False if nothing is saved, if somebody else's hooks are on top, and while a backward recomputes."""
         return (
             self._enabled
             and torch.is_grad_enabled()
@@ -367,7 +373,7 @@ class ActivationOffload:
         return saved
 
     def _eligible(self, tensor: Tensor) -> bool:
-        """A plain strided tensor on our device whose storage is big enough and not protected."""
+        """Whether it is a plain strided tensor on our device whose storage is big enough and not protected."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._lane.device:
             return False
         storage = tensor.untyped_storage()
@@ -416,7 +422,7 @@ class ActivationOffload:
             return self._reload.read(packed)
 
     def _note_read(self, group: Group) -> None:
-        """The first read of a group in a graph task: its backward begins."""
+        """Notice the first read of a group in a graph task: its backward begins."""
         task = torch._C._current_graph_task_id()
         if task == -1 or group.task == task:
             return
@@ -430,7 +436,7 @@ class ActivationOffload:
     # ------------------------------------------------------------------------------------- ends
 
     def _drain(self) -> None:
-        """Free what no graph node needs any more. Called on every way in; handles' ends may come from any thread."""
+        """Free what no graph node needs any more. Every entry point calls it, because handles may end in any thread."""
         while self._ends:
             group, entry, epoch = self._ends.popleft()
             group.chunk.live -= 1
@@ -441,6 +447,6 @@ class ActivationOffload:
 
 
 def _lane_for(models: Sequence[nn.Module]) -> Lane:
-    """The lane of the device the parameters are on; of the CPU without parameters."""
+    """A lane of the first parameter's device, or of the CPU if there are no parameters."""
     first: Any = next((tensor for model in models for tensor in model.parameters()), None)
     return make_lane(first.device if first is not None else torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What may leave the device, how much of it, and how far ahead it comes back."""
+"""The settings: what may leave the device, how much of it, and how far ahead it comes back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ COMPRESSIONS = ("none", "bf16", "int8")
 class OffloadPolicy:
     """Settings of one ``ActivationOffload``; every size is in bytes.
 
-    Of a chunk (one forward of one model part) with ``total`` eligible bytes, exactly
-    ``round(fraction * (total - margin bytes - rank * delta_bytes))`` bytes leave, the earliest first, one tensor being
-    split if need be. The first time a chunk runs its total is not known: then whole tensors leave so that the share
-    is never more than one tensor off. With ``device_budget_bytes`` the choice is made by cost instead (``cost.py``)."""
+    A chunk is one forward of one model part. Of its ``total`` eligible bytes, exactly
+    ``round(fraction * (total - margin bytes - rank * delta_bytes))`` leave, the earliest first; one tensor is split if
+    necessary. The first time a chunk runs, its total is not known. Then whole tensors leave, so that the share is never
+    more than one tensor off. With ``device_budget_bytes``, cost decides instead (``cost.py``).
+
+    Raises ConfigError if a value is out of range."""
 
     min_bytes: int = 1 << 20
     """Saved tensors smaller than this stay on the device."""
@@ -25,25 +27,27 @@ class OffloadPolicy:
     rank: int = 0
     """This rank's number, for ``delta_bytes`` and for the summary."""
     delta_bytes: int = 0
-    """Bytes that each further rank keeps on its device (late pipeline ranks hold fewer microbatches)."""
+    """Bytes that each rank keeps on its device more than the rank before it (late pipeline ranks hold fewer
+    microbatches)."""
     margin: int = 1
-    """Last groups of a chunk that stay when its own backward comes next."""
+    """How many of a chunk's last groups stay if its own backward comes next."""
     prefetch: int = 1
-    """Groups that come back ahead of the one whose backward runs."""
+    """How many groups come back ahead of the one whose backward runs."""
     max_in_flight: int | None = None
-    """Groups that may be on their way out before the forward waits; 0 waits for each, None never waits."""
+    """How many groups may be on their way out before the forward waits. 0 waits for each, None never waits."""
     view_coverage: float = 0.5
     """A strided view that covers at least this share of its storage is stored as the whole storage."""
     compress: str = "none"
-    """"none" is exact; "bf16" and "int8" round what leaves (``codec.py`` states the error)."""
+    """"none" is exact; "bf16" and "int8" round what leaves (``codec.py`` gives the error)."""
     device_budget_bytes: int | None = None
-    """Bytes of saved activations to hold on the device: keep, offload or recompute is chosen by measured cost."""
+    """Bytes of saved activations to hold on the device. Measured cost decides which groups are kept, offloaded or
+    recomputed. None: ``fraction`` decides what leaves."""
     host_cap_bytes: int | None = None
-    """Most bytes of host buffers; beyond it tensors stay on the device. None: no bound."""
+    """The most bytes of host buffers; beyond them, tensors stay on the device. None: no bound."""
     pinned_cap_bytes: int | None = None
-    """Most bytes of page-locked host buffers; beyond it buffers are pageable. None: no bound. CUDA only."""
+    """The most bytes of page-locked host buffers; beyond them, buffers are pageable. None: no bound. CUDA only."""
     poison: bool = False
-    """For tests: fill buffers with 0xFF (NaN) before use and after, so that a reader at the wrong time shows."""
+    """For tests: fill buffers with 0xFF (NaN) before and after use, so that a read at the wrong time shows."""
 
     def __post_init__(self) -> None:
         for name in ("min_bytes", "rank", "delta_bytes", "margin", "prefetch"):

@@ -1,4 +1,4 @@
-"""What was offloaded, per rank and group name: numbers, a table, JSON."""
+"""What was offloaded, per rank and group name, as numbers, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """One rank's totals; bytes are device bytes."""
+    """One rank's totals. Bytes are device bytes, except in ``host``."""
 
     rank: int
     groups: dict[str, GroupTotals]
@@ -30,12 +30,12 @@ class RankSummary:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that left, all groups."""
+        """The bytes that left, over all groups."""
         return sum(totals.offloaded_bytes for totals in self.groups.values())
 
     @property
     def achieved_fraction(self) -> float:
-        """Share of the eligible bytes that left; 0.0 when there were none."""
+        """The share of the eligible bytes that left; 0.0 if there were none."""
         saved = sum(totals.saved_bytes for totals in self.groups.values())
         return self.offloaded_bytes / saved if saved else 0.0
 
@@ -53,7 +53,8 @@ class RankSummary:
 
 
 def gather(summary: RankSummary, process_group: ProcessGroup | None = None) -> list[RankSummary]:
-    """Every rank's summary on every rank, in rank order; only this one's without torch.distributed. Collective."""
+    """Every rank's summary on every rank, in rank order. A collective of torch.distributed; without it, only this
+    rank's summary."""
     if not dist.is_available() or not dist.is_initialized():
         return [summary]
     found: list[RankSummary | None] = [None] * dist.get_world_size(process_group)
@@ -62,7 +63,8 @@ def gather(summary: RankSummary, process_group: ProcessGroup | None = None) -> l
 
 
 def table(summaries: Sequence[RankSummary]) -> Table:
-    """Offloaded MiB (2**20 bytes): a row per rank, a column per group name, totals at the right and at the bottom."""
+    """The offloaded MiB (2**20 bytes), with a row per rank, a column per group name, and totals at the right and at the
+    bottom."""
     names = sorted({name for summary in summaries for name in summary.groups})
     shown = Table(title="offloaded activations, MiB", show_footer=len(summaries) > 1)
     shown.add_column("rank", footer="all")
@@ -80,7 +82,7 @@ def table(summaries: Sequence[RankSummary]) -> Table:
 
 
 def to_json(summaries: Sequence[RankSummary]) -> str:
-    """All numbers of all ranks."""
+    """All numbers of all ranks, as JSON."""
     return json.dumps([summary.as_dict() for summary in summaries], indent=2)
 
 

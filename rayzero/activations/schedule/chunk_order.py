@@ -1,12 +1,13 @@
-"""Which chunk's backward comes next: learned from the run, with a rule for what was never seen.
+"""Predicts which chunk's backward comes next: as in the last step, or by a rule if the step has not been seen before.
 
-A chunk is one forward of one model part (a virtual pipeline stage) on one microbatch. Prediction only times the copies
-back: a wrong one costs a wait, never a wrong number.
+A chunk is one forward of one model part (a virtual pipeline stage) on one microbatch. The prediction only decides when
+copies come back: a wrong one costs a wait, never a wrong number.
 
-[Note: the rule] Forwards of a step begin with a run of ``g`` microbatches through the first part (all of them without
-virtual stages). Backward then goes group by group of ``g`` microbatches, in a group from the highest part to the
-lowest, in a part first in, first out: 1F1B, interleaved 1F1B and all-forward-all-backward. A step whose first backward
-is its newest chunk, while older ones of that part wait, runs last in, first out (several forwards, one backward)."""
+[Note: the rule] A step's forwards begin with ``g`` microbatches through the first part; without virtual stages, these
+are all of them. Backward then takes ``g`` microbatches at a time, from the highest part to the lowest, and in each part
+first in, first out. That covers 1F1B, interleaved 1F1B and all-forward-all-backward. If the first backward of a step is
+that of its newest chunk while older chunks of the same part wait, the step runs last in, first out (several forwards,
+one backward)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class ChunkKey:
 
 @dataclass(slots=True)
 class _Step:
-    """What has happened since no chunk was live."""
+    """What has happened since the last time that no chunk was live."""
 
     forwards: list[ChunkKey] = field(default_factory=list)  # in the order they began
     ended: set[ChunkKey] = field(default_factory=set)  # forward is over
@@ -36,8 +37,8 @@ class _Step:
 class ChunkOrder:
     """Follows forwards and backwards of chunks and predicts the next backward.
 
-    Knows keys and their order in this step and the last; not tensors. A step is the time from no live chunk to no
-    live chunk. Not thread-safe."""
+    Knows keys and their order in this step and the last; not tensors. A step begins with its first chunk and ends when
+    no chunk is live any more. Not thread-safe."""
 
     def __init__(self) -> None:
         self._step = _Step()
@@ -56,11 +57,11 @@ class ChunkOrder:
         return key
 
     def forward_ended(self, key: ChunkKey) -> None:
-        """All its groups are known now."""
+        """A chunk's forward is over: all its groups are known."""
         self._step.ended.add(key)
 
     def backward_began(self, key: ChunkKey) -> None:
-        """Its first saved tensor was asked for; later calls for the same chunk change nothing."""
+        """A chunk's first saved tensor was read. Later calls for the same chunk change nothing."""
         step = self._step
         if key in step.backwards:
             return
@@ -71,7 +72,7 @@ class ChunkOrder:
         step.backwards.append(key)
 
     def gone(self, key: ChunkKey) -> None:
-        """Nothing it saved is left, after its backward or without one."""
+        """Nothing that a chunk saved is left, after its backward or without one."""
         step = self._step
         step.live.discard(key)
         if not step.live:
@@ -87,7 +88,7 @@ class ChunkOrder:
         return follower if follower is not None and self._ready(follower) else None
 
     def comes_next(self, key: ChunkKey) -> bool:
-        """True when no other chunk's backward is expected before ``key``'s."""
+        """Whether no other chunk's backward is expected before ``key``'s."""
         step = self._step
         place = len(step.backwards)
         if step.as_learned and place < len(self._learned):
@@ -123,7 +124,7 @@ class ChunkOrder:
         return key.ordinal // self._group_size(), -key.stage, key.ordinal
 
     def _group_size(self) -> int:
-        """Microbatches through the first part before another part ran."""
+        """How many microbatches went through the first part before another part ran."""
         forwards = self._step.forwards
         if not forwards:
             return 1

@@ -1,4 +1,4 @@
-"""Chunks as they come and go: one is opened with each forward, closed at its end, and dropped once nothing is left."""
+"""Opens a chunk with each forward, closes it at the end, and drops it once nothing of it is left."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rayzero.activations.tensors.protected_storages import ProtectedStorages
 
 
 class Chunks:
-    """The chunk whose forward runs, at most one, and the beginnings and ends of all.
+    """The chunk whose forward runs, if any, and the beginning and end of every chunk.
 
-    Knows forwards, and who has to hear of a chunk (the order, the way back, the cost book); not what is saved, nor
-    who moves it. Called under the offload's lock."""
+    Knows forwards, and who needs to hear of a chunk (the order, the reload, the cost book); not what is saved, or who
+    moves it. Called under the offload's lock."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class Chunks:
         self._policy, self._protected = policy, protected
         self._order, self._reload, self._book = order, reload, book
         self._current: Chunk | None = None
-        self._depth = 0  # forwards of models under way, one inside the other
+        self._depth = 0  # running forwards of models, one inside the other
         self._last_bytes: dict[int, ChunkBytes] = {}  # stage -> the last chunk's
 
     def begin(self, stage: int) -> None:
-        """A forward of part ``stage`` starts; inside another one, or without gradients, it opens no chunk."""
+        """A forward of part ``stage`` starts. Inside another forward, or without gradients, it opens no chunk."""
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
             self._close()
@@ -47,16 +47,16 @@ class Chunks:
             self._close()
 
     def current(self) -> Chunk:
-        """The open one, or a new one for groups used outside any forward of the model."""
+        """The open chunk, or a new one for groups outside any forward of the model."""
         return self._current if self._current is not None else self._open_new(0)
 
     def backward_began(self, chunk: Chunk) -> None:
-        """Something of ``chunk`` is read: outside any forward that ends it."""
+        """Something of ``chunk`` is read. If its groups were outside any forward, this closes it."""
         if self._current is chunk and self._depth == 0:
             self._close()
 
     def drop_if_gone(self, chunk: Chunk) -> None:
-        """Forget a chunk of which nothing is left."""
+        """Forget a chunk if nothing of it is left."""
         if not chunk.gone or chunk not in self._reload.live_chunks():
             return
         self._reload.chunk_gone(chunk)

@@ -1,9 +1,8 @@
-"""Keep, offload or recompute, per group, by what each costs. Pure: measurements in, choices out.
+"""Chooses by cost, per group, whether to keep, offload or recompute. Pure: measurements in, choices out.
 
-The forward's groups run one after another, the backward's in reverse. A group that is offloaded leaves over the link
-out after its forward, in turn, and comes back over the link in, in turn, not before the backward of the group
-``prefetch`` places later has begun; its own backward waits for it. A recomputed group's backward takes its forward
-again."""
+The model: groups run forward one after another and backward in reverse. An offloaded group leaves after its forward and
+comes back once the backward of the group ``prefetch`` places later has begun; its own backward waits for it. Each
+direction of the link carries one group at a time. The backward of a recomputed group takes its forward's time too."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-_CANDIDATES = 12  # groups looked at per decision and choice
+_CANDIDATES = 12  # groups that each decision tries, for offload and for recomputation
 
 
 class Choice(Enum):
@@ -24,7 +23,7 @@ class Choice(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCost:
-    """What one group was measured to be; seconds of compute, bytes of saved tensors."""
+    """The measurements of one group: seconds of computation, bytes of saved tensors."""
 
     nbytes: int  # on the device
     host_bytes: int  # on the link (fewer when compressed)
@@ -36,7 +35,7 @@ class GroupCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Measured copy speeds, bytes per second."""
+    """Measured copy speeds in bytes per second."""
 
     out: float
     back: float
@@ -44,22 +43,22 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CostPlan:
-    """The choices in forward order, what they hold on the device at the end of the forward, and what they cost."""
+    """The choices in forward order, the device bytes that they hold at the end of the forward, and their cost."""
 
     choices: tuple[Choice, ...]
     held_bytes: int
-    extra_s: float  # beyond keeping everything
-    fits: bool
+    extra_s: float  # seconds more than keeping everything
+    fits: bool  # into the budget
 
 
 def held_bytes(groups: Sequence[GroupCost], choices: Sequence[Choice]) -> int:
-    """Device bytes at the end of the forward."""
+    """The device bytes that the choices hold at the end of the forward."""
     kept = {Choice.KEEP: lambda group: group.nbytes, Choice.RECOMPUTE: lambda group: group.input_bytes}
     return sum(kept[choice](group) for group, choice in zip(groups, choices, strict=True) if choice in kept)
 
 
 def extra_seconds(groups: Sequence[GroupCost], choices: Sequence[Choice], link: Link, prefetch: int) -> float:
-    """Time of forward and backward beyond that of keeping everything."""
+    """The seconds that forward and backward take beyond those of keeping everything."""
     left = _departures(groups, choices, link)
     now = sum(group.forward_s for group in groups)
     plain = now + sum(group.backward_s for group in groups)
@@ -78,9 +77,9 @@ def extra_seconds(groups: Sequence[GroupCost], choices: Sequence[Choice], link: 
 
 
 def choose(groups: Sequence[GroupCost], budget_bytes: int, link: Link, prefetch: int = 1) -> CostPlan:
-    """Choices that hold at most ``budget_bytes``, found greedily by least time per byte, then improved one by one.
+    """Choices that hold at most ``budget_bytes``: found greedily by the least time per byte, then improved one by one.
 
-    ``fits`` is False when even the least is more than the budget: then the least is what is chosen."""
+    If that is impossible, ``fits`` is False and no group is kept."""
     choices = [Choice.KEEP] * len(groups)
     while held_bytes(groups, choices) > budget_bytes:
         best = _cheapest(groups, choices, link, prefetch)
@@ -107,7 +106,7 @@ def _departures(groups: Sequence[GroupCost], choices: Sequence[Choice], link: Li
 def _cheapest(
     groups: Sequence[GroupCost], choices: list[Choice], link: Link, prefetch: int
 ) -> tuple[int, Choice] | None:
-    """The change of one kept group that costs the least time per byte it frees."""
+    """The change to one kept group that costs the least time per byte that it frees; None if nothing can change."""
     now = extra_seconds(groups, choices, link, prefetch)
     best: tuple[float, int, int, Choice] | None = None
     for index, choice in _options(groups, choices):
@@ -120,7 +119,7 @@ def _cheapest(
 
 
 def _options(groups: Sequence[GroupCost], choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
-    """Offload for the kept groups with the longest time until reuse, recompute for those cheapest per byte."""
+    """Offload for the kept groups that are reused last, recompute for those that are cheapest per byte."""
     kept = [index for index, choice in enumerate(choices) if choice is Choice.KEEP]
     movable = [index for index in kept if groups[index].nbytes > 0]
     again = [i for i in kept if groups[i].can_recompute and groups[i].nbytes > groups[i].input_bytes]
@@ -130,7 +129,7 @@ def _options(groups: Sequence[GroupCost], choices: Sequence[Choice]) -> list[tup
 
 
 def _improve(groups: Sequence[GroupCost], choices: list[Choice], budget_bytes: int, link: Link, prefetch: int) -> None:
-    """Change single groups while that saves time and fits; at most two rounds."""
+    """Change single groups where that saves time and fits, in two rounds."""
     now = extra_seconds(groups, choices, link, prefetch)
     for index in [*range(len(groups)), *range(len(groups))]:
         for choice in Choice:

@@ -1,4 +1,4 @@
-"""Measurements of groups from the run, and the plan made from them."""
+"""Measures groups during the run, and plans from the measurements."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link,
 from rayzero.activations.schedule.group import Chunk, Group, GroupKey
 from rayzero.lanes import Event, Lane, Span
 
-_DRIFT = 0.1  # share by which a group's bytes may differ from those the plan was made for
+_DRIFT = 0.1  # share by which a group's bytes may differ from those that the plan was made for
 _BACKWARD_PER_FORWARD = 2.0  # for a group whose backward was not timed
 
 
 @dataclass(slots=True)
 class _Measured:
-    """One group's figures, the latest of each."""
+    """The latest measurements of one group."""
 
     signature: tuple[Sequence[int], ...]
     nbytes: int
@@ -27,7 +27,7 @@ class _Measured:
     backward_s: float | None = None
 
     def cost(self) -> GroupCost:
-        """As the plan wants it."""
+        """The measurements in the form that ``choose`` takes."""
         forward = self.forward_s or 0.0
         return GroupCost(
             nbytes=self.nbytes,
@@ -49,30 +49,32 @@ class _Timing:
 
 @dataclass(slots=True)
 class CostBook:
-    """Keeps what each group measured and makes a plan of it, part by part.
+    """Keeps the measurements of each group, and plans each model part from them.
 
-    Knows bytes, seconds and link speeds; not tensors. A group that is new or has changed (other input shapes, bytes
-    off by more than 10 %) is offloaded and measured, and its part is planned anew once its chunk is gone."""
+    Knows bytes, seconds and link speeds; not tensors. A group that is new or has other input shapes is offloaded and
+    measured; one whose bytes are off by more than 10 % is measured again. Its part is planned again once its chunk is
+    gone."""
 
     policy: OffloadPolicy
     lane: Lane
-    plans: dict[int, CostPlan] = field(default_factory=dict)  # stage -> the plan in force
+    plans: dict[int, CostPlan] = field(default_factory=dict)  # stage -> its present plan
     _choices: dict[GroupKey, Choice] = field(default_factory=dict)
     _measured: dict[GroupKey, _Measured] = field(default_factory=dict)
     _unread: list[_Timing] = field(default_factory=list)
-    _reads: dict[int, list[tuple[GroupKey, Event]]] = field(default_factory=dict)  # id(chunk) -> backward begins
-    _stale: dict[int, tuple[GroupKey, ...]] = field(default_factory=dict)  # stage -> its groups, to be planned
+    _reads: dict[int, list[tuple[GroupKey, Event]]] = field(default_factory=dict)  # id(chunk) -> backwards that began
+    _stale: dict[int, tuple[GroupKey, ...]] = field(default_factory=dict)  # stage -> its groups, still to be planned
     _most_live: int = 1
 
     def choice(self, group: Group) -> Choice:
-        """What to do with a group now; OFFLOAD while it is not known, or not as it was."""
+        """What to do with a group now. OFFLOAD if it is new or its input shapes have changed."""
         measured = self._measured.get(group.key)
         if measured is None or measured.signature != group.signature:
             return Choice.OFFLOAD
         return self._choices.get(group.key, Choice.OFFLOAD)
 
     def committed(self, group: Group, *, host_share: float, can_recompute: bool, input_bytes: int) -> None:
-        """A group's forward is over and its bytes are known. Recomputed groups show only their inputs: not noted."""
+        """A group's forward is over and its bytes are known. A recomputed group is not measured, because it has saved
+        nothing but its inputs."""
         if group.recomputed:
             return
         known = self._measured.get(group.key)
@@ -84,20 +86,20 @@ class CostBook:
             self._unread.append(_Timing(group.key, False, group.began, group.ended))
 
     def backward_began(self, group: Group) -> None:
-        """A group's backward begins: it ends the one before it in this chunk."""
+        """A group's backward begins, so that of the group before it in this chunk has ended."""
         reads = self._reads.setdefault(id(group.chunk), [])
         reads.append((group.key, self.lane.now()))
         if len(reads) > 1:
             self._unread.append(_Timing(reads[-2][0], True, reads[-2][1], reads[-1][1]))
 
     def chunk_began(self, num_live: int) -> None:
-        """So many chunks are live now, this one counted."""
+        """A chunk began. ``num_live``: how many are live now, this one included."""
         self._most_live = max(self._most_live, num_live)
         self._read_timings()
         self._plan()
 
     def chunk_gone(self, chunk: Chunk) -> None:
-        """Its groups can be planned, if anything about them is new."""
+        """Nothing of a chunk is left: its groups can be planned, if anything about them is new."""
         self._reads.pop(id(chunk), None)
         stage, keys = chunk.key.stage, tuple(group.key for group in chunk.groups)
         if stage in self._stale or set(keys) != {key for key in self._choices if key.stage == stage}:
@@ -130,7 +132,8 @@ class CostBook:
 
 
 def link_of(spans: Iterable[Span]) -> Link | None:
-    """Speeds of the copies that happened; a direction without one is taken as fast as the other; None without any."""
+    """The speeds of the copies that happened; None if there were none. A direction without copies is taken to be as
+    fast as the other."""
     moved = {"out": 0, "in": 0}
     seconds = {"out": 0.0, "in": 0.0}
     for span in spans:

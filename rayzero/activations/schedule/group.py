@@ -14,7 +14,7 @@ from rayzero.lanes import Event
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
-    """The ``occurrence``-th group called ``label`` in a forward of part ``stage``: the same from step to step."""
+    """The ``occurrence``-th group called ``label`` in a forward of part ``stage``. The same in every step."""
 
     stage: int
     label: str
@@ -23,9 +23,9 @@ class GroupKey:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One forward of one model part and what is left of it.
+    """One forward of one model part, and what is left of it.
 
-    Knows its groups in the order their scopes closed; not what moves them."""
+    Knows its groups in the order in which their scopes closed; not what moves them."""
 
     key: ChunkKey
     quota: ChunkQuota
@@ -36,37 +36,37 @@ class Chunk:
     live: int = 0  # handles that have not ended
 
     def open_group(self, name: str, label: str) -> Group:
-        """A new group; it gets its place in the order when it closes."""
+        """A new group. It gets its place in the order when it closes."""
         occurrence = self.opened.get(label, 0)
         self.opened[label] = occurrence + 1
         return Group(name, GroupKey(self.key.stage, label, occurrence), self)
 
     def close_group(self, group: Group) -> None:
-        """The group's scope has ended: it is the latest."""
+        """The group's scope has ended: the group comes next in the order."""
         if group.index < 0:
             group.index = len(self.groups)
             self.groups.append(group)
 
     @property
     def gone(self) -> bool:
-        """True when its forward is over and nothing it saved is left."""
+        """Whether its forward is over and nothing that it saved is left."""
         return not self.forward_open and self.live == 0
 
     def group_bytes(self) -> tuple[int, ...]:
-        """Eligible bytes of each group, in order."""
+        """The eligible bytes of each group, in order."""
         return tuple(group.saved_bytes for group in self.groups)
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Tensors saved under one scope, decided on and moved together."""
+    """The tensors that were saved inside one scope. They are decided on and moved together."""
 
     name: str
     key: GroupKey
     chunk: Chunk
     index: int = -1  # place in the chunk's order; -1 while open
-    handles: list[weakref.ref[Saved[Group]]] = field(default_factory=list)  # not yet committed
-    entries: list[Entry] = field(default_factory=list)  # needed by its backward; some shared with other groups
+    handles: list[weakref.ref[Saved[Group]]] = field(default_factory=list)  # until the group is committed
+    entries: list[Entry] = field(default_factory=list)  # its backward needs them; some are shared with other groups
     saved_bytes: int = 0  # eligible bytes that were first saved here
     offloaded_bytes: int = 0
     task: int = -1  # the graph task that read from it last
@@ -77,7 +77,7 @@ class Group:
     ended: Event | None = None
 
     def waiting(self) -> list[Saved[Group]]:
-        """Handles still alive that hold their tensors, in the order they were saved; each is returned once."""
+        """The live handles that hold their tensors, in the order in which these were saved. Returns each only once."""
         found = [saved for ref in self.handles if (saved := ref()) is not None and saved.tensor is not None]
         self.handles.clear()
         return found

@@ -1,4 +1,4 @@
-"""How many bytes of a chunk may leave: exact in bytes, the earliest first. Pure."""
+"""Decides how many bytes of a chunk leave: exact to the byte, the earliest first. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rayzero.activations.policy import OffloadPolicy
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """Eligible bytes of a chunk that ran before, group by group in forward order."""
+    """The eligible bytes of a chunk that has run, group by group in forward order."""
 
     groups: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The eligible bytes of all groups."""
         return sum(self.groups)
 
 
@@ -29,9 +29,9 @@ def bytes_to_offload(policy: OffloadPolicy, groups: Sequence[int], margin: int) 
 class ChunkQuota:
     """Deals out one chunk's share while its forward runs.
 
-    Knows byte counts; not tensors. With ``expected`` (the chunk's bytes the last time) the share is exact to the
-    byte if the chunk is the same; without, whole tensors leave whenever that keeps the share closest from below, and
-    neither margin nor delta apply."""
+    Knows byte counts; not tensors. With ``expected``, the chunk's bytes the last time, the share is exact to the byte
+    if the chunk is the same. Without it, a whole tensor leaves whenever the share stays within ``fraction``, and
+    ``margin`` and ``delta_bytes`` have no effect."""
 
     def __init__(self, policy: OffloadPolicy, expected: ChunkBytes | None, *, margin: int) -> None:
         self._policy = policy
@@ -42,11 +42,11 @@ class ChunkQuota:
 
     @property
     def offloaded(self) -> int:
-        """Bytes dealt out so far."""
+        """The bytes that were dealt out so far."""
         return self._offloaded
 
     def in_margin(self, group: int) -> bool:
-        """True when the chunk's ``group``-th group stays as one of the last."""
+        """Whether the chunk's ``group``-th group is one of the last, which stay."""
         return (
             self._first_kept is not None
             and self._expected is not None
@@ -54,7 +54,7 @@ class ChunkQuota:
         )
 
     def take(self, nbytes: int, *, group: int) -> int:
-        """How many of a tensor's ``nbytes`` leave: all, none, or its share where the target is reached."""
+        """How many of a tensor's ``nbytes`` leave: all, none, or as many as are left up to the target."""
         if self.in_margin(group):
             return 0
         self._seen += nbytes
@@ -63,11 +63,11 @@ class ChunkQuota:
         return taken
 
     def put_back(self, nbytes: int) -> None:
-        """Bytes that were dealt out but had to stay (no host room)."""
+        """Take back bytes that were dealt out but had to stay, for example because the host had no room."""
         self._offloaded -= nbytes
 
     def _exact(self, nbytes: int) -> int:
-        target = max(self._target, _share(self._policy, self._seen))  # more than the last time: keep the share
+        target = max(self._target, _share(self._policy, self._seen))  # a bigger chunk than last time keeps its share
         return max(0, min(nbytes, target - self._offloaded))
 
     def _whole(self, nbytes: int) -> int:

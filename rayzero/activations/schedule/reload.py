@@ -1,4 +1,4 @@
-"""The way back: groups ahead of their backward, each tensor at the latest when it is read."""
+"""Brings groups back ahead of their backward, and each tensor at the latest when it is read."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from rayzero.lanes import Lane
 
 
 class Reload:
-    """Decides which groups come back when one group's backward begins, and finds each tensor that is read.
+    """Decides which groups come back when a group's backward begins, and finds each tensor that is read.
 
-    Knows the order of groups (the last backward of the same part, else the reverse of this forward) and of chunks;
-    not why something left, nor how bytes move. A backward's beginning is the first read of the group in a graph task.
+    Knows the order of chunks and of groups (as in the last backward of the same part, else the reverse of this
+    forward); not why something left, or how bytes move. A group's backward begins with its first read in a graph task.
     Called under the offload's lock."""
 
     def __init__(self, shelf: Shelf, lane: Lane, order: ChunkOrder, ledger: Ledger, prefetch: int) -> None:
-        """``lane``: whose clock times the waits."""
+        """``lane``: its clock times the waits. ``prefetch``: how many groups come back ahead."""
         self._shelf, self._lane, self._order, self._ledger = shelf, lane, order, ledger
         self._prefetch = prefetch
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._learned: dict[int, tuple[int, tuple[int, ...]]] = {}  # stage -> number of groups, backward order
 
     def chunk_began(self, chunk: Chunk) -> None:
-        """Its forward runs."""
+        """A chunk's forward begins."""
         self._chunks[chunk.key] = chunk
 
     def chunk_gone(self, chunk: Chunk) -> None:
-        """Nothing of it is left: remember in what order it was read."""
+        """Nothing of a chunk is left: remember the order in which it was read."""
         self._chunks.pop(chunk.key, None)
         if chunk.begun:
             self._learned[chunk.key.stage] = (len(chunk.groups), tuple(chunk.begun))
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that are not gone."""
+        """How many chunks are not gone."""
         return len(self._chunks)
 
     def live_chunks(self) -> list[Chunk]:
-        """Those chunks, oldest first."""
+        """The chunks that are not gone, oldest first."""
         return list(self._chunks.values())
 
     def backward_began(self, group: Group) -> None:
-        """Bring this group back, and the next ones behind it."""
+        """Bring this group back, and the groups that follow it."""
         self._order.backward_began(group.chunk.key)
         if group.index not in group.chunk.begun:
             group.chunk.begun.append(group.index)
@@ -59,7 +59,7 @@ class Reload:
             self._bring_back(upcoming, ahead=True)
 
     def _upcoming(self, group: Group) -> Iterator[Group]:
-        """Groups with bytes that left, in the order their backward should run after ``group``'s."""
+        """The groups that have bytes to bring back, in the order in which their backward should follow ``group``'s."""
         chunk, after = group.chunk, group.index
         yield from self._after(chunk, after)
         following = self._order.expected_after(chunk.key)
@@ -88,7 +88,8 @@ class Reload:
     # ---- one tensor
 
     def read(self, saved: Saved[Group]) -> Tensor:
-        """The tensor, wherever its bytes are; waits for them where they are not back yet."""
+        """The saved tensor, in its shape and dtype, wherever its bytes are. Waits for them if they are not back yet.
+        Raises RayZeroError if its graph was freed or a copy has failed."""
         if saved.tensor is not None:
             self._ledger.add(saved.group.name, on_device=1)
             return saved.tensor
@@ -103,7 +104,7 @@ class Reload:
         return self._shelf.read(entry, saved)
 
     def _await(self, entry: Entry, group: Group) -> None:
-        """Order the backward after the entry's return, and note how long that takes."""
+        """Order the backward after the entry's return, and count how long that takes."""
         if self._shelf.fetch(entry, ahead=False):
             self._ledger.add(group.name, returned_bytes=entry.piece.nbytes)
         place = entry.place
@@ -111,12 +112,12 @@ class Reload:
         self._ledger.add(group.name, **{found if entry.ahead else "misses": 1})
         start = self._lane.now()
         self._shelf.wait(entry)
-        if place is not Place.BACK and not self._lane.capturing():  # a captured wait has no time
+        if place is not Place.BACK and not self._lane.capturing():  # a captured wait has no duration
             self._ledger.stalled(group.name, self._lane, start, self._lane.now())
 
 
 def _still_there(entry: Entry, saved: Saved[Group]) -> Tensor | None:
-    """The tensor in memory that never went away, if there is one."""
+    """The tensor in device memory that was never freed, if there is such memory."""
     data = entry.resident.bytes if entry.resident is not None else None
     if data is not None:
         return shown(data, entry.piece, saved)

@@ -1,4 +1,4 @@
-"""The way out: what of a group leaves when its scope has ended, and what stays. ``reload.py`` is the way back."""
+"""Decides what of a group leaves and what stays, once the group is committed. ``reload.py`` brings it back."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rayzero.activations.tensors.shelf import Shelf
 
 
 class Unload:
-    """Decides on a group's tensors, storage by storage, and starts those that leave.
+    """Decides on a group's tensors, storage by storage, and starts the copies of those that leave.
 
-    Knows shares, the limit in flight and what is stored already; not scopes, chunks or what comes back, nor how bytes
-    move. Called under the offload's lock."""
+    Knows shares, the limit in flight and what is stored already; not scopes, what comes back, or how bytes move. Called
+    under the offload's lock."""
 
     def __init__(
         self, shelf: Shelf, entries: Entries, ledger: Ledger, policy: OffloadPolicy, book: CostBook | None
@@ -34,7 +34,8 @@ class Unload:
         self._flying: deque[list[Entry]] = deque()  # groups on their way out, oldest first
 
     def commit(self, group: Group, release: list[Tensor] | None) -> None:
-        """Decide and send; then hand over what is dead (``release``, emptied); then keep to the limit in flight."""
+        """Empty ``release``, decide and send, count which of the released tensors are dead, and keep to the limit in
+        flight."""
         found = group.waiting()
         handed = take_over(found, release)
         sent = [entry for same in _by_storage(found) for entry in self._commit_storage(group, same)]
@@ -46,12 +47,12 @@ class Unload:
         self._limit_in_flight(sent)
 
     def forget_landed(self) -> None:
-        """Groups that have left are in flight no more."""
+        """Take groups that have left off the count of groups in flight."""
         while self._flying and all(entry.place is not Place.LEAVING for entry in self._flying[0]):
             self._flying.popleft()
 
     def _commit_storage(self, group: Group, found: list[Saved[Group]]) -> list[Entry]:
-        """Decide on the handles of one storage; the entries that were sent."""
+        """Decide on the handles of one storage. Returns the entries that were sent."""
         tensor = found[0].tensor
         assert tensor is not None
         storage = tensor.untyped_storage()
@@ -66,7 +67,8 @@ class Unload:
         return sent
 
     def _join_existing(self, group: Group, storage: torch.UntypedStorage, saved: Saved[Group]) -> bool:
-        """True when an entry already has these bytes: they are stored once."""
+        """Let ``saved`` read from an entry that already has its bytes, so that they are stored once. False if there is
+        none."""
         entry = self._entries.with_content(storage, saved)
         if entry is None:
             return False
@@ -77,7 +79,7 @@ class Unload:
     def _commit_piece(
         self, group: Group, piece: Piece, members: list[Saved[Group]], storage: torch.UntypedStorage
     ) -> Entry | None:
-        """Make the piece's entry, on the device or on its way out; it if it was sent."""
+        """Make the piece's entry, on the device or on its way out. Returns it if it was sent."""
         entry = Entry(piece, members, storage, group.key.label)
         first = members[0].tensor
         assert first is not None
@@ -99,7 +101,7 @@ class Unload:
         return entry if sent else None
 
     def _share(self, group: Group, nbytes: int, itemsize: int) -> int:
-        """Bytes of a piece that leave, whole elements."""
+        """How many bytes of a piece leave: a whole number of elements."""
         if self._book is not None:
             return nbytes if not group.recomputed and self._book.choice(group) is Choice.OFFLOAD else 0
         taken = group.chunk.quota.take(nbytes, group=group.index)
@@ -127,7 +129,7 @@ class Unload:
 
 
 def _attach(group: Group, entry: Entry, saved: Saved[Group]) -> None:
-    """``saved`` reads from ``entry``, which ``group``'s backward needs."""
+    """Let ``saved`` read from ``entry``, which ``group``'s backward needs."""
     entry.attach(saved)
     if entry not in group.entries:
         group.entries.append(entry)
@@ -138,7 +140,7 @@ def _attach(group: Group, entry: Entry, saved: Saved[Group]) -> None:
 
 
 def _by_storage(found: Sequence[Saved[Group]]) -> list[list[Saved[Group]]]:
-    """Handles of one storage together, in the order their storages were first saved."""
+    """The handles, those of one storage together, in the order in which the storages were first saved."""
     groups: dict[int, list[Saved[Group]]] = {}
     for saved in found:
         assert saved.tensor is not None
@@ -146,27 +148,27 @@ def _by_storage(found: Sequence[Saved[Group]]) -> list[list[Saved[Group]]]:
     return list(groups.values())
 
 
-# ---- what the caller of a commit is done with -------------------------------------------------------------------
+# ---- tensors that the caller of a commit no longer needs --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """One tensor that was handed over. Knows its bytes and the handles that keep them; not where those go."""
+    """One tensor that was handed over. Knows its bytes and the handles that hold them; not where they go."""
 
     nbytes: int
-    sharing: list[Saved[Group]] | None  # handles that share its storage; None: somebody else holds it too
+    sharing: list[Saved[Group]] | None  # handles that share its storage; None if somebody else holds it too
 
     @property
     def dead(self) -> bool:
-        """True when nobody holds its bytes on the device any more."""
+        """Whether its bytes on the device are no longer held."""
         return self.sharing is not None and all(saved.tensor is None for saved in self.sharing)
 
 
 def take_over(found: Sequence[Saved[Group]], release: list[Tensor] | None) -> list[Handed]:
-    """Empty the list. ``found``: the handles of the group that is committed.
+    """Empty the list ``release``. ``found``: the handles of the group that is committed.
 
-    Proof that only they hold a tensor: nobody else has the Python object, and every reference to the storage is one of
-    these handles'."""
+    Only these handles hold a tensor if nobody else has the Python object and each reference to its storage belongs to
+    one of them."""
     handed: list[Handed] = []
     while release:
         tensor = release.pop()

@@ -1,1 +1,1 @@
-"""Saved tensors: what autograd keeps in their place, and where their bytes are."""
+"""Saved tensors: what autograd keeps in place of each, and where its bytes are."""

@@ -1,11 +1,11 @@
 """A tensor that autograd saved, and its bytes: an entry is one piece of one storage at one version.
 
-[Note: versions] torch checks in-place changes of saved tensors by a version counter, but not when hooks pack them. A
-detached alias shares the counter with its tensor, also after its own memory is swapped for an empty one: that is the
-``probe`` each handle keeps, and unpack raises what torch would have raised.
+[Note: versions] torch notices in-place changes of saved tensors by a version counter, but not if hooks pack them. A
+detached alias shares its tensor's counter, even after its own memory is swapped for an empty one. Each handle keeps
+such an alias, its ``probe``, and unpack raises what torch would have raised.
 
-[Note: cycles] pack may be handed the node's own output with its ``grad_fn``; what a handle keeps is always detached,
-or the graph would keep itself alive."""
+[Note: cycles] pack may get the node's own output with its ``grad_fn``. What a handle keeps is always detached, because
+otherwise the graph would keep itself alive."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rayzero.activations.tensors.host_pool import HostBuffer
 from rayzero.activations.tensors.pieces import Piece, View
 from rayzero.lanes import Event
 
-GroupT = TypeVar("GroupT")  # what a tensor was saved in
+GroupT = TypeVar("GroupT")  # the group that a tensor was saved in
 
 
 class Held:
-    """A tensor that stays: too small, a parameter, or not for offloading at all."""
+    """A tensor that stays on the device: it is too small, a parameter, or of a kind that is never offloaded."""
 
     __slots__ = ("tensor", "version")
 
@@ -37,18 +37,20 @@ class Held:
         self.version = tensor._version
 
     def read(self) -> Tensor:
-        """The tensor; RuntimeError if it was changed in place since."""
+        """The tensor. Raises RuntimeError if it was changed in place since it was saved."""
         check_version(self.tensor, self.version, self.tensor)
         return self.tensor
 
 
-End = tuple[GroupT, "Entry | None", int]  # a handle that has ended: its group, its entry, the return it read last
+End = tuple[GroupT, "Entry | None", int]  # of a handle that has ended: its group, its entry, the last return it read
 
 
 class Saved(Generic[GroupT]):
-    """A tensor that may leave. Until its group is committed, and if it stays, it holds the tensor itself.
+    """A handle: what autograd keeps in place of a tensor that may leave. It holds the tensor itself until its group is
+    committed, and afterwards if the tensor stays.
 
-    Its end (the graph node is freed) is only noted: ``__del__`` may run in any thread, at any moment."""
+    When the graph node is freed, ``__del__`` only notes the handle's end, because it may run in any thread at any
+    moment."""
 
     __slots__ = (
         "__weakref__",
@@ -65,7 +67,7 @@ class Saved(Generic[GroupT]):
     )
 
     def __init__(self, tensor: Tensor, group: GroupT, *, small: bool, ends: deque[End[GroupT]]) -> None:
-        """``small``: leaves only along with a storage that leaves anyway."""
+        """``tensor``: strided, of any shape and dtype. ``small``: it only leaves with a storage that leaves anyway."""
         self.tensor: Tensor | None = tensor.detach()  # freed by: leave()
         self.version: int = tensor._version
         self.probe = probe_of(tensor)
@@ -74,16 +76,16 @@ class Saved(Generic[GroupT]):
         self.group = group
         self.small = small
         self.entry: Entry | None = None
-        self.epoch = 0  # of the entry's return that this handle last read
+        self.epoch = 0  # number of the entry's return that this handle last read
         self._ends = ends
 
     def leave(self, entry: Entry) -> None:
-        """``entry`` has the bytes from now on."""
+        """Let go of the tensor: ``entry`` has its bytes from now on."""
         self.entry = entry
         self.tensor = None
 
     def check(self) -> None:
-        """RuntimeError, as torch raises it, if the tensor was changed in place since it was saved."""
+        """Raise torch's RuntimeError if the tensor was changed in place since it was saved."""
         check_version(self.probe, self.version, self)
 
     def __str__(self) -> str:
@@ -101,7 +103,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 def view_bytes(tensor: Tensor) -> int:
-    """Bytes of the view, or of its storage if that is smaller (expanded tensors)."""
+    """The bytes of the view, or of its storage if that is smaller (expanded tensors)."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -113,7 +115,7 @@ def probe_of(tensor: Tensor) -> Tensor:
 
 
 def check_version(probe: Tensor, expected: int, shown: object) -> None:
-    """RuntimeError in torch's words if ``probe``'s counter has moved on."""
+    """Raise RuntimeError in torch's words if ``probe``'s counter is no longer ``expected``."""
     if probe._version != expected:
         what = f"{shown.dtype} {list(shown.shape)}" if isinstance(shown, Tensor) else str(shown)
         raise RuntimeError(
@@ -124,9 +126,10 @@ def check_version(probe: Tensor, expected: int, shown: object) -> None:
 
 
 class Resident:
-    """The device's bytes of something on its way out; ``bytes`` is None once the device memory may go.
+    """The device bytes of an entry on its way out; ``bytes`` is None once the device memory may be freed.
 
-    Cleared by its copy, in any thread: read it once into a local. ``on_clear(nbytes)`` is called once, there."""
+    Its copy may clear it in any thread, so read ``bytes`` once into a local. ``on_clear(nbytes)`` is called once, in
+    the thread that lets the memory go."""
 
     __slots__ = ("_held", "_lock", "_on_clear", "bytes")
 
@@ -137,13 +140,13 @@ class Resident:
         self._lock = threading.Lock()
 
     def hold(self) -> bool:
-        """Keep the device memory after all, until ``drop``: its bytes are wanted soon. False if it is gone already."""
+        """Keep the device memory until ``drop``, because its bytes are needed soon. False if it is already gone."""
         with self._lock:
             self._held = self.bytes is not None
             return self._held
 
     def clear(self) -> None:
-        """Let the device memory go, unless it is held; a second call changes nothing."""
+        """Let the device memory go unless it is held. Idempotent."""
         with self._lock:
             if self._held:
                 return
@@ -152,7 +155,7 @@ class Resident:
             self._on_clear(data.numel())
 
     def drop(self) -> None:
-        """Let the device memory go; a second call changes nothing."""
+        """Let the device memory go. Idempotent."""
         with self._lock:
             data, self.bytes = self.bytes, None
         if data is not None:
@@ -160,20 +163,20 @@ class Resident:
 
 
 class Place(Enum):
-    """Where an entry's bytes are, and so which memory exists."""
+    """Where an entry's bytes are, and so which of its memory exists."""
 
     KEPT = auto()  # on the device only; the handles hold it
-    LEAVING = auto()  # on the device; copy out in flight into a host buffer
-    AWAY = auto()  # host buffer only (and the kept head of a split)
-    RETURNING = auto()  # host buffer, and a device target with the copy in in flight
-    BACK = auto()  # host buffer, and a valid device target
+    LEAVING = auto()  # on the device; a copy into a host buffer is in flight
+    AWAY = auto()  # in a host buffer only (and, of a split, the head on the device)
+    RETURNING = auto()  # in a host buffer; a copy into device memory is in flight
+    BACK = auto()  # in a host buffer and in valid device memory
     FREED = auto()  # nothing
 
 
 class Entry:
     """Bytes that leave and return together.
 
-    Knows its memory and how many handles read it; not groups, nor who decides."""
+    Knows its memory and how many handles read it; not groups, or who decides."""
 
     __slots__ = (
         "ahead",
@@ -189,7 +192,7 @@ class Entry:
         self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # keeps the address from being used again
         self.storage_bytes = storage.nbytes()
         self.probe, self.version = saved.probe, saved.version
-        self.handles = 0  # that have not ended
+        self.handles = 0  # handles that have not ended
         self.waiting = 0  # handles that have not read since the last return
         self.epoch = 0  # number of returns
         self.resident: Resident | None = None  # freed by: its copy out, or Shelf.free()
@@ -200,7 +203,7 @@ class Entry:
         self.arrival: Event | None = None
         self.codec: Codec = codec_for("none", self.dtype)
         self.captured = False
-        self.ahead = False  # its latest return was asked for before anybody needed it
+        self.ahead = False  # its latest return was started before anybody needed it
         self.freed = False
 
     @property
@@ -215,7 +218,7 @@ class Entry:
         return Place.LEAVING if self.resident is not None and self.resident.bytes is not None else Place.AWAY
 
     def same_content(self, saved: Saved[Any]) -> bool:
-        """True when ``saved`` shows the very bytes this entry has: neither has been changed since it was saved."""
+        """Whether this entry has the bytes of ``saved``: it covers them, and nobody has changed them since."""
         return (
             not self.freed
             and saved.version == self.version == self.probe._version == saved.probe._version
@@ -232,8 +235,8 @@ class Entry:
 class Entries:
     """All entries that are not freed, by the storage they were saved from.
 
-    Knows storages' addresses; not where an entry's bytes are, nor who needs it. An entry keeps its storage's address
-    from being used again."""
+    Knows storages' addresses; not where an entry's bytes are, or who needs it. While an entry exists, its storage's
+    address is not used again."""
 
     def __init__(self) -> None:
         self._of_storage: dict[int, list[Entry]] = {}  # storage address -> entries saved from it
@@ -242,15 +245,15 @@ class Entries:
         return sum(len(entries) for entries in self._of_storage.values())
 
     def add(self, storage: torch.UntypedStorage, entry: Entry) -> None:
-        """``entry`` has bytes of ``storage``."""
+        """Remember that ``entry`` has bytes of ``storage``."""
         self._of_storage.setdefault(storage._cdata, []).append(entry)
 
     def with_content(self, storage: torch.UntypedStorage, saved: Saved[Any]) -> Entry | None:
-        """The entry that already has the bytes that ``saved`` shows of ``storage``."""
+        """An entry that already has the bytes of ``saved``, a view of ``storage``; None if there is none."""
         return next((entry for entry in self._of_storage.get(storage._cdata, ()) if entry.same_content(saved)), None)
 
     def forget(self, entry: Entry) -> None:
-        """It is freed."""
+        """Drop an entry that is freed."""
         address = entry.storage.cdata
         left = [other for other in self._of_storage.get(address, ()) if other is not entry]
         if left:
@@ -272,7 +275,7 @@ def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Te
 
 
 def shown(data: Tensor, piece: Piece, saved: Saved[Any]) -> Tensor:
-    """``saved``'s tensor, sharing ``data``: the piece's bytes (1D uint8)."""
+    """``saved``'s tensor, in its shape, strides and dtype, over ``data``: the piece's bytes (1D uint8)."""
     view, start = saved.view, int(data.storage_offset())
     if piece.gathered is not None:
         return _tensor(data.untyped_storage(), start, view.size, _compact_strides(view), saved.probe)
@@ -280,7 +283,7 @@ def shown(data: Tensor, piece: Piece, saved: Saved[Any]) -> Tensor:
 
 
 def alive(entry: Entry) -> torch.UntypedStorage | None:
-    """The storage the entry was saved from, if somebody else keeps it alive, whole and unchanged."""
+    """The storage that the entry was saved from, if somebody else keeps it alive, whole and unchanged; else None."""
     if entry.probe._version != entry.version:
         return None
     storage = torch.UntypedStorage._new_with_weak_ptr(entry.storage.cdata)
@@ -290,20 +293,20 @@ def alive(entry: Entry) -> torch.UntypedStorage | None:
 
 
 def in_place(storage: torch.UntypedStorage, saved: Saved[Any]) -> Tensor:
-    """``saved``'s tensor in the storage it was saved from."""
+    """``saved``'s tensor as a view of the storage that it was saved from."""
     return _tensor(storage, saved.view.start, saved.view.size, saved.view.stride, saved.probe)
 
 
 def _tensor(
     storage: torch.UntypedStorage, start: int, size: tuple[int, ...], stride: tuple[int, ...], like: Tensor
 ) -> Tensor:
-    """A tensor of ``like``'s dtype and device (a fake one's is not its storage's); ``start`` in bytes."""
+    """A tensor of ``like``'s dtype and device (a fake tensor's device is not its storage's). ``start`` is in bytes."""
     with torch.no_grad():
         return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, start // like.itemsize, size, stride)
 
 
 def _common_dtype(piece: Piece, members: Sequence[Saved[Any]]) -> torch.dtype:
-    """The dtype of the piece's values; uint8 (never rounded) if they are of several or do not fill it."""
+    """The dtype of the piece's values; uint8, which is never rounded, if there are several or they do not fill it."""
     dtype = members[0].dtype
     same = all(saved.dtype == dtype for saved in members)
     return dtype if same and piece.nbytes % dtype.itemsize == 0 else torch.uint8

@@ -1,9 +1,9 @@
-"""Host buffers in size classes, reused, bounded and counted.
+"""A pool of host buffers in size classes: it reuses, bounds and counts them.
 
 [Note: two pools] Activations come in sizes that change with every batch; units have a few sizes that never change. Size
-classes reuse buffers across near sizes, for up to a quarter of spare memory; ``memory/pool.py`` fits units almost
-exactly, because their budget is the device's. There a refusal is told at once, here a copy that ends soon is waited for
-first; there one oversize unit is let through alone, here the cap holds and the tensor stays on the device.
+classes reuse buffers across near sizes and leave up to a quarter of them spare. ``memory/pool.py`` fits units almost
+exactly, because their budget is device memory. That pool refuses at once; this one first waits for a copy that ends
+soon. That one lets a single oversize unit through; here the cap holds, and the tensor stays on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _SMALLEST = 4096  # bytes
 
 
 def size_class(nbytes: int) -> int:
-    """The bytes of the buffer that serves ``nbytes``: 4, 5, 6 or 7 quarters of a power of two, so < 25 % is spare."""
+    """The size in bytes of the buffer that serves ``nbytes``: 4,096, or 5, 6, 7 or 8 quarters of a power of two, so
+    that less than a quarter of ``nbytes`` is spare above 4,096."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
     power = 1 << ((nbytes - 1).bit_length() - 1)  # power < nbytes <= 2 * power
@@ -34,33 +35,33 @@ def size_class(nbytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """One leased buffer: ``bytes`` (1D uint8, exactly the size asked for) until it is given back."""
+    """One buffer. While it is leased, ``bytes`` (1D uint8) has exactly the size that was asked for."""
 
     bytes: Tensor
-    whole: Tensor  # the size class's memory; freed by: HostPool.trim, or the pool's end
+    whole: Tensor  # 1D uint8, the whole size class; freed by: HostPool.trim, or the pool's end
     pinned: bool
     leased: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeClassStatus:
-    """One size class: buffers of ``size_bytes`` each."""
+    """The buffers of one size class, of ``size_bytes`` each."""
 
     size_bytes: int
     num_in_use: int
     num_free: int
-    num_returning: int  # given back while a copy still reads them
+    num_returning: int  # given back while a copy still uses them
 
     @property
     def utilization(self) -> float:
-        """Share of this class's buffers in use, 0 to 1."""
+        """The share of this class's buffers that is in use, 0 to 1."""
         total = self.num_in_use + self.num_free + self.num_returning
         return self.num_in_use / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """What the pool holds now (bytes of whole buffers) and has served so far (counts)."""
+    """What the pool holds now, in bytes of whole buffers, and what it has served so far, in counts."""
 
     total_bytes: int
     in_use_bytes: int
@@ -82,8 +83,8 @@ class PoolStatus:
 class HostPool:
     """Leases host memory to copies.
 
-    Knows sizes, and which buffer is leased, free, or still read by a copy; not what is in them. A buffer given back
-    with a copy in flight is leased again only after that copy has finished. Any thread may call."""
+    Knows sizes, and which buffer is leased, free, or still used by a copy; not what is in them. A buffer that is given
+    back with a copy in flight is leased again only after that copy has finished. Thread-safe."""
 
     def __init__(
         self,
@@ -94,9 +95,9 @@ class HostPool:
         poison: bool = False,
         allocate: Callable[[int, bool], Tensor] | None = None,
     ) -> None:
-        """``pin``: page-locked memory as far as ``pinned_cap_bytes`` and the system allow, pageable after that.
-
-        ``allocate(nbytes, pinned)`` makes the memory (1D uint8); by default torch does."""
+        """``pin``: use page-locked memory as far as ``pinned_cap_bytes`` and the system allow, and pageable memory
+        after that. ``allocate(nbytes, pinned)``: makes the memory (1D uint8); by default torch does. ``poison``: for
+        tests, fill each buffer with 0xFF when it comes back."""
         self._cap, self._pinned_cap, self._pin, self._poison = cap_bytes, pinned_cap_bytes, pin, poison
         self._allocate = allocate or _torch_bytes
         self._lock = threading.Lock()
@@ -107,10 +108,9 @@ class HostPool:
         self._requests = self._hits = self._misses = self._refusals = 0
 
     def acquire(self, nbytes: int) -> HostBuffer | None:
-        """A buffer of ``nbytes`` bytes, contents undefined; None when the cap leaves no room for it.
+        """A buffer of ``nbytes`` bytes with undefined contents; None if the cap leaves no room for it.
 
-        Near the cap free buffers of other sizes are dropped first, then copies that still read a buffer are
-        waited for."""
+        Near the cap, it first drops free buffers of other sizes, then waits for copies that still use a buffer."""
         size = size_class(nbytes)
         with self._lock:
             self._requests += 1
@@ -124,9 +124,9 @@ class HostPool:
         return buffer
 
     def give_back(self, buffer: HostBuffer, after: Event | None = None) -> None:
-        """End the lease; ``after`` names a copy that still reads or writes the buffer.
+        """End the lease. ``after``: a copy that still reads or writes the buffer.
 
-        A second give_back of one lease raises RayZeroError."""
+        Raises RayZeroError if the lease has ended already."""
         with self._lock:
             if not buffer.leased:
                 raise RayZeroError(f"a host buffer of {buffer.bytes.numel()} bytes was given back twice")
@@ -138,13 +138,14 @@ class HostPool:
                 self._returning.append((buffer, after))
 
     def trim(self, keep_bytes: int = 0) -> int:
-        """Drop free buffers, the biggest first, until at most ``keep_bytes`` of them are left; the bytes dropped."""
+        """Drop free buffers, the biggest first, until at most ``keep_bytes`` of them are left. Returns the bytes that
+        were dropped."""
         with self._lock:
             self._collect()
             return self._trim(keep_bytes)
 
     def status(self) -> PoolStatus:
-        """A snapshot."""
+        """The pool's present numbers."""
         with self._lock:
             self._collect()
             free = sum(size * len(kept) for size, kept in self._free.items())
@@ -195,7 +196,7 @@ class HostPool:
         return HostBuffer(whole, whole, pinned)
 
     def _make_room(self, size: int) -> bool:
-        """True when a new buffer of ``size`` fits the cap; may find a free one of that size instead (False)."""
+        """Whether a new buffer of ``size`` fits the cap. False also if a buffer of that size became free meanwhile."""
         if self._cap is None:
             return True
         while self._total + size > self._cap:
@@ -256,4 +257,4 @@ def _torch_bytes(nbytes: int, pinned: bool) -> Tensor:
 
 
 def _warn_pageable(why: str) -> None:
-    warnings.warn(f"activation offload goes on with pageable host buffers (slower copies): {why}", stacklevel=2)
+    warnings.warn(f"activation offload continues with pageable host buffers (slower copies): {why}", stacklevel=2)

@@ -1,11 +1,11 @@
-"""Which bytes of a storage travel for the views that were saved of it. Pure: numbers in, numbers out."""
+"""Decides which bytes of a storage travel for the views of it that were saved. Pure: numbers in, numbers out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGN = 512  # bytes: a piece begins at a multiple, so that what comes back is aligned as it was
+ALIGN = 512  # bytes; a piece begins at a multiple, so that what comes back has its old alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class View:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements it shows (an expanded element counts every time)."""
+        """The bytes of the elements that it shows. An expanded element counts every time."""
         count = self.itemsize
         for length in self.size:
             count *= length
@@ -27,7 +27,7 @@ class View:
 
     @property
     def stop(self) -> int:
-        """One past the last byte it touches, from the storage's first."""
+        """One past the last byte that it touches, counted from the storage's first."""
         if 0 in self.size:
             return self.start
         reach = sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
@@ -35,7 +35,7 @@ class View:
 
     @property
     def dense(self) -> bool:
-        """True when it shows every element between start and stop once (contiguous, or a permutation of that)."""
+        """Whether it shows every element between start and stop once: it is contiguous, or a permutation of that."""
         return self.nbytes == self.stop - self.start and all(
             step > 0 or length <= 1 for length, step in zip(self.size, self.stride, strict=True)
         )
@@ -43,7 +43,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes that travel together: an interval of the storage, or one view's elements gathered."""
+    """Bytes that travel together: an interval of the storage, or the gathered elements of one view."""
 
     start: int
     stop: int
@@ -51,21 +51,21 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """The bytes that it has on the device."""
         return self.stop - self.start if self.gathered is None else self.gathered.nbytes
 
     def covers(self, view: View) -> bool:
-        """True when ``view`` can be shown from this piece alone."""
+        """Whether ``view`` can be shown from this piece alone."""
         if self.gathered is not None:
             return self.gathered == view
         return self.start <= view.start and view.stop <= self.stop
 
 
 def plan_pieces(storage_bytes: int, views: Sequence[View], coverage: float = 0.5) -> list[Piece]:
-    """Pieces that cover all ``views`` of a storage, every byte at most once unless it is gathered.
+    """Pieces that cover all ``views`` of a storage, each byte at most once unless it is gathered.
 
-    A dense view takes its own interval; a strided one with at least ``coverage`` of the storage's bytes takes the
-    whole storage; any other is gathered, if no interval holds it anyway. Touching intervals become one."""
+    A dense view takes its own interval. A strided view with at least ``coverage`` of the storage's bytes takes the
+    whole storage; any other is gathered unless an interval holds it anyway. Touching intervals become one."""
     spread = [view for view in views if not view.dense]
     if any(min(view.nbytes, storage_bytes) >= coverage * storage_bytes for view in spread):
         return [Piece(0, storage_bytes)]

@@ -1,4 +1,4 @@
-"""Storages that never leave: parameters, buffers, and what the user marked."""
+"""Storages that never leave the device: those of parameters and buffers, and those that the user marked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayzero.tensor_metadata import plain
 
 
 class ProtectedStorages:
-    """Recognises tensors by storage, as autograd saves detached views and not the objects themselves.
+    """Recognises tensors by storage, because autograd saves detached views and not the objects themselves.
 
     Knows storages; not why they are protected."""
 
@@ -23,8 +23,8 @@ class ProtectedStorages:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the modules' parameters and buffers as they are now (they may have been replaced or moved)."""
-        with plain():  # an engine's parameters would be brought up
+        """Read the modules' parameters and buffers again: they may have been replaced or moved."""
+        with plain():  # otherwise an engine would unshard its parameters
             self._of_modules = frozenset(
                 tensor.untyped_storage()._cdata
                 for module in self._modules
@@ -34,7 +34,7 @@ class ProtectedStorages:
         self._marked = {cdata: ref for cdata, ref in self._marked.items() if not _expired(ref)}
 
     def mark(self, tensor: Tensor) -> None:
-        """This tensor's storage stays, as long as it lives."""
+        """Keep this tensor's storage on the device as long as it lives."""
         ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._marked[ref.cdata] = ref
 

@@ -1,4 +1,4 @@
-"""The shelf: moves entries between the device and host memory."""
+"""Moves entries between the device and host memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from rayzero.lanes import Event, Lane
 
 
 class Shelf:
-    """Moves entries between device and host.
+    """Starts and awaits copies of entries, and frees their memory.
 
-    Knows lane, pool and ledger; not groups, order, or shares."""
+    Knows the lane, the pool and the ledger; not groups, their order, or shares."""
 
     def __init__(self, lane: Lane, pool: HostPool, ledger: Ledger, policy: OffloadPolicy) -> None:
         self._lane, self._pool, self._ledger, self._policy = lane, pool, ledger, policy
-        self._lets_go = policy.max_in_flight is not None  # else each copy out frees its source by itself
+        self._lets_go = policy.max_in_flight is not None  # otherwise each copy out frees its source itself
         self._graph_leases: list[HostBuffer] = []  # belong to captured graphs; freed by: release_graph_leases()
 
     def keep(self, entry: Entry) -> None:
-        """The entry stays: its handles hold it."""
+        """Count an entry that stays on the device, where its handles hold it."""
         self._ledger.add_device(entry.piece.nbytes)
 
     def send(self, entry: Entry, source: Tensor, take: int) -> bool:
-        """Start the last ``take`` bytes of ``source`` (the entry's bytes, 1D uint8) on their way out.
+        """Start to copy out the last ``take`` bytes of ``source`` (the entry's bytes, 1D uint8).
 
-        False, and nothing has happened, when the pool has no room."""
+        Returns False, and does nothing, if the pool has no room. Raises UnsupportedError inside a CUDA graph capture if
+        the policy has no ``max_in_flight``."""
         if self._lane.capturing() and not self._lets_go:
             raise UnsupportedError("activation offload inside a CUDA graph capture needs max_in_flight to be a number")
         codec = codec_for(self._policy.compress, entry.dtype)
@@ -56,7 +57,7 @@ class Shelf:
         def copy() -> bool:
             data = resident.bytes
             if data is None:
-                return False  # dropped while it waited
+                return False  # the bytes were dropped while the copy waited
             host.copy_(codec.encode(data[-take:], dtype), non_blocking=True)
             if frees:
                 resident.clear()
@@ -65,16 +66,16 @@ class Shelf:
         return self._lane.issue("out", copy, holds=[source] if frees else [], label=label, nbytes=host.numel())
 
     def let_go(self, entry: Entry) -> None:
-        """Free the device bytes of an entry on its way out as soon as the copy is through; a failed copy keeps them."""
+        """Wait for the copy of an entry on its way out, then free its device bytes. If the copy failed, they stay."""
         if entry.resident is None or entry.resident.bytes is None or entry.departure is None:
             return
         if entry.departure.settle() is None:
             entry.resident.clear()
 
     def fetch(self, entry: Entry, *, ahead: bool) -> bool:
-        """Start the entry's return, if it is away; True if it did. ``ahead``: nobody waits for it yet.
+        """Start the entry's return if it is away; returns whether it did. ``ahead``: nobody waits for it yet.
 
-        What is still leaving stays instead: its bytes are on the device until the entry is freed."""
+        An entry that is still leaving stays instead: its bytes are on the device until the entry is freed."""
         if entry.place is Place.LEAVING and entry.resident is not None and entry.resident.hold():
             return False
         if entry.place is not Place.AWAY or alive(entry) is not None:
@@ -107,13 +108,13 @@ class Shelf:
         return self._lane.issue("in", copy, after=[self._lane.now(), departure], label=label, nbytes=host.numel())
 
     def wait(self, entry: Entry) -> None:
-        """Order the caller's work after the entry's return. Raises RayZeroError where a copy has failed."""
+        """Order the caller's work after the entry's return. Raises RayZeroError if a copy has failed."""
         error = entry.arrival.settle() if entry.arrival is not None else None
-        if error is not None:  # not raised itself: its traceback would hold the graph, and the graph holds it
+        if error is not None:  # raised as a new error: this one's traceback would hold the graph, which holds it
             raise RayZeroError(f"a copy of saved activations failed: {error!r}") from error
 
     def read(self, entry: Entry, saved: Saved[Any]) -> Tensor:
-        """``saved``'s tensor from the returned bytes; frees them when it is the last handle to read."""
+        """``saved``'s tensor over the returned bytes. The last handle that reads them lets go of them."""
         assert entry.back is not None
         tensor = shown(entry.back, entry.piece, saved)
         if saved.epoch != entry.epoch:
@@ -122,7 +123,8 @@ class Shelf:
         return tensor
 
     def end(self, entry: Entry, epoch: int) -> bool:
-        """A handle has ended that had last read return ``epoch``; True when it was the last and the entry is freed."""
+        """A handle has ended that last read the return number ``epoch``. If it was the last handle, frees the entry and
+        returns True."""
         entry.handles -= 1
         if entry.handles == 0:
             self.free(entry)
@@ -132,7 +134,7 @@ class Shelf:
         return False
 
     def free(self, entry: Entry) -> None:
-        """Free all of the entry's memory; the host buffer goes back once no copy uses it."""
+        """Free all of the entry's memory. The host buffer goes back to the pool once no copy uses it."""
         if entry.freed:
             return
         if entry.lease is None:
@@ -142,7 +144,7 @@ class Shelf:
         entry.freed = True
 
     def release_graph_leases(self) -> None:
-        """Give back host buffers that captured CUDA graphs use; call it when the graphs are gone."""
+        """Give back the host buffers that captured CUDA graphs use. Call it when the graphs are gone."""
         for lease in self._graph_leases:
             self._pool.give_back(lease)
         self._graph_leases.clear()
