@@ -1,1 +1,1 @@
-"""Threads, locks and futures: what every room waits with. Knows nothing of models."""
+"""Threads, locks and futures that every package waits with. Knows nothing about models."""

@@ -1,4 +1,4 @@
-"""A lock that defers calls until it is free, so that its holder tells nobody anything while it holds it."""
+"""A lock that defers calls until it is free, so that its holder calls no other code while it holds the lock."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 
 class DeferringLock:
-    """A lock, and the calls that its holder puts off until it has left.
+    """A lock, and the calls that its holder defers until it has released the lock.
 
-    Knows their order; not what they do. They run in the thread that leaves, and may take the lock themselves."""
+    Knows their order; not what they do. They run in the thread that releases the lock, and may take it themselves."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._calls: deque[Callable[[], Any]] = deque()  # what to do once the lock is free, in order
+        self._calls: deque[Callable[[], Any]] = deque()  # to be made once the lock is free, in order
 
     def defer(self, call: Callable[..., Any], *args: Any) -> None:
-        """Make this call once the lock is free; the caller holds it."""
+        """Make this call once the lock is free. The caller must hold the lock."""
         self._calls.append(partial(call, *args))
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""The one event loop of a process, on its own thread: grpc.aio works with one loop a process only."""
+"""The one event loop of a process, on its own thread. grpc.aio only works with a single loop per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An asyncio loop that runs on a thread of its own until the interpreter exits.
+    """An asyncio loop that runs on its own thread until the interpreter exits.
 
     Knows how to start and stop it; not what runs on it."""
 
@@ -30,11 +30,12 @@ class LoopThread:
         self.loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``work`` on the loop; call from any other thread."""
+        """Run ``work`` on the loop. Call this from any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run ``work`` on the loop and wait for its result; raises ``TimeoutError``. Never call it on the loop."""
+        """Run ``work`` on the loop and wait for its result. Never call this on the loop. Raises what ``work`` raises,
+        and TimeoutError after ``timeout_s`` seconds."""
         return self.submit(work).result(timeout_s)
 
     def stop(self) -> None:
@@ -49,7 +50,8 @@ _shared: LoopThread | None = None
 
 
 def shared_loop() -> LoopThread:
-    """This process's loop, started at the first call (and again in a forked child, which has no such thread)."""
+    """This process's loop. The first call starts it; so does the first call in a forked child, which has no such
+    thread."""
     global _shared
     with _lock:
         if _shared is None or _shared.pid != os.getpid():

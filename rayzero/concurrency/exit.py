@@ -1,7 +1,7 @@
-"""What has to end before the interpreter does.
+"""Ends threads before the interpreter does.
 
-A program may end without closing anything. A daemon thread that is in torch's C++ while the interpreter goes ends the
-process with "terminate called": so whoever runs such a thread says here how it is left.
+A program may end without closing anything. If a daemon thread is in torch's C++ while the interpreter ends, the process
+dies with "terminate called". So whoever runs such a thread registers here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 class Abandoned(Protocol):
-    """Runs a thread."""
+    """An object that runs a thread."""
 
     def abandon(self) -> None:
-        """The interpreter ends: wait until the thread is done with what it is at. Idempotent."""
+        """The interpreter is ending: wait until the thread has finished its present work. Idempotent."""
         ...
 
 
@@ -23,7 +23,7 @@ _running: weakref.WeakSet[Abandoned] = weakref.WeakSet()
 
 
 def abandon_at_exit(runner: Abandoned) -> None:
-    """Have ``runner`` abandoned when the interpreter ends, if it is still there."""
+    """Call ``runner.abandon()`` when the interpreter ends, if ``runner`` still exists."""
     _running.add(runner)
 
 

@@ -1,4 +1,4 @@
-"""Settling futures that their holder may have cancelled meanwhile, and waiting for several without a thread."""
+"""Settles futures that their holder may have cancelled meanwhile, and waits for several futures without a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _done() -> Future[None]:
     return future
 
 
-DONE = _done()  # of what is over before anybody asks: it cannot change any more, so one serves all (making one is 2 us)
+DONE = _done()  # for work that is over already; it cannot change any more, so one serves all (making one takes 2 us)
 
 
 def settle(future: Future[T], value: T) -> None:
@@ -33,28 +33,28 @@ def fail(future: Future[T], error: BaseException) -> None:
 
 
 def settled(value: T) -> Future[T]:
-    """A future that is done."""
+    """A new future that already has its result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def failed(error: BaseException) -> Future[T]:
-    """A future that has failed."""
+    """A new future that has already failed."""
     future: Future[T] = Future()
     future.set_exception(error)
     return future
 
 
 def is_well(future: Future[Any]) -> bool:
-    """Whether it is done, and neither failed nor cancelled."""
+    """Whether ``future`` is done and neither failed nor cancelled."""
     return future.done() and not future.cancelled() and future.exception() is None
 
 
 def when_all(
     futures: Sequence[Future[Any]], then: Callable[[list[Any]], None], otherwise: Callable[[BaseException], None]
 ) -> None:
-    """Call ``then`` with all results once all are there, or ``otherwise`` with the first error, once."""
+    """Call ``then`` once with all results when all are there, or ``otherwise`` once with the first error."""
     left = _Countdown(len(futures))
 
     def one_done(future: Future[Any]) -> None:
@@ -74,7 +74,8 @@ def when_all(
 def when_ended(
     futures: Sequence[Future[Any]], then: Callable[[list[Any]], None], otherwise: Callable[[BaseException], None]
 ) -> None:
-    """As ``when_all``, but nothing is called before each of ``futures`` is done; the first in order has its error."""
+    """Like ``when_all``, but nothing is called before all ``futures`` are done. If several have failed, ``otherwise``
+    gets the error of the first in the sequence."""
     left = _Countdown(len(futures))
 
     def one_done(_: Future[Any]) -> None:
@@ -93,19 +94,19 @@ def when_ended(
 
 
 class _Countdown:
-    """Counts down to one event, which may be called off, from any thread."""
+    """Counts down to one event, which can be called off. Thread-safe."""
 
     def __init__(self, count: int) -> None:
         self._lock, self._left = threading.Lock(), count
 
     def step(self) -> bool:
-        """True for the last one."""
+        """Count one down. True for the last."""
         with self._lock:
             self._left -= 1
             return self._left == 0
 
     def cancel(self) -> bool:
-        """True for the first call before the end."""
+        """Call the event off. True for the first call, if the event has not happened."""
         with self._lock:
             first = self._left > 0
             self._left = -1
@@ -113,7 +114,7 @@ class _Countdown:
 
 
 def chain(source: Future[T], target: Future[T]) -> None:
-    """Give ``target`` what ``source`` gets."""
+    """Give ``target`` the result or error of ``source``."""
 
     def pass_on(done: Future[T]) -> None:
         error = done.exception()
@@ -126,7 +127,7 @@ def chain(source: Future[T], target: Future[T]) -> None:
 
 
 def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
-    """A future of ``pack`` of what comes; an error of ``pack`` is its own."""
+    """A future of ``pack(result of source)``. It fails with the error of ``source``, or with that of ``pack``."""
     target: Future[Any] = Future()
 
     def pass_on(done: Future[T]) -> None:
@@ -136,7 +137,7 @@ def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
             return
         try:
             settle(target, pack(done.result()))
-        except Exception as exc:  # whatever it is, who waits raises it
+        except Exception as exc:  # whoever waits for the future raises it
             fail(target, exc)
 
     source.add_done_callback(pass_on)

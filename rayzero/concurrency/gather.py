@@ -12,11 +12,11 @@ Part = Callable[[], None]
 class Gather:
     """Completes ``future`` when all parts have ended, with the first error if one failed.
 
-    Knows how many parts are left; not what they do. All parts end before the future does, so nobody writes to the
-    caller's memory after it. The future can be cancelled until the first part starts."""
+    Knows how many parts are left; not what they do. The future completes only after all parts have ended, so nothing
+    writes to the caller's memory afterwards. The future can be cancelled until the first part starts."""
 
     def __init__(self, parts: int, done: Callable[[], None] | None = None) -> None:
-        """``done`` is called once, before the future completes, when every part succeeded."""
+        """``parts``: their number. ``done``: called once, before the future completes, if every part succeeded."""
         self.future: Future[None] = Future()
         self._lock = threading.Lock()
         self._left = parts
@@ -28,18 +28,18 @@ class Gather:
             self._complete()
 
     def run(self, part: Part) -> None:
-        """Do one part in this thread, unless the future was cancelled; its error goes to the future."""
+        """Run one part in this thread unless the future was cancelled. Its error goes to the future."""
         if not self.start():
             return
         try:
             part()
-        except Exception as error:  # whatever it is, the future raises it
+        except Exception as error:  # the future raises it
             self.end(error)
         else:
             self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """One part has ended."""
+        """One part has ended; ``error`` if it failed."""
         if not self.start():
             return
         with self._lock:
@@ -50,7 +50,7 @@ class Gather:
             self._complete()
 
     def start(self) -> bool:
-        """Before a part touches the caller's memory: False when the future was cancelled. Idempotent."""
+        """Call this before a part touches the caller's memory. False if the future was cancelled. Idempotent."""
         with self._lock:
             if self._started is None:
                 self._started = self.future.set_running_or_notify_cancel()

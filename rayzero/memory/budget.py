@@ -1,4 +1,4 @@
-"""A number of bytes that several takers share by leases."""
+"""A number of bytes that several parts of a program share by leases."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rayzero.errors import ConfigError
 
 
 class MemoryBudget:
-    """Bytes shared by leases; a reservation is granted or refused at once, it never waits.
+    """Bytes shared by leases. A reservation is granted or refused at once and never waits.
 
-    Knows counts of bytes; not whose they are or where they lie. Invariant: ``used`` is the sum of the live leases.
-    ``used <= limit``, except while one lease that is larger than the limit is alone: nothing could ever hold it
-    otherwise."""
+    Knows counts of bytes; not whose they are or where they are. Invariant: ``used`` is the sum of the live leases, and
+    ``used <= limit`` unless a single lease is larger than the limit. That one is granted while nothing else is leased,
+    because otherwise it never could be. Thread-safe."""
 
     def __init__(self, limit: int | None) -> None:
-        """``limit``: bytes; None counts without a limit."""
+        """``limit``: bytes; None counts without a limit. Raises ConfigError if it is not positive."""
         if limit is not None and limit <= 0:
             raise ConfigError(f"a memory budget must be more than 0 bytes, got {limit}")
         self.limit = limit
@@ -25,7 +25,7 @@ class MemoryBudget:
         self._live = 0
 
     def reserve(self, size: int) -> Lease | None:
-        """A lease of ``size`` bytes, or None when they are not free now."""
+        """A lease of ``size`` bytes, or None if they are not free now. Raises ConfigError if ``size`` is negative."""
         if size < 0:
             raise ConfigError(f"cannot reserve {size} bytes")
         with self._lock:
@@ -38,19 +38,19 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        """Bytes leased now."""
+        """The bytes that are leased now."""
         with self._lock:
             return self._used
 
     @property
     def peak(self) -> int:
-        """Most bytes leased at any time."""
+        """The most bytes that were ever leased at a time."""
         with self._lock:
             return self._peak
 
     @property
     def num_leases(self) -> int:
-        """Leases alive now."""
+        """How many leases are live now."""
         with self._lock:
             return self._live
 
@@ -61,16 +61,16 @@ class MemoryBudget:
 
 
 class Lease:
-    """Some bytes of a budget until ``release()``, or the end of its ``with`` block."""
+    """Some bytes of a budget, until ``release()`` or the end of its ``with`` block."""
 
     def __init__(self, budget: MemoryBudget, size: int) -> None:
-        """Made by ``MemoryBudget.reserve`` only."""
+        """Only ``MemoryBudget.reserve`` makes leases."""
         self.size = size
         self._budget: MemoryBudget | None = budget
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Give the bytes back; a second release is our own bug and raises RuntimeError."""
+        """Give the bytes back. A second release is a bug of ours and raises RuntimeError."""
         with self._lock:
             budget, self._budget = self._budget, None
         if budget is None:
@@ -79,7 +79,7 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """True until released."""
+        """True until the lease is released."""
         return self._budget is not None
 
     def __enter__(self) -> Lease:

@@ -1,4 +1,4 @@
-"""What the C library's allocator says it has given out and what it keeps, in all of its arenas."""
+"""Reads from the C library's allocator how much memory it has given out and how much it keeps, in all its arenas."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class _Mallinfo2(ctypes.Structure):
 class HeapUse:
     """Bytes of this process's heap."""
 
-    used: int  # given out, touched or not; large blocks in mappings of their own included
-    free: int  # given back and kept, resident or not
+    used: int  # given out, touched or not, including large blocks that have their own mappings
+    free: int  # freed by the program and kept by the allocator, resident or not
 
 
 def heap_use() -> HeapUse | None:
-    """Measure now; it takes each arena's lock for a moment. None: no glibc 2.33 or later."""
+    """Measure now, which takes each arena's lock for a moment. None without glibc 2.33 or later."""
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return None

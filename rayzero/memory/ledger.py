@@ -4,14 +4,16 @@ counts.
 [Note: the ledger] The code that allocates a tensor reports its bytes by purpose. The rest is measured from other
 sources:
 
-- ``process``: what the process was before the run (the kernel's count), with as much code as it has now. A rank is
-  counted when its loop hands over its first model, without that model: what it imports and reads is the user's.
-- ``other``: what the allocator has given out since, less the tensors that were told: activations, gradients on their
-  way, what the user's program and libraries keep. From malloc's own books, resident or not.
-- ``unused``: memory given back that the allocator keeps. Malloc knows how much that is, not how much of it is
-  resident: it is the smaller of that and of what is resident beyond all the rest. So this kind closes the sum by
-  construction as far as malloc keeps something. Memory that neither malloc nor anybody else knows of is in no kind, and
-  the sum falls short by it; memory that is reported twice makes it too large.
+- ``process``: the size of the process before the run, by the kernel's count, with as much code as it has now. A rank is
+  counted when its loop hands over its first model, without that model, because what it imports and reads belongs to
+  the user.
+- ``other``: what the allocator has given out since then, less the tensors that were reported. That is activations,
+  gradients on their way, and what the user's program and libraries keep. Malloc counts it, resident or not.
+- ``unused``: memory that the program has freed and the allocator keeps. Malloc knows how much that is, but not how much
+  of it is resident. So it is the smaller of malloc's number and of what is resident beyond all the rest.
+
+As long as malloc keeps something, ``unused`` makes the sum come out right. Memory that neither malloc nor anybody else
+reports is in no kind, and the sum falls short by it. Memory that is reported twice makes the sum too large.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ class LedgerCount:
     """A process's memory at one moment."""
 
     process: ProcessMemory
-    heap: HeapUse | None  # None: the allocator does not tell
-    told: float  # bytes of the heap whose purpose others tell
+    heap: HeapUse | None  # None: the allocator does not report it
+    told: float  # bytes of the heap that other code reports by purpose
 
 
 def without_model(first: LedgerCount, now: LedgerCount, model_bytes: int) -> LedgerCount:
-    """``now`` as it will be when the process has given its model away: ``model_bytes``, as far as the heap has grown
-    by them since ``first`` (weights may lie in a mapped file)."""
+    """``now`` without the model that the process is about to give away: less ``model_bytes``, but at most what the
+    heap has grown by since ``first``, because weights may be in a mapped file."""
     grown = now.process.anonymous - first.process.anonymous
     if first.heap is not None and now.heap is not None:
         grown = min(grown, now.heap.used - first.heap.used)
@@ -44,7 +46,7 @@ def without_model(first: LedgerCount, now: LedgerCount, model_bytes: int) -> Led
 
 
 def ledger_rest(before: LedgerCount, now: LedgerCount) -> dict[str, float]:
-    """Bytes by kind; see [Note: the ledger]. ``before``: the run, with nothing told."""
+    """The bytes by kind; see [Note: the ledger]. ``before``: the count before the run, when nothing was reported."""
     rest = {"process": float(before.process.pss + now.process.file - before.process.file)}
     if before.heap is None or now.heap is None:
         return rest

@@ -1,4 +1,4 @@
-"""What the C library's allocator does with memory that was freed: kept for the next message, or given back."""
+"""Tells the C library's allocator whether to keep freed memory for the next message or to give it back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD
 
 
 def keep_message_buffers() -> bool:
-    """Have freed memory kept for the next message instead of given back and faulted in again. False: no glibc.
+    """Keep freed memory for the next message instead of giving it back and faulting it in again. Returns False, and
+    changes nothing, without glibc.
 
-    For processes that do little else than serve: on loopback it took 13-53 % (median 22 %) of a fetch's processor time
-    away, 106-262 page faults per MiB became 0-18. A rank would keep its user's freed memory as well."""
+    For processes that do little else than serve. On loopback it saved 13-53 % (median 22 %) of a fetch's processor
+    time, and 106-262 page faults per MiB became 0-18. In a rank it would also keep what the user's code frees."""
     return _set({_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _TOP_PAD: 64 << 20})
 
 
 def keep_some_buffers() -> bool:
-    """The same in a process that also does its user's work: up to 64 MiB stay at the end of a heap.
+    """The same for a process that also runs the user's code: up to 64 MiB stay at the end of a heap.
 
-    These are the thresholds that glibc comes to by itself in a process that has freed one block of 32 MiB. One that
-    frees messages of 2 MiB only stays at 4 MiB, and most messages that come are faulted in anew: fetches over loopback
-    went from 1.7 to 3.0 GB/s. False, and nothing is changed, where there is no glibc or the user has set thresholds."""
+    These are the thresholds that glibc itself chooses in a process that has freed a block of 32 MiB. A process that
+    only frees messages of 2 MiB stays at 4 MiB, and most of the messages that arrive are faulted in again. Fetches over
+    loopback went from 1.7 to 3.0 GB/s. Returns False, and changes nothing, without glibc or if the user has set
+    thresholds."""
     chosen = any(name in os.environ for name in _SETTINGS) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     return not chosen and _set({_MMAP_THRESHOLD: _LARGEST_MOVING, _TRIM_THRESHOLD: 2 * _LARGEST_MOVING})
 
@@ -34,6 +36,7 @@ def _set(values: dict[int, int]) -> bool:
 
 
 def give_back_freed() -> bool:
-    """Give the kernel all memory that was freed and is kept; once, after the start's large buffers. False: no glibc."""
+    """Give the kernel all freed memory that the allocator keeps. Call it once, after the large buffers of the start.
+    Returns False if nothing was given back or there is no glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))

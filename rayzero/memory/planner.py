@@ -1,4 +1,4 @@
-"""What an owner will keep on its host, summed up before anything is allocated."""
+"""Sums up what an owner will keep on its host before anything is allocated, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerPlan:
-    """Bytes a host keeps for one owner's shards, by purpose."""
+    """The bytes that a host keeps for one owner's shards, by purpose."""
 
     owner: int
     num_owners: int
     world_size: int
-    params: int  # published parameters; those of fp32 trained units are their master
+    params: int  # published parameters, except fp32 trained units, which publish their masters
     master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
     moments: int  # fp32 optimizer states
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
-    staging: int  # of all ranks: bytes that landed and are not yet added to those before
-    norms: int = 0  # what norms by layer group are measured with: fp32, of the largest shard; in no slab
+    staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
+    norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
     @property
     def who(self) -> str:
-        """How messages call the owner."""
+        """The owner's name in messages."""
         return f"optimizer {self.owner} of {self.num_owners}"
 
     @property
     def total(self) -> int:
-        """All of it on the host."""
+        """All bytes on the host; ``on_device`` does not count."""
         return self.params + self.master + self.moments + self.gradients + self.staging + self.norms
 
     def describe(self) -> str:
-        """The sum, term by term, for people."""
+        """The sum, term by term, for messages."""
         terms = {
             "parameters": self.params,
             "master": self.master,
@@ -71,8 +71,9 @@ def plan_owner(
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
-    num_states: fp32 states per element of the optimizer (2 for Adam). own_gradients: ranks of this host keep their
-    gradients themselves, where no staging is needed. measures_norms: by layer group (owner/group_norms.py)."""
+    num_states: the optimizer's fp32 states per element (2 for Adam). own_gradients: this host's ranks keep their
+    gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
+    (owner/update/group_norms.py)."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
@@ -99,10 +100,10 @@ def plan_owner(
 
 
 def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumulation_steps: int) -> int:
-    """Bytes in which one rank's pushes wait with ``owner`` until they are added to those before.
+    """The bytes in which one rank's pushes wait with ``owner`` until they are added to earlier ones.
 
-    With accumulation: entries for two largest units. Without: two shards, where fp32 memory can add a push that was
-    not planned; none where all units are 16-bit."""
+    With accumulation, there is room for the shards of two largest units. Without it, there is room for two shards if
+    there are fp32 units, whose memory can add a push that was not planned, and none if all units are 16-bit."""
     trained = [layout.shards[i] for i in shard_map.shards_of(owner) if layout.units[layout.shards[i].unit].trainable]
     dtypes = {layout.units[shard.unit].dtype for shard in trained}
     if accumulation_steps == 1 and torch.float32 not in dtypes:
@@ -115,11 +116,11 @@ def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumula
 def check_plan(
     plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken: int = 0, owners_on_host: int = 1
 ) -> None:
-    """Raise MemoryPlanError, with the sum and the setting to change, when the plan does not fit.
+    """Raise MemoryPlanError, with the sum and the setting to change, if the plan does not fit.
 
-    budget: bytes, ``cpu_memory_budget``; None: only the host counts. taken: bytes of it that the owner's other models
-    have.
-    owners_on_host: owners that share the host; each may take an equal part of what is free."""
+    budget: ``cpu_memory_budget`` in bytes; None: only the host's memory counts. taken: bytes of the budget that the
+    owner's other models have. owners_on_host: how many owners share the host; each may take an equal part of what is
+    free."""
     if budget is not None:
         check_budget(plan, budget, taken=taken)
     who = plan.who
@@ -133,8 +134,8 @@ def check_plan(
 
 
 def check_budget(plan: OwnerPlan, budget: int, *, taken: int = 0) -> None:
-    """Raise MemoryPlanError, with the sum, when the plan needs more than ``cpu_memory_budget`` has left. Needs no
-    host: it can be asked before anything runs."""
+    """Raise MemoryPlanError, with the sum, if the plan needs more than ``cpu_memory_budget`` has left. It does not look
+    at the host, so it can be called before anything runs."""
     if plan.total > budget - taken:
         others = f", of which other prepared models have {format_bytes(taken)}" if taken else ""
         raise MemoryPlanError(
@@ -144,8 +145,8 @@ def check_budget(plan: OwnerPlan, budget: int, *, taken: int = 0) -> None:
 
 
 def check_device(plan: OwnerPlan, device: torch.device) -> None:
-    """Raise MemoryPlanError, with the setting to change, when what an owner keeps on its rank's CUDA device is more
-    than is free there now."""
+    """Raise MemoryPlanError, with the setting to change, if the owner keeps more on its rank's CUDA device than is free
+    there now."""
     free = torch.cuda.mem_get_info(device)[0] if plan.on_device and device.type == "cuda" else None
     if free is not None and plan.on_device > free:
         raise MemoryPlanError(
@@ -157,10 +158,10 @@ def check_device(plan: OwnerPlan, device: torch.device) -> None:
 def check_shared(
     plan_bytes: int, slab_dir: Path, *, limits: HostLimits | None = None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise MemoryPlanError, with the sum and the setting to change, when shared memory for all of this host's owners
-    and ranks does not fit ``slab_dir``, or would take the host to where Ray kills processes.
+    """Raise MemoryPlanError, with the sum and the setting to change, if the shared memory of all of this host's owners
+    and ranks does not fit ``slab_dir``, or would fill the host so far that Ray kills processes.
 
-    limits: as measured on a host; None: measured here, now. environment: has Ray's settings."""
+    limits: what was measured on a host; None: measure here and now. environment: has Ray's settings."""
     if plan_bytes > shutil.disk_usage(slab_dir).free:
         raise no_room(plan_bytes, slab_dir, "too small")
     host = limits or host_limits()
@@ -177,7 +178,7 @@ def check_shared(
 
 
 def no_room(size: int, slab_dir: Path | None, why: str) -> MemoryPlanError:
-    """The error for shared memory of ``size`` bytes that ``slab_dir`` (None: no directory) does not hold."""
+    """The error if ``slab_dir`` (None: no directory) has no room for ``size`` bytes of shared memory."""
     free = f"{slab_dir} has {format_bytes(shutil.disk_usage(slab_dir).free)} free" if slab_dir else "there is less"
     return MemoryPlanError(
         f"shared memory needs {format_bytes(size)}, but {free} ({why}); "

@@ -13,11 +13,11 @@ from torch import Tensor
 from rayzero.errors import ConfigError
 from rayzero.memory.budget import Lease, MemoryBudget
 
-_GRAIN = 512  # bytes: buffers are whole multiples, as device allocators round anyway
+_GRAIN = 512  # bytes; buffers are whole multiples, because device allocators round to these anyway
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Bytes of a new buffer for ``nbytes``: the next multiple of 512, at least one."""
+    """The bytes of a new buffer for ``nbytes``: the next multiple of 512, and at least 512."""
     return max(1, -(-nbytes // _GRAIN)) * _GRAIN
 
 
@@ -31,13 +31,13 @@ class _Memory:
 
 
 class Buffer:
-    """One leased byte buffer: ``tensor`` (1D uint8, exactly the bytes asked for) until ``release()``.
+    """One leased byte buffer. ``tensor`` (1D uint8, exactly the bytes asked for) is valid until ``release()``.
 
-    ``made``: what its takers made over its memory, views say, under keys of theirs; it stays with the memory from
-    lease to lease and goes with it."""
+    ``made``: what callers have made over its memory, for example views, under keys that they choose. It stays with the
+    memory from lease to lease and is dropped with it."""
 
     def __init__(self, tensor: Tensor, made: dict[Any, Any], release: Callable[[], None]) -> None:
-        """Made by ``BufferPool.acquire`` only."""
+        """Only ``BufferPool.acquire`` makes buffers."""
         self.tensor = tensor
         self.made = made
         self._release: Callable[[], None] | None = release
@@ -45,16 +45,16 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes asked for."""
+        """The bytes that were asked for."""
         return self.tensor.numel()
 
     @property
     def live(self) -> bool:
-        """True until released."""
+        """True until the buffer is released."""
         return self._release is not None
 
     def release(self) -> None:
-        """Hand the memory back: ``tensor`` may not be used any more. A second release raises RuntimeError."""
+        """Give the memory back. ``tensor`` may not be used afterwards. A second release raises RuntimeError."""
         with self._lock:
             release, self._release = self._release, None
         if release is None:
@@ -71,12 +71,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """What a pool has now and had at most: bytes of whole buffers, and counts."""
+    """What a pool holds now and held at most, in bytes of whole buffers and in counts."""
 
     leased: int  # in use
     free: int  # kept for reuse
     peak_leased: int
-    allocated: int  # ever asked of the device's allocator
+    allocated: int  # requested from the device's allocator since the start
     num_leased: int
     num_reused: int  # acquisitions that a kept buffer served
 
@@ -84,11 +84,11 @@ class PoolStats:
 class BufferPool:
     """Reusable flat byte buffers on one device, bounded by a budget.
 
-    Knows sizes and who has a buffer; not what is in it or when a device is done with it: release a buffer only
-    after the work that uses it. A kept buffer serves a request it fits with at most 1/8 to spare, the tightest
-    first. Leased buffers are leases of the budget; kept ones are dropped, the longest unused first, so that leased
-    and kept together stay within the budget's limit. Contents are not cleared; with ``poison`` a released buffer
-    is filled with 0xFF (NaN in every float type), so that a late reader shows."""
+    Knows sizes and which buffers are leased; not what is in them, or when a device is done with one: release a buffer
+    only after the work that uses it. A kept buffer serves a request if at most 1/8 of it stays spare; the tightest fit
+    comes first. Leased buffers are leases of the budget. Kept ones are dropped, the longest unused first, so that
+    leased and kept together stay within the budget's limit. Contents are not cleared. With ``poison``, a released
+    buffer is filled with 0xFF (NaN in every float type), so that a late read shows. Thread-safe."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class BufferPool:
         budget: MemoryBudget | None = None,
         poison: bool = False,
     ) -> None:
-        """``pinned``: page-locked host memory (needs CUDA). Without a budget nothing is bounded, only counted."""
+        """``pinned``: page-locked host memory, which needs CUDA; raises ConfigError if that is impossible. Without a
+        budget, nothing is bounded, only counted."""
         self.device = torch.device(device)
         if pinned and (self.device.type != "cpu" or not torch.cuda.is_available()):
             raise ConfigError(f"pinned buffers need host memory and CUDA, got device {self.device}")
@@ -110,7 +111,7 @@ class BufferPool:
         self._leased = self._peak = self._allocated = self._num_leased = self._num_reused = 0
 
     def acquire(self, nbytes: int) -> Buffer | None:
-        """A buffer of ``nbytes`` bytes, contents undefined, or None when the budget has no room for it now."""
+        """A buffer of ``nbytes`` bytes with undefined contents, or None if the budget has no room for it now."""
         with self._lock:
             kept = self._best_fit(nbytes)
             size = kept.size if kept is not None else buffer_bytes(nbytes)
@@ -126,13 +127,14 @@ class BufferPool:
         return Buffer(_first_bytes(memory, nbytes), memory.made, lambda: self._give_back(memory, lease))
 
     def trim(self, keep: int = 0) -> int:
-        """Drop kept buffers, the longest unused first, until at most ``keep`` bytes are kept; returns bytes dropped."""
+        """Drop kept buffers, the longest unused first, until at most ``keep`` bytes are kept. Returns how many bytes it
+        dropped."""
         with self._lock:
             return self._trim(keep)
 
     @property
     def stats(self) -> PoolStats:
-        """What the pool has now and had at most."""
+        """What the pool holds now and held at most."""
         with self._lock:
             return PoolStats(
                 leased=self._leased,
@@ -191,7 +193,8 @@ class BufferPool:
 
 
 def _first_bytes(memory: _Memory, nbytes: int) -> Tensor:
-    """Its first bytes as a tensor: made once for each size, because a tensor operation lets other threads in."""
+    """The memory's first bytes as a tensor. Made once for each size, because a tensor operation may let other threads
+    run first."""
     if nbytes not in memory.made:
         memory.made[nbytes] = memory.whole[:nbytes]
     found: Tensor = memory.made[nbytes]

@@ -1,4 +1,4 @@
-"""How full memory is, measured, and what that does to the prefetch depth."""
+"""Measures how full memory is, and reduces the prefetch depth accordingly."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class MemoryReading:
     gpu_used: int  # torch's allocated bytes on the rank's device; 0 on a CPU rank
 
     def pressure(self, *, max_cpu_memory_mb: int, max_gpu_memory_mb: int) -> float:
-        """The fuller of the two, as a share of its limit (MiB), at most 1.0."""
+        """The share of its limit that the fuller of the two uses, at most 1.0. The limits are in MiB."""
         cpu = self.cpu_used / (max_cpu_memory_mb * MIB)
         gpu = self.gpu_used / (max_gpu_memory_mb * MIB)
         return min(1.0, max(cpu, gpu))
 
 
 def read_memory(device: torch.device | str = "cpu") -> MemoryReading:
-    """Measure now: the process's resident set, and torch's allocated bytes on ``device`` when it is CUDA."""
+    """Measure now: the process's resident set, and torch's allocated bytes on ``device`` if it is CUDA."""
     on_gpu = torch.device(device).type == "cuda"
     return MemoryReading(
         cpu_used=psutil.Process().memory_info().rss,
@@ -37,10 +37,10 @@ def read_memory(device: torch.device | str = "cpu") -> MemoryReading:
 
 
 def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> int:
-    """The prefetch depth to use: ``depth`` up to the strategy's threshold, then down in proportion to pressure.
+    """The prefetch depth to use: ``depth`` up to the strategy's threshold of pressure, and then less in proportion.
 
-    At full pressure the strategy's ``aggressiveness`` of it is given up, rounded in favour of prefetching, so only
-    ``extreme`` ever reaches 0."""
+    At full pressure, the depth falls by the strategy's ``aggressiveness``, a share of it. The result is rounded up, so
+    only ``extreme`` ever reaches 0."""
     above = min(1.0, pressure) - strategy.pressure_threshold
     if above <= 0:
         return depth
@@ -49,10 +49,10 @@ def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> i
 
 
 class PressureGauge:
-    """A rank's memory pressure, measured anew at most once a second.
+    """A rank's memory pressure, measured at most once a second.
 
-    Knows limits and the last reading; not what is done about it. (A reading opens files, which costs milliseconds
-    where other threads wait for the interpreter, and pressure builds up over seconds.)"""
+    Knows limits and the last reading; not what is done about it. A reading opens files, which costs milliseconds while
+    other threads wait for the interpreter, and pressure builds up over seconds."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the kernel says this process, its node's memory and its shared-memory file system hold."""
+"""Reads from the kernel how much memory this process uses, and how much this node and its shared memory have left."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """Bytes of this process's memory; a page shared by n processes counts whole in ``rss`` and 1/n in ``pss``."""
+    """Bytes of this process's memory. A page that n processes share counts whole in ``rss`` and 1/n in ``pss``."""
 
     rss: int
     shm: int  # of that, shared memory
     pss: int
-    uss: int  # what would be free if it ended
+    uss: int  # what would become free if the process ended
     anonymous: int  # of rss, what is in no file: heaps, stacks
-    file: int  # of pss, files other than shared memory: code of libraries, mostly
+    file: int  # of pss, files other than shared memory: mostly the code of libraries
 
 
 def process_memory(proc: Path = Path("/proc/self")) -> ProcessMemory:
-    """Measure now. The kernel walks the page tables for it, which takes long where there are many pages."""
+    """Measure now. The kernel walks the page tables for this, which takes long if there are many pages."""
     rollup = dict(_fields(proc / "smaps_rollup"))
     status = dict(_fields(proc / "status"))
     return ProcessMemory(
@@ -38,8 +38,8 @@ def process_memory(proc: Path = Path("/proc/self")) -> ProcessMemory:
 
 
 def own_bytes(proc: Path = Path("/proc/self")) -> int:
-    """This process's resident heaps, stacks and shared memory, shared pages whole; code of libraries left out, which
-    all processes share and the kernel may drop. Cheap."""
+    """The bytes of this process's resident heaps, stacks and shared memory; shared pages count whole. The code of
+    libraries does not count, because all processes share it and the kernel may drop it. Cheap."""
     status = dict(_fields(proc / "status"))
     return status["RssAnon"] + status["RssShmem"]
 
@@ -56,10 +56,10 @@ def _fields(path: Path) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """Bytes of this node."""
+    """Bytes of this node's memory."""
 
-    limits: Mapping[str, int]  # by source: ram, ray, cgroup where there is one
-    headroom: int  # before the first of them
+    limits: Mapping[str, int]  # by source: ram, ray, and cgroup if there is one
+    headroom: int  # bytes before the first limit is reached
     shm_used: int
     shm_limit: int
 
@@ -77,15 +77,15 @@ def node_memory(slab_dir: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ray_memory_threshold(environment: Mapping[str, str]) -> float:
-    """The part of a host's memory above which Ray kills processes, by the environment Ray was started with."""
-    if environment.get("RAY_memory_monitor_refresh_ms") == "0":  # it looks at nothing
+    """The share of a host's memory above which Ray kills processes, by the environment that Ray was started with."""
+    if environment.get("RAY_memory_monitor_refresh_ms") == "0":  # the monitor is off
         return 1.0
     return float(environment.get("RAY_memory_usage_threshold", 0.95))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimits:
-    """Host memory this process may still take, and what says so."""
+    """How much host memory this process may still take, and what limits it."""
 
     available: int  # bytes
     total: int  # bytes
@@ -105,12 +105,12 @@ def host_limits(
 def tightest_cgroup(
     cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")
 ) -> HostLimits | None:
-    """The cgroup of this process that leaves the least; None where none has a limit."""
+    """The limit of the cgroup of this process that leaves the least; None if no cgroup has a limit."""
     return min(_cgroup_limits(cgroup_root, proc_cgroup), key=lambda limits: limits.available, default=None)
 
 
 def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[HostLimits]:
-    """The memory limit of this process's cgroup and of each one above it; none where there is no limit."""
+    """The memory limits of this process's cgroup and of each one above it. A cgroup without a limit is left out."""
     try:
         lines = proc_cgroup.read_text().splitlines()
     except OSError:  # not Linux
@@ -139,7 +139,7 @@ def _limits_up(mount: Path, path: str, limit_name: str, usage_name: str, cache_n
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """Bytes of page cache the kernel gives back first: they count as used but are free for the asking."""
+    """The bytes of page cache that the kernel reclaims first: they count as used, but are there for whoever asks."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
     except OSError:

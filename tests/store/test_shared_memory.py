@@ -189,7 +189,7 @@ def test_more_to_lock_than_the_limit_is_told_with_the_sum() -> None:
     assert beyond_limit(3 << 30, 1 << 30, -1) is None  # RLIM_INFINITY
     told = beyond_limit(3 << 30, 1 << 30, 8 << 20)
     assert told is not None
-    assert "4 GiB = parameters 3 GiB + gradients 1 GiB, RLIMIT_MEMLOCK is 8 MiB: should CUDA refuse" in told
+    assert "4 GiB = parameters 3 GiB + gradients 1 GiB, but RLIMIT_MEMLOCK is 8 MiB; if CUDA refuses" in told
 
 
 def test_what_a_rank_locks_is_its_gradients_and_the_parameters_of_its_hosts_owners(
