@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, beside the computation. Importing this has no effect."""
+"""Copies bytes between a device and host memory beside the computation. Importing this has no effect."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ __all__ = ["CudaLane", "Direction", "Event", "Lane", "Span", "ThreadLane", "make
 
 
 def make_lane(device: torch.device, *, overlap: bool = True) -> Lane:
-    """The lane of a device: streams on CUDA, threads elsewhere. ``overlap=False``: copies run where they are issued."""
+    """A new lane for a device: with streams on CUDA, with threads elsewhere. ``overlap=False``: copies do not run
+    beside the computation, but in its stream or thread."""
     return CudaLane(device, overlap=overlap) if device.type == "cuda" else ThreadLane(device, overlap=overlap)

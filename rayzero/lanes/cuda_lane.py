@@ -1,4 +1,4 @@
-"""The lane of a CUDA device: one stream a direction."""
+"""The lane of a CUDA device: one stream per direction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Span
 
 
 class CudaEvent:
-    """A moment of a stream."""
+    """A point in a stream's work."""
 
     __slots__ = ("_device", "event")
 
@@ -27,11 +27,11 @@ class CudaEvent:
         return not torch.cuda.is_current_stream_capturing() and self.passed()
 
     def passed(self) -> bool:
-        """The device has come to it."""
+        """Whether the device has reached it."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
-        """See ``Event``: CUDA reports errors at its next call."""
+        """See ``Event``: like ``wait()``. CUDA reports errors itself, at a later call."""
         self.wait()
 
     def wait(self) -> None:
@@ -43,7 +43,7 @@ class CudaEvent:
         self.event.synchronize()
 
     def before_free(self) -> None:
-        """See ``Event``: the current stream waits, and so does what reuses the memory there."""
+        """See ``Event``: the current stream waits, and so does everything that reuses the memory there."""
         self.wait()
 
 
@@ -60,7 +60,7 @@ class CudaLane:
     """Copies on two streams of one CUDA device. See ``Lane`` and [Note: who may free device memory]."""
 
     def __init__(self, device: torch.device | str = "cuda", *, overlap: bool = True) -> None:
-        """``overlap=False``: copies run on the stream that is current."""
+        """``overlap=False``: copies run on the current stream. Raises ConfigError if ``device`` is not CUDA."""
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ConfigError(f"a CUDA lane needs a CUDA device, got {self.device}")
@@ -93,7 +93,7 @@ class CudaLane:
             began = self._record() if nbytes and not self.capturing() else None
             try:
                 copied = copy() is not False
-            finally:  # what it had queued by then runs
+            finally:  # if it raised, the work that it had queued runs all the same
                 for tensor in holds:
                     tensor.record_stream(stream)
             ended = self._record()
@@ -106,13 +106,14 @@ class CudaLane:
         return CudaEvent(self._record(), self.device)
 
     def _record(self) -> torch.cuda.Event:
-        """Who joins it sleeps; what is captured has no time."""
+        """Record an event on the current stream. A thread that joins it sleeps; inside a graph capture it has no
+        time."""
         event = torch.cuda.Event(enable_timing=not self.capturing(), blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, start: Event, stop: Event) -> float | None:
-        """See ``Lane``; the device's time, None until it has passed both."""
+        """See ``Lane``. The device's time; None until the device has reached both events."""
         assert isinstance(start, CudaEvent)
         assert isinstance(stop, CudaEvent)
         if self.capturing() or not (start.passed() and stop.passed()):
@@ -120,7 +121,7 @@ class CudaLane:
         return _seconds(start.event, stop.event)
 
     def spans(self) -> list[Span]:
-        """See ``Lane``; the device's time since the lane was made."""
+        """See ``Lane``. The clock is the device's and starts when the lane is made."""
         return [self._span(copy) for copy in list(self._copies) if copy.stop.query()]  # type: ignore[no-untyped-call]
 
     def _span(self, copy: _Copy) -> Span:
@@ -128,7 +129,7 @@ class CudaLane:
         return Span(copy.direction, copy.label, start, start + _seconds(copy.start, copy.stop), copy.nbytes)
 
     def settle(self, direction: Direction) -> None:
-        """See ``Lane``: the current stream waits for the direction's."""
+        """See ``Lane``: the current stream waits for the direction's stream."""
         torch.cuda.current_stream(self.device).wait_stream(self._stream(direction))
 
     def drain(self, direction: Direction) -> None:
@@ -140,7 +141,7 @@ class CudaLane:
         return torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
-        """See ``Lane``: streams need no end, what is queued runs on."""
+        """See ``Lane``: does nothing. Streams need no end, and queued work still runs."""
 
     def _stream(self, direction: Direction) -> torch.cuda.Stream:
         return self._streams.get(direction) or torch.cuda.current_stream(self.device)

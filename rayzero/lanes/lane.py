@@ -1,13 +1,13 @@
-"""What a lane is: a copy is issued in one call and waited for in another.
+"""The protocol of a lane: one call issues a copy, another waits for it.
 
 [Note: ways to wait] ``finished()`` asks and never blocks. ``wait()`` orders: what the caller computes next comes after
-the copy. On CUDA the stream waits then and not the thread; without streams the thread has no other way than to block.
-``join()`` blocks the thread until the bytes are there: for host memory that the CPU reads or that is reused.
+the copy. On CUDA the stream waits for that and not the thread; without streams, the thread has to block. ``join()``
+blocks the thread until the bytes are there, for host memory that the CPU reads or reuses.
 
-[Note: who may free device memory] A copy's device tensors are memory of the computing stream. Their owner may let go of
-one in three ways: name it in ``holds``, and the allocator keeps it until the copy has run; or keep it until after
-``wait()``, when reuse by the computing stream is in order without help from the allocator, which is what a CUDA graph
-needs; or call ``before_free()`` where nobody will wait for the copy.
+[Note: who may free device memory] The device tensors of a copy are memory of the computing stream. Their owner may let
+go of one in three ways. It can name the tensor in ``holds``: the allocator then keeps the memory until the copy has
+run. It can keep the tensor until after ``wait()``: then reuse by the computing stream is in order without the
+allocator's help, as a CUDA graph needs it. Or, if nobody will wait for the copy, it can call ``before_free()``.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from torch import Tensor
 Direction = Literal["out", "in"]  # device to host, host to device
 
 
-SPANS_KEPT = 4096  # copies, the latest
+SPANS_KEPT = 4096  # how many of the latest copies a lane remembers
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One copy that has run: times in seconds of the lane's clock."""
+    """One copy that has run. Times are in seconds of the lane's clock."""
 
     direction: Direction
     label: str
     start: float
     stop: float
-    nbytes: int  # host memory read or written
+    nbytes: int  # bytes of host memory that it read or wrote
 
 
 class Event(Protocol):
     """The end of a copy, or a moment of the computation. See [Note: ways to wait]."""
 
     def finished(self) -> bool:
-        """True once the copy has ended, well or not; never blocks."""
+        """True once the copy has ended, even with an error. Never blocks."""
         ...
 
     def settle(self) -> BaseException | None:
-        """Order the caller's following work after the copy; what the copy raised."""
+        """Order the caller's following work after the copy. Returns the copy's error, if there is one."""
         ...
 
     def wait(self) -> None:
-        """Order the caller's following work after the copy; raises what the copy raised."""
+        """Order the caller's following work after the copy. Raises the copy's error, if there is one."""
         ...
 
     def join(self) -> BaseException | None:
-        """Block until the copy has ended; what it raised."""
+        """Block until the copy has ended. Returns its error, if there is one."""
         ...
 
     def before_free(self) -> None:
@@ -77,32 +77,33 @@ class Lane(Protocol):
         label: str = "",
         nbytes: int = 0,
     ) -> Event:
-        """Start ``copy`` after the events ``after``; None: after what the caller has computed so far.
+        """Start ``copy`` after the events in ``after``, or if that is None, after what the caller has computed so far.
 
-        ``copy`` runs once, without recording gradients: with streams in this call, which queues its work and raises
-        what it raises; else on the lane's thread, and the event raises it. It returns False where it had nothing to
-        copy. ``holds``: device tensors of the copy that nobody else will keep, see [Note: who may free device memory].
-        ``label`` and ``nbytes``: what ``spans`` says of it; without a size nothing."""
+        ``copy`` runs once, without recording gradients. With streams it runs in this call, which queues its work and
+        raises its error; otherwise it runs on the lane's thread, and the event has its error. It returns False if it
+        had nothing to copy. ``holds``: device tensors of the copy, of any shape and dtype, that nobody else will keep,
+        see [Note: who may free device memory]. ``label``, ``nbytes``: what ``spans()`` reports about the copy. Without
+        ``nbytes``, it reports nothing."""
         ...
 
     def now(self) -> Event:
-        """The caller's present; inside ``copy``, the copy's."""
+        """An event at this point of the caller's work; inside ``copy``, of the copy's."""
         ...
 
     def seconds(self, start: Event, stop: Event) -> float | None:
-        """Time from one moment that ``now`` gave to another; None while it is not known yet."""
+        """The seconds between two events that ``now`` made; None while they are not known yet."""
         ...
 
     def spans(self) -> list[Span]:
-        """The latest copies that were given a size and have ended well."""
+        """The latest copies that were given ``nbytes`` and have ended without an error."""
         ...
 
     def settle(self, direction: Direction) -> None:
-        """Order the caller's following work after every copy of a direction so far, well or not."""
+        """Order the caller's following work after every copy of a direction so far, failed ones included."""
         ...
 
     def drain(self, direction: Direction) -> None:
-        """Block until every copy of a direction so far has ended, well or not."""
+        """Block until every copy of a direction so far has ended, failed ones included."""
         ...
 
     def capturing(self) -> bool:
@@ -110,5 +111,6 @@ class Lane(Protocol):
         ...
 
     def close(self) -> None:
-        """End the lane's threads after what is queued; copies issued later run at once in the caller. Idempotent."""
+        """Finish the queued copies and end the lane's threads. Later copies on a thread lane run in the caller.
+        Idempotent."""
         ...

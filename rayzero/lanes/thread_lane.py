@@ -1,4 +1,4 @@
-"""The lane of a device without streams: one thread a direction."""
+"""The lane of a device without streams: one thread per direction."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BeforeCopy = Callable[[str, str], None]
 
 
 class ThreadEvent:
-    """A copy on a thread, or a moment: one that is over. Any thread may ask."""
+    """The end of a copy on a thread, or a moment that has passed. Thread-safe."""
 
     __slots__ = ("_future", "at")
 
     def __init__(self, future: Future[None], at: float = 0.0) -> None:
         self._future = future
-        self.at = at  # a moment's: seconds of the performance counter
+        self.at = at  # of a moment: seconds of the performance counter
 
     def finished(self) -> bool:
         """See ``Event``."""
@@ -43,13 +43,13 @@ class ThreadEvent:
         return self.settle()
 
     def before_free(self) -> None:
-        """See ``Event``: nothing, the copy's thread holds the memory itself."""
+        """See ``Event``: does nothing, because the copy's thread holds the memory itself."""
 
 
 class ThreadLane:
-    """Copies on two threads, which start with the first copy and end with the lane. See ``Lane``.
+    """Copies on two threads, which start with the first copies and end with the lane. See ``Lane``.
 
-    A program may end without closing the lane: what is queued then runs first."""
+    A program may end without closing the lane: queued copies run first."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ThreadLane:
         overlap: bool = True,
         before_copy: BeforeCopy | None = None,
     ) -> None:
-        """``overlap=False``: copies run at once, in the caller. ``before_copy(direction, label)`` is called before each
-        copy where it runs, for tests that delay or fail copies."""
+        """``overlap=False``: copies run at once in the caller. ``before_copy(direction, label)``: called before each
+        copy in its thread, for tests that delay or fail copies."""
         self.device = torch.device(device)
         self._before_copy = before_copy
         self._threads: dict[Direction, Executor] = {}
@@ -88,7 +88,7 @@ class ThreadLane:
             return event
         try:
             thread.submit(run)
-        except RuntimeError:  # another thread has closed the lane meanwhile, or the interpreter ends
+        except RuntimeError:  # another thread has closed the lane meanwhile, or the interpreter is ending
             run()
         return event
 
@@ -109,7 +109,7 @@ class ThreadLane:
                 self._before_copy(direction, label)
             with torch.no_grad():
                 copied = copy() is not False
-        except BaseException as error:  # whoever waits for the event gets it
+        except BaseException as error:  # whoever waits for the event raises it
             future.set_exception(error)
             return
         if copied and nbytes:
@@ -117,7 +117,7 @@ class ThreadLane:
         future.set_result(None)
 
     def now(self) -> Event:
-        """See ``Lane``: the caller has computed all that it will have when this returns."""
+        """See ``Lane``: an event that has passed, because the caller's work so far is done."""
         return ThreadEvent(DONE, time.perf_counter())
 
     def seconds(self, start: Event, stop: Event) -> float | None:
@@ -127,7 +127,7 @@ class ThreadLane:
         return stop.at - start.at
 
     def spans(self) -> list[Span]:
-        """See ``Lane``; the clock is the performance counter."""
+        """See ``Lane``. The clock is the performance counter."""
         return list(self._spans)
 
     def settle(self, direction: Direction) -> None:

@@ -1,4 +1,4 @@
-"""Layer groups: a few labels for many units, so that metrics have few series."""
+"""Layer groups: gives many units a few labels, so that metrics have few series."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rayzero.layout.model_layout import ModelLayout
 
 
 def layer_groups(layout: ModelLayout, most: int) -> tuple[str, ...]:
-    """The group of each unit: itself, or, where there are more than ``most`` units, it and its neighbours in forward
-    order, groups as even as they can be: ``"blocks.0..blocks.3"``."""
+    """The label of each unit's group. Up to ``most`` units are groups by themselves; more are grouped with their
+    neighbours in forward order, as evenly as possible, with labels such as ``"blocks.0..blocks.3"``."""
     names = [unit.name for unit in layout.units]
     count = min(most, len(names))
     bounds = [len(names) * group // count for group in range(count + 1)] if names else []

@@ -1,9 +1,8 @@
-"""Where every parameter lives: units, slots and shards, as plain numbers.
+"""Where every parameter is: units, slots and shards, as plain numbers.
 
-A *unit* has one flat vector of one dtype. A *slot* is one parameter's range in it, starting at a multiple of
-``ALIGN`` elements and padded to one, so that no kernel ever sees a tail and bits never depend on how work is
-split. A *shard* is a fixed-size cut of the flat vector; the grid depends on the layout alone, never on how
-many owners there are.
+A *unit* has one flat vector of one dtype. A *slot* is one parameter's range in it. It starts at a multiple of ``ALIGN``
+elements and is padded to one, so that no kernel ever sees a tail and bits never depend on how work is split. A *shard*
+is a fixed-size part of the flat vector. The grid of shards depends on the layout alone, never on the number of owners.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The plain name of a dtype, as layouts, manifests and messages write it."""
+    """The name of a dtype without "torch.", as layouts, manifests and messages write it."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of :func:`dtype_name` for the dtypes a unit may have; raises ``ConfigError`` on others."""
+    """The inverse of ``dtype_name`` for the dtypes that a unit may have. Raises ConfigError for any other name."""
     try:
         return _DTYPES[name]
     except KeyError:
@@ -39,7 +38,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def loses_bits(values: torch.dtype, kept: torch.dtype) -> bool:
-    """Whether ``kept`` does not hold every value of the dtype ``values``: bfloat16 and float16 lose each other's."""
+    """Whether ``kept`` cannot hold every value of the dtype ``values``. bfloat16 and float16 lose each other's."""
     return torch.promote_types(values, kept) is not kept
 
 
@@ -50,7 +49,7 @@ def aligned(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSlot:
-    """One parameter's range in its unit's flat vector (elements; ``start`` is a multiple of ``ALIGN``)."""
+    """One parameter's range in its unit's flat vector, in elements. ``start`` is a multiple of ``ALIGN``."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,54 +57,54 @@ class ParamSlot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter; 1 for a 0-dim one, 0 for an empty one."""
+        """The number of elements of the parameter: 1 for a 0-dim one, 0 for an empty one."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
-        """End of the parameter itself, padding excluded."""
+        """The end of the parameter itself, without padding."""
         return self.start + self.numel
 
     @property
     def padded_stop(self) -> int:
-        """End of the range the slot occupies, padding included."""
+        """The end of the slot's range, padding included."""
         return self.start + aligned(self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """Parameters gathered and released together, all of one dtype, all trained or all frozen."""
+    """Parameters that are gathered and released together. They have one dtype and are all trained or all frozen."""
 
     index: int
     name: str
     dtype: torch.dtype  # of the published parameters and of the gradients
-    trainable: bool  # False: no moments or gradients exist for it, and a master only with frozen_master
+    trainable: bool  # False: it has no moments or gradients, and a master only with frozen_master
     slots: tuple[ParamSlot, ...]
-    frozen_master: bool = False  # frozen, and ``dtype`` does not hold its values exactly: owners keep them in fp32 too
+    frozen_master: bool = False  # frozen, and ``dtype`` cannot hold its values exactly: owners keep them in fp32 too
 
     @property
     def has_master(self) -> bool:
-        """Whether owners keep fp32 values of it."""
+        """Whether owners keep its values in fp32."""
         return self.trainable or self.frozen_master
 
     @property
     def initial_dtype(self) -> torch.dtype:
-        """Of the values that owners are given at the start: the widest that they keep."""
+        """The dtype of the values that owners get at the start: the widest that they keep."""
         return torch.float32 if self.has_master else self.dtype
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat vector, padding included."""
+        """The number of elements of the flat vector, padding included."""
         return self.slots[-1].padded_stop if self.slots else 0
 
     @cached_property
     def gaps(self) -> tuple[int, ...]:
-        """Per slot, elements of padding after it."""
+        """For each slot, how many elements of padding follow it."""
         return tuple(slot.padded_stop - slot.stop for slot in self.slots)
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the flat vector in the unit's dtype."""
+        """The bytes of the flat vector in the unit's dtype."""
         return self.numel * self.dtype.itemsize
 
 
@@ -120,7 +119,7 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """The number of elements, padding included."""
         return self.stop - self.start
 
 
@@ -135,12 +134,12 @@ class SlotSlice:
 
     @property
     def numel(self) -> int:
-        """Real elements, padding excluded."""
+        """The number of elements, without padding."""
         return self.stop - self.start
 
 
 def cut_shards(unit: UnitLayout, shard_numel: int, first_index: int) -> tuple[Shard, ...]:
-    """Cut a unit's flat vector into shards of ``shard_numel`` elements, the last one shorter."""
+    """Cut a unit's flat vector into shards of ``shard_numel`` elements. The last one may be shorter."""
     starts = range(0, unit.numel, shard_numel)
     return tuple(
         Shard(index=first_index + i, unit=unit.index, start=start, stop=min(start + shard_numel, unit.numel))
@@ -152,7 +151,8 @@ def cut_shards(unit: UnitLayout, shard_numel: int, first_index: int) -> tuple[Sh
 class ModelLayout:
     """All units in forward order and the shard grid over them.
 
-    Knows names, shapes, dtypes and offsets; not who owns a shard or where bytes lie."""
+    Knows names, shapes, dtypes and offsets; not who owns a shard or where bytes are. Raises ConfigError if
+    ``shard_numel`` is not a positive multiple of ``ALIGN``."""
 
     units: tuple[UnitLayout, ...]
     shard_numel: int  # elements, a multiple of ALIGN
@@ -163,7 +163,7 @@ class ModelLayout:
 
     @cached_property
     def shards_by_unit(self) -> tuple[tuple[Shard, ...], ...]:
-        """Per unit, its shards in order."""
+        """For each unit, its shards in order."""
         grid: list[tuple[Shard, ...]] = []
         index = 0
         for unit in self.units:
@@ -178,7 +178,7 @@ class ModelLayout:
         return tuple(shard for shards in self.shards_by_unit for shard in shards)
 
     def slices(self, shard: Shard) -> tuple[SlotSlice, ...]:
-        """The parameters' parts inside ``shard``, in order, padding and empty parameters left out."""
+        """The parts of slots inside ``shard``, in order, without padding and empty parameters."""
         parts = []
         for i, slot in enumerate(self.units[shard.unit].slots):
             start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
@@ -192,7 +192,8 @@ class ModelLayout:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes and the shard grid: two sides with the same digest agree on all."""
+        """The SHA-256 of names, shapes, dtypes and the shard grid. Two sides with the same digest agree on all of
+        them."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class ModelLayout:
 
     @classmethod
     def from_json(cls, described: dict[str, Any]) -> ModelLayout:
-        """Rebuild a layout from ``to_json()``."""
+        """Rebuild a layout from what ``to_json()`` gave. Raises ConfigError for an unknown dtype."""
         units = tuple(
             lay_out_unit(
                 index,
@@ -237,7 +238,7 @@ def lay_out_unit(
     *,
     frozen_master: bool = False,
 ) -> UnitLayout:
-    """Place parameters (name, shape) one after the other, each slot aligned and padded to ``ALIGN``."""
+    """Place parameters (name, shape) one after another, with each slot aligned and padded to ``ALIGN``."""
     slots: list[ParamSlot] = []
     start = 0
     for param_name, shape in params:
@@ -250,7 +251,7 @@ def lay_out_unit(
 
 
 def runs(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Shards that follow each other in a unit, together."""
+    """Group shards that directly follow each other in a unit."""
     found: list[list[Shard]] = []
     for shard in shards:
         follows = found and found[-1][-1].unit == shard.unit and found[-1][-1].stop == shard.start

@@ -12,8 +12,9 @@ from rayzero.errors import ConfigError
 class RankMapping:
     """Which of ``world_size`` ranks owns which partition, seen from ``rank``.
 
-    Knows indices; not what a partition holds. ``rank`` may also be an optimizer actor's index. Invariants: the
-    ranks' ``owned_partition_count`` sum to the total, and the two index maps are inverse to each other."""
+    Knows indices; not what a partition holds. ``rank`` may also be an optimizer actor's index. Invariants: the ranks'
+    ``owned_partition_count`` add up to the total, and the two index maps are inverses of each other. Raises ConfigError
+    if ``rank`` is not in 0..world_size - 1, and every method does if a number is negative."""
 
     rank: int
     world_size: int
@@ -27,11 +28,11 @@ class RankMapping:
             )
 
     def owns_partition(self, partition: int) -> bool:
-        """True when ``partition`` is this rank's."""
+        """Whether this rank owns ``partition``."""
         return self.get_parameter_owner(partition) == self.rank
 
     def get_parameter_owner(self, partition: int) -> int:
-        """The rank that owns ``partition``; raises ConfigError when it is negative."""
+        """The rank that owns ``partition``."""
         return _counted("partition", partition) % self.world_size
 
     def owned_partitions(self, total: int) -> list[int]:
@@ -44,7 +45,7 @@ class RankMapping:
         return share + (self.rank < rest)
 
     def global_to_local_partition(self, partition: int) -> int | None:
-        """This rank's own number for ``partition``, or None when another rank owns it."""
+        """This rank's own number for ``partition``, or None if another rank owns it."""
         return partition // self.world_size if self.owns_partition(partition) else None
 
     def local_to_global_partition(self, local: int) -> int:

@@ -1,16 +1,16 @@
-"""Which owner has which shard: one table, computed alike by ranks, owners and checkpoints.
+"""Which owner has which shard: one table, which ranks and owners compute alike.
 
-Three policies over the same items (bytes per item, in order):
+There are three policies over the same items (bytes per item, in order):
 
-- ``round_robin``: item ``i`` to owner ``i mod num_owners``.
-- ``contiguous``: neighbours together; the first ``n mod num_owners`` owners get one item more.
-- ``balanced``: by bytes, least loaded owner first. [Note: balanced]
+- ``round_robin``: item ``i`` goes to owner ``i mod num_owners``.
+- ``contiguous``: neighbours stay together; the first ``n mod num_owners`` owners get one item more.
+- ``balanced``: by bytes, the least loaded owner first. [Note: balanced]
 
-[Note: balanced] Items are taken in order, in rounds of at most ``num_owners`` items of one group (one unit). A
-round's items go to different owners, the least loaded first; equals in turn, starting after the last item's
-owner. So a unit with ``n`` shards is on ``min(n, num_owners)`` owners and its consecutive shards are on different
-ones, the first unit is spread first, and ``max bytes - min bytes <= largest item``: a round whose items do not
-grow, given to the least loaded, leaves no owner further above another than it was before, or than its own item.
+[Note: balanced] Items are taken in order, in rounds of at most ``num_owners`` items of one group (one unit). A round's
+items go to different owners, the least loaded first; equally loaded owners take turns, starting after the last item's
+owner. So a unit with ``n`` shards is on ``min(n, num_owners)`` owners, its consecutive shards are on different ones,
+and the first unit is spread first. Also, ``max bytes - min bytes <= largest item``: the items of a round do not grow
+and go to the least loaded owners, so no owner ends further above another than before the round, or than its own item.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class ShardMap:
     """An owner for each item, and what each owner has.
 
     Knows indices and bytes; not what an item holds or where an owner runs. Make one with ``round_robin``,
-    ``contiguous``, ``balanced`` or :func:`shard_map_for`. An owner may have nothing; a wrong index is a
-    ConfigError."""
+    ``contiguous``, ``balanced`` or ``shard_map_for``. An owner may have nothing. A wrong index raises ConfigError."""
 
     owners: tuple[int, ...]  # per item
     sizes: tuple[int, ...]  # bytes, per item
     num_owners: int
-    num_device_owners: int = 0  # of them, the last so many: one beside each rank, with its states on the rank's device
+    num_device_owners: int = 0  # the last so many owners: one beside each rank, with its states on the rank's device
 
     def __post_init__(self) -> None:
         if self.num_owners < 1:
@@ -53,13 +52,13 @@ class ShardMap:
 
     @classmethod
     def round_robin(cls, sizes: Sequence[int], num_owners: int) -> ShardMap:
-        """Item ``i`` to owner ``i mod num_owners``."""
+        """Give item ``i`` to owner ``i mod num_owners``."""
         mapping = RankMapping(0, _at_least_one(num_owners))
         return cls(tuple(mapping.get_parameter_owner(i) for i in range(len(sizes))), tuple(sizes), num_owners)
 
     @classmethod
     def contiguous(cls, sizes: Sequence[int], num_owners: int) -> ShardMap:
-        """Neighbours together; the first ``n mod num_owners`` owners get one item more than the others."""
+        """Keep neighbours together. The first ``n mod num_owners`` owners get one item more than the others."""
         share, rest = divmod(len(sizes), _at_least_one(num_owners))
         counts = [share + (owner < rest) for owner in range(num_owners)]
         owners = tuple(owner for owner, count in enumerate(counts) for _ in range(count))
@@ -67,16 +66,16 @@ class ShardMap:
 
     @classmethod
     def balanced(cls, sizes: Sequence[int], num_owners: int, groups: Sequence[int] | None = None) -> ShardMap:
-        """By bytes: ``max bytes - min bytes <= largest item``. [Note: balanced]
+        """Balance bytes: ``max bytes - min bytes <= largest item``. [Note: balanced]
 
-        ``groups``: a label per item; neighbours with the same one (a unit's shards) are spread over different
-        owners, and must not grow in size. None: every item is a group of its own."""
+        ``groups``: a label per item. Neighbours with the same label (a unit's shards) are spread over different owners
+        and must not grow in size, or ConfigError is raised. None: every item is its own group."""
         loads = [0] * _at_least_one(num_owners)
         owners: list[int] = []
         for batch in _rounds(sizes, groups, num_owners):
             last = owners[-1] if owners else -1
             turn = [(last + 1 + i) % num_owners for i in range(num_owners)]
-            ranked = sorted(turn, key=loads.__getitem__)[: len(batch)]  # stable: equals stay in turn
+            ranked = sorted(turn, key=loads.__getitem__)[: len(batch)]  # stable: equally loaded owners stay in turn
             for size, owner in zip(batch, ranked, strict=True):
                 loads[owner] += size
             owners.extend(ranked)
@@ -84,7 +83,7 @@ class ShardMap:
 
     @property
     def num_shards(self) -> int:
-        """Items in the map."""
+        """The number of items in the map."""
         return len(self.owners)
 
     def owner(self, shard: int) -> int:
@@ -94,7 +93,7 @@ class ShardMap:
         return self.owners[shard]
 
     def owns(self, owner: int, shard: int) -> bool:
-        """True when ``shard`` is ``owner``'s."""
+        """Whether ``owner`` has the item ``shard``."""
         return self.owner(shard) == self._known(owner)
 
     def shards_of(self, owner: int) -> tuple[int, ...]:
@@ -110,11 +109,11 @@ class ShardMap:
         return len(self.shards_of(owner))
 
     def bytes_of(self, owner: int) -> int:
-        """Bytes of all items of ``owner``."""
+        """The bytes of all items of ``owner``."""
         return sum(self.sizes[shard] for shard in self.shards_of(owner))
 
     def byte_fraction_of(self, owner: int) -> float:
-        """``owner``'s share of all bytes, 0.0-1.0; 0.0 when there are no bytes at all."""
+        """``owner``'s share of all bytes, 0.0 to 1.0; 0.0 if there are no bytes at all."""
         total = sum(self.sizes)
         return self.bytes_of(owner) / total if total else 0.0
 
@@ -161,11 +160,11 @@ def shard_map_for(
     num_device_owners: int = 0,
     offload_fraction: float = 1.0,
 ) -> ShardMap:
-    """The owner of every shard of ``layout``; the same on every rank and every owner.
+    """The owner of every shard of ``layout``. Every rank and every owner computes the same map.
 
-    A shard's bytes are what its owner keeps for it under Adam (:func:`resident_bytes`). The last
-    ``num_device_owners`` of the owners share :func:`device_shards`, the others the rest, both by ``policy``. Raises
-    ConfigError on an unknown policy and on fewer than 1 other owner."""
+    A shard's bytes are those that its owner keeps for it under Adam (``resident_bytes``). The last
+    ``num_device_owners`` owners share ``device_shards``, and the other owners share the rest, both by ``policy``.
+    Raises ConfigError for an unknown policy, and if there is no other owner."""
     sizes = [shard.numel * resident_bytes(layout.units[shard.unit]) for shard in layout.shards]
     units = [shard.unit for shard in layout.shards]
     num_host_owners = _at_least_one(num_owners - num_device_owners)
@@ -181,8 +180,8 @@ def shard_map_for(
 
 
 def device_shards(layout: ModelLayout, offload_fraction: float) -> list[int]:
-    """The shards whose optimizer stays on a device: the trained ones used first in forward, and so last in backward,
-    as many as ``1 - offload_fraction`` of the trained elements hold. Their update would be waited for first."""
+    """The shards whose optimizer stays on a device: the trained shards that forward uses first, up to
+    ``1 - offload_fraction`` of the trained elements. Forward would wait for their update first."""
     trained = [shard for shard in layout.shards if layout.units[shard.unit].trainable]
     total = sum(shard.numel for shard in trained)
     room = total - round(offload_fraction * total)
@@ -201,9 +200,8 @@ def _spread(sizes: Sequence[int], groups: Sequence[int], num_owners: int, policy
 
 
 def resident_bytes(unit: UnitLayout, num_states: int = 2) -> int:
-    """Bytes an owner keeps per element: parameters, fp32 master (fp32 parameters are it), fp32 optimizer states.
-
-    A frozen unit has its parameters, and its master where there is one."""
+    """How many bytes an owner keeps per element: parameters, fp32 master (fp32 parameters are the master) and fp32
+    optimizer states. For a frozen unit it keeps the parameters, and the master if there is one."""
     if not unit.trainable:
         return unit.dtype.itemsize + (4 if unit.frozen_master else 0)
     published = 0 if unit.dtype is torch.float32 else unit.dtype.itemsize
