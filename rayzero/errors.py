@@ -1,4 +1,4 @@
-"""Every error RayZero raises on purpose.
+"""Every error that RayZero raises on purpose.
 
 ::
 
@@ -8,39 +8,39 @@
     ├── UnsupportedError         refused by name: RayZero cannot do this (yet)
     ├── DataError                training text is missing or unusable
     ├── CheckpointError          no such checkpoint, or its bytes are not what its manifest says
-    │   └── CheckpointWriteError the storage did not take a checkpoint: full, read-only, gone
+    │   └── CheckpointWriteError the storage is full, read-only or gone: the checkpoint was not written
     ├── GradientAccessError      ``.grad`` of a pushed gradient was read, or backward ran at the wrong moment
     ├── NonFiniteGradientError   ``nonfinite="raise"`` and a gradient was inf or nan
     ├── StoreError               the two sides of the store disagree or one is gone
     │   ├── HandshakeError       protocol, layout, dtypes or token differ
     │   ├── StepMismatchError    ranks sent different steps or decision inputs
     │   ├── AccumulationError    an unplanned second backward
-    │   ├── RankLeftError        a rank closed, ended its loop or died while others wait for it
+    │   ├── RankLeftError        a rank closed its store, ended its loop or died while others wait for it
     │   ├── StallError           a peer made no progress for ``stall_timeout`` seconds
     │   ├── TransferError        a checksum failed or a stream broke
     │   └── StoreClosedError     the store was used after close()
     └── RunFailedError           an actor or a training loop failed: which rank, cause, traceback
 
-Each takes one message and survives pickling, as Ray sends errors between actors.
+Each takes one message and survives pickling, because Ray sends errors between actors.
 """
 
 from __future__ import annotations
 
 
 class RayZeroError(Exception):
-    """Base of the tree; catch it to catch everything RayZero raises on purpose."""
+    """The base of the tree. Catch it to catch everything that RayZero raises on purpose."""
 
 
 class ConfigError(RayZeroError, ValueError):
-    """A setting is wrong: the message names it, its value, and what is allowed."""
+    """A setting is wrong. The message names it, its value and what is allowed."""
 
 
 class MemoryPlanError(ConfigError):
-    """The memory plan does not fit: the message does the sum and names the setting to change."""
+    """The memory plan does not fit. The message gives the sum and names the setting to change."""
 
 
 class UnsupportedError(RayZeroError):
-    """RayZero refuses this by name rather than doing it wrong."""
+    """RayZero cannot do this, and refuses it by name instead of doing it wrong."""
 
 
 class DataError(RayZeroError):
@@ -48,19 +48,19 @@ class DataError(RayZeroError):
 
 
 class CheckpointError(RayZeroError):
-    """A checkpoint is missing, incomplete, or its bytes differ from its manifest."""
+    """A checkpoint is missing or incomplete, or its bytes differ from its manifest."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """The storage did not take a checkpoint; training can go on and try again later."""
+    """A checkpoint could not be written to its storage. Training can go on and try again later."""
 
 
 class GradientAccessError(RayZeroError):
-    """A gradient that already left the rank was asked for."""
+    """Somebody read a gradient that has already left the rank, or backward ran at the wrong moment."""
 
 
 class NonFiniteGradientError(RayZeroError):
-    """A gradient was inf or nan and ``nonfinite="raise"``."""
+    """A gradient was inf or nan, with ``nonfinite="raise"``."""
 
 
 class StoreError(RayZeroError):
@@ -68,7 +68,7 @@ class StoreError(RayZeroError):
 
 
 class HandshakeError(StoreError):
-    """Two sides do not describe the same training; the message names both."""
+    """The two sides do not describe the same training. The message names both."""
 
 
 class StepMismatchError(StoreError):
@@ -88,7 +88,7 @@ class StallError(StoreError):
 
 
 class TransferError(StoreError):
-    """Bytes arrived damaged, or a stream ended early."""
+    """Bytes arrived damaged, or a stream ended too early."""
 
 
 class StoreClosedError(StoreError):

@@ -1,7 +1,7 @@
-"""Small files of a run: replaced as a whole, and read without trust in what others have put there.
+"""Replaces small files of a run as a whole, and reads files without trusting what somebody else may have put there.
 
-Opening a FIFO waits for its other end, opening a device may do something, and ``/dev/zero`` never ends. Whoever reads
-a checkpoint or a run's directory goes through here, and gets an OSError or a ValueError for all of that.
+Opening a FIFO waits for its other end, opening a device may have effects, and ``/dev/zero`` never ends. Code that reads
+a checkpoint or a run's directory uses these functions, which raise OSError or ValueError for all of that.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ _KINDS = {
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Make ``content`` (text as UTF-8) what is in ``path``: a reader sees the old file or the new one, never a part.
+    """Replace the file ``path`` with ``content`` (text as UTF-8). A reader sees the old file or the new, never a part.
 
-    That holds when this process is killed, too. It is not synced: after a power cut the file may be the old one, the
-    new one, or on some file systems empty. One writer at a time. Raises OSError, and leaves the old file then."""
+    That holds even if this process is killed. Nothing is synced: after a power failure the file may be the old one, the
+    new one or, on some file systems, empty. One writer at a time. If it raises OSError, the old file is still there."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except OSError:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         raise
 
 
 def regular_size(path: Path, *, follow_links: bool = True) -> int:
-    """Bytes of a regular file; raises OSError where there is none, or something else. Opens nothing."""
+    """The bytes of a regular file. Raises OSError if there is none, or something else. Opens nothing."""
     try:
         return _size(os.stat(path, follow_symlinks=follow_links))
-    except ValueError as exc:  # a NUL or half a surrogate pair
+    except ValueError as exc:  # the name has a NUL or half of a surrogate pair
         raise OSError(errno.EINVAL, f"no file can have this name ({exc})") from exc
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
-    """Open a regular file for reading; raises OSError for whatever else is there. It never waits.
+    """Open a regular file for reading, without ever waiting. Raises OSError if there is none, or something else.
 
     follow_links: whether the file may be a symbolic link to a regular file."""
-    regular_size(path, follow_links=follow_links)  # before it is opened: to open a device may have effects
+    regular_size(path, follow_links=follow_links)  # before it is opened, because opening a device may have effects
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     handle = os.open(path, flags)
     try:
-        _size(os.fstat(handle))  # it may have been exchanged
+        _size(os.fstat(handle))  # somebody may have exchanged the file
         return open(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -68,16 +68,16 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
 def read_text(path: Path, *, at_most: int, follow_links: bool = True) -> str:
     """The text of a regular UTF-8 file of up to ``at_most`` bytes.
 
-    Raises OSError where it is no regular file or a larger one, and ValueError where it is not UTF-8."""
+    Raises OSError if it is larger or not a regular file, and ValueError if it is not UTF-8."""
     with open_regular(path, follow_links=follow_links) as file:
         size = _size(os.fstat(file.fileno()))
         if size > at_most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and no such file has more than {at_most:,}")
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, but such a file has at most {at_most:,}")
         return file.read(size).decode("utf-8")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; raises ValueError for any other text, and for one that is nested too deeply."""
+    """The value of a JSON text. Raises ValueError if the text is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Numbers of things and sizes in bytes, as people write and read them."""
+"""Writes numbers of things, and reads and writes sizes in bytes, as people do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BYTE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 def count(number: float, noun: str, plural: str | None = None) -> str:
     """``count(1, "rank")`` -> ``"1 rank"``; ``count(2_000, "rank")`` -> ``"2,000 ranks"``; ``count(0.5, "CPU")`` ->
-    ``"0.5 CPUs"``. plural: where it is not the noun with an s."""
+    ``"0.5 CPUs"``. plural: if it is not the noun with an s."""
     digits = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{digits} {noun if number == 1 else plural or noun + 's'}"
 
 
 def parse_bytes(value: object) -> object:
-    """Bytes from text such as ``"2GiB"``, ``"1.5 GB"`` or ``"4096"``; anything that is not text passes unchanged.
+    """The bytes that a text such as ``"2GiB"``, ``"1.5 GB"`` or ``"4096"`` means. Returns anything else unchanged.
 
-    Raises ``ValueError`` on text that is not a whole number of bytes."""
+    Raises ValueError for a text that is not a whole number of bytes."""
     if not isinstance(value, str):
         return value
     match = BYTE_TEXT.fullmatch(value)

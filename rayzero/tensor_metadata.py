@@ -1,4 +1,4 @@
-"""Parameters whose bytes are not there yet, and what a tensor says about itself without its bytes."""
+"""Parameters whose bytes are not there yet, and the operations that need no bytes, only a tensor's metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _C: Any = torch._C
 _T = TypeVar("_T", bound=Tensor)
 
 plain: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
-"""Context in which tensor subclasses are plain tensors: no ``__torch_function__`` runs."""
+"""A context in which tensor subclasses are plain tensors: no ``__torch_function__`` runs."""
 
 _GETTERS = (
     "grad",
@@ -91,7 +91,7 @@ _FUNCTIONS = (
 
 
 def _metadata() -> frozenset[Any]:
-    """Functions that read or set what a tensor says about itself, never its bytes."""
+    """The functions that read or set a tensor's metadata, never its bytes."""
     tensor: Any = Tensor
     found = [getattr(tensor, name).__get__ for name in _GETTERS if hasattr(tensor, name)]
     found += [getattr(tensor, name).__set__ for name in _SETTERS]
@@ -104,7 +104,7 @@ METADATA = _metadata()
 
 
 def of_class(kind: type[_T], tree: Any) -> Iterator[_T]:
-    """Every object of a class in nested arguments, in their order."""
+    """Every object of a class in nested lists, tuples and dicts, in their order."""
     if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, list | tuple):
@@ -116,17 +116,17 @@ def of_class(kind: type[_T], tree: Any) -> Iterator[_T]:
 
 
 class AbsentParameter(nn.Parameter):
-    """A Parameter whose bytes are not there: the first operation that wants them has them brought.
+    """A Parameter whose bytes are not there. The first operation that needs them brings them.
 
-    Whoever brings them gives the Parameter a subclass of this and takes it off once they are there. Torch calls
-    ``__torch_function__`` for every operation, in a module's forward or anywhere else; asking for metadata brings
-    nothing."""
+    The code that can bring them makes the Parameter's class a subclass of this one, and changes it back once they are
+    there. Torch calls ``__torch_function__`` for every operation, in a module's forward or anywhere else. Operations on
+    metadata bring nothing."""
 
     family: ClassVar[type[AbsentParameter]]  # the subclass whose ``brought`` knows all Parameters of its kind
 
     @classmethod
     def brought(cls, params: list[Any]) -> AbstractContextManager[None]:
-        """Have these Parameters of the family there, at the latest inside the context."""
+        """Bring the bytes of these Parameters of the family. They are there inside the context."""
         raise NotImplementedError
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Run a training loop on several ranks on this machine, without Ray.
+"""Runs a training loop on several ranks on this machine, without Ray.
 
 ::
 
@@ -9,9 +9,9 @@
 
     states = run_ranks(train, world_size=2, num_optimizers=3)
 
-Ranks are threads (fast, but they share torch's global random generator) or processes (each its own, real transports).
-Owners live in this process. Processes are forked by a server that has imported torch once (multiprocessing's
-"forkserver", which ends with this program), because each would otherwise take seconds to import it.
+Ranks are threads or processes. Threads are fast, but share torch's global random generator. Each process has its own,
+and uses real transports. Owners run in this process. A server that has imported torch once forks the processes
+(multiprocessing's "forkserver", which ends with this program), because otherwise each would take seconds to import it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 __all__ = ["run_ranks"]
 
-_LEAVE_S = 30.0  # for a rank's process to end once its loop has
-_END_S = 3.0  # for a process to end that was told to
+_LEAVE_S = 30.0  # seconds that a rank's process has to end after its loop has ended
+_END_S = 3.0  # seconds that processes have to end after they were told to
 _PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote"]  # none starts a thread
 
 T = TypeVar("T")
@@ -69,17 +69,21 @@ def run_ranks(
     threads: int = 1,
     stall_timeout: float = 60.0,
 ) -> list[T]:
-    """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners; returns each rank's result.
+    """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners. Returns the ranks' results by rank.
 
-    processes: start a process per rank (``fn`` and its results must be picklable, and ``transport`` "grpc" or "shm").
-    transport: "inproc": owners are plain objects here; "grpc": behind servers; "shm": that, with shared memory; or a
-    function (rank, recorder, model) that connects a rank to owners of your own, for its first prepared model (0), ...
-    config: what ``rayzero.prepare`` uses where the loop gives it none; owners beside ranks are started for its
-    ``offload_fraction``. threads: torch threads of each rank process and of each owner. stall_timeout: seconds a rank
-    waits for a peer that makes no progress.
+    processes: start a process per rank. ``fn`` and its results must then be picklable, and ``transport`` must not be
+        "inproc".
+    transport: "inproc": owners are plain objects in this process; "grpc": they are behind servers; "shm": behind
+        servers and with shared memory; or a function (rank, recorder, model) that connects a rank to owners of your
+        own, where model is 0 for its first prepared model, 1 for its second, and so on.
+    config: what ``rayzero.prepare`` uses if the loop gives it none. Its ``offload_fraction`` decides whether owners are
+        started beside the ranks.
+    resume, run_dir: what the ranks' contexts say.
+    threads: torch threads of each rank process and of each owner.
+    stall_timeout: seconds that a rank waits for a peer that makes no progress.
 
-    The error of the rank that failed first is raised, with a note that names the rank; the others are told to stop.
-    Nothing is left behind: no thread, process or port.
+    If a rank fails, the others are told to stop, and the error of the first is raised with a note that names its rank.
+    No thread, process or port is left behind. Raises ConfigError if the arguments do not fit together.
     """
     if processes and transport == "inproc":
         raise ConfigError(f'transport={transport!r} cannot reach other processes; use "grpc" or "shm"')
@@ -102,7 +106,7 @@ def run_ranks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Which rank, and what its context says."""
+    """A rank's number, and what its context says."""
 
     rank: int
     world_size: int
@@ -128,23 +132,24 @@ class _Place:
 
 @dataclass(slots=True)
 class _Ending:
-    """Why ranks may connect no more, once one has failed."""
+    """Why ranks may no longer connect, once one has failed."""
 
     reason: str | None = None
 
 
 def _connected(context: RankContext, connect: Connect, ending: _Ending, model: int) -> ParameterStore:
-    """A store that closes with its rank's context, however far prepare() comes: the others may end it there."""
+    """A store that closes with its rank's context, because another rank's failure may close the context while
+    prepare() runs."""
     store = connect(context.rank, context.recorder, model)
     context.on_close(store.close)
-    if ending.reason is not None:  # the context was closed before there was a store
+    if ending.reason is not None:  # the context was closed before the store existed
         store.close(ending.reason)
     return store
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """How one rank ended: a result, or an error and where it came from."""
+    """How one rank ended: with a result, or with an error and its traceback."""
 
     rank: int
     result: Any = None
@@ -152,7 +157,7 @@ class _Outcome:
     trace: str = ""
 
     def name_rank(self) -> BaseException:
-        """The error, with a note that says whose it is, and from where if it lost its traceback on the way."""
+        """The error, with a note that names the rank, and with the traceback if the error has lost its own."""
         assert self.error is not None
         lost = self.trace and self.error.__traceback__ is None
         self.error.add_note(f"on rank {self.rank}" + (f":\n{self.trace}" if lost else ""))
@@ -183,7 +188,7 @@ def _local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_ti
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    """Reaches the owners' servers from any process."""
+    """Connects a rank to the owners' servers, from any process."""
 
     addresses: tuple[str, ...]
     token: str
@@ -231,11 +236,11 @@ def _served_owners(
 
 
 def _outcome(fn: Loop[Any], context: RankContext) -> _Outcome:
-    """Run the loop in its context; what it raises is in the outcome."""
+    """Run the loop in its context. The outcome has its result, or the error that it raised."""
     outcome = _Outcome(context.rank)
     try:
         outcome.result = fn(context)
-    except BaseException as exc:  # supervision: raised again by the caller of run_ranks
+    except BaseException as exc:  # run_ranks raises it again
         outcome.error, outcome.trace = exc, traceback.format_exc()
     return outcome
 
@@ -251,7 +256,7 @@ def _in_threads(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
 
     def run(context: RankContext) -> None:
         with running_in(context):
-            outcome = _outcome(fn, context)  # told before the rank leaves the run, which fails the others
+            outcome = _outcome(fn, context)  # noted before the rank leaves the run, which fails the other ranks
             with ended:
                 outcomes.append(outcome)
                 first_failure = outcome.error is not None and sum(o.error is not None for o in outcomes) == 1
@@ -280,7 +285,7 @@ def _results(outcomes: list[_Outcome]) -> list[Any]:
 
 def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T]:
     server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(allow_none=True)
-    server.set_forkserver_preload(_PRELOADED)  # counts for the server's start, with the first process
+    server.set_forkserver_preload(_PRELOADED)  # takes effect when the first process starts the server
     start = _Start(usual, dict(os.environ))
     pipes: dict[Connection, int] = {}
     children = []
@@ -293,16 +298,16 @@ def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T
         children.append(child)
     try:
         results = _results(_outcomes(pipes))
-        for child in children:  # it leaves the run
+        for child in children:  # which still have to leave the run
             child.join(_LEAVE_S)
         return results
     finally:
         _end(children)
-        sweep()  # what those left that were ended in the middle
+        sweep()  # removes what processes that were ended in the middle have left
 
 
 def _end(children: Sequence[BaseProcess]) -> None:
-    """End the processes that still run; a stopped one hears nothing but the last word."""
+    """End the processes that still run. A stopped process (SIGSTOP) reacts to nothing but the final kill."""
     for child in children:
         child.terminate()
     deadline = time.monotonic() + _END_S
@@ -313,7 +318,7 @@ def _end(children: Sequence[BaseProcess]) -> None:
 
 
 def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:
-    """Each rank's outcome as it ends, until all have ended or one has failed."""
+    """The ranks' outcomes in the order in which they end, until all have ended or one has failed."""
     outcomes: list[_Outcome] = []
     waiting = dict(pipes)
     while waiting and not any(outcome.error for outcome in outcomes):
@@ -329,9 +334,9 @@ def _outcomes(pipes: dict[Connection, int]) -> list[_Outcome]:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a forked rank does not have from its server, or has as the server had it when it started."""
+    """The state of this process that a forked rank does not get from the server, or gets in an old version."""
 
-    method: str | None  # of the processes that the rank starts itself
+    method: str | None  # the start method of processes that the rank starts itself
     environment: dict[str, str]
 
     def take(self) -> None:
@@ -345,13 +350,13 @@ def _child(fn: Loop[Any], place: _Place, connect: Connect, pipe: Connection, sta
     load_compiler_only_to_compile()
     torch.set_num_threads(place.threads)
     with running_in(place.context(connect, _Ending())) as context:
-        _send(pipe, _outcome(fn, context))  # before the rank leaves the run, which fails the others
+        _send(pipe, _outcome(fn, context))  # before the rank leaves the run, which fails the other ranks
 
 
 def _send(pipe: Connection, outcome: _Outcome) -> None:
     try:
         pipe.send_bytes(pickle.dumps(outcome))  # by value: torch's own reduction would send a file descriptor
-    except Exception as exc:  # what cannot be pickled may raise anything
+    except Exception as exc:  # an object that cannot be pickled may raise anything
         what = "error" if outcome.error is not None else "result"
         error = RunFailedError(f"rank {outcome.rank}: its {what} cannot be sent to the parent: {exc}")
         pipe.send_bytes(pickle.dumps(_Outcome(outcome.rank, error=error, trace=outcome.trace)))
