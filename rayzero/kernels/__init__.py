@@ -1,4 +1,4 @@
-"""Update kernels: Adam over tiles in several implementations and the choice among them; support for other torch
+"""Update kernels: several implementations of Adam over tiles, the choice among them, and support for other torch
 optimizer classes."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def choose_kernel(name: str) -> Kernel:
-    """Create a kernel by name, for use by one thread; "auto" chooses the fastest one available (see its ``name``).
-    Raises ConfigError for an unknown name, UnsupportedError if "native" was not built."""
+    """Create a kernel by name, for use by one thread. "auto" chooses the fastest available one; its ``name`` says
+    which. Raises ConfigError for an unknown name, UnsupportedError if "native" was not built."""
     if name == "auto":
         name = _fastest()
     if name == NativeKernel.name:
@@ -49,5 +49,5 @@ def _fastest() -> str:
     reason = native.why_not()
     if reason is None:
         return NativeKernel.name
-    _log.warning("the torch kernel computes updates, not the native one: %s", reason)
+    _log.warning("using the torch kernel for updates instead of the native one: %s", reason)
     return TorchKernel.name

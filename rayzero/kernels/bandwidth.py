@@ -1,5 +1,4 @@
-"""Measures this host's memory bandwidth for the access pattern of updates: a few arrays, read, changed and written in
-place."""
+"""Measures this host's memory bandwidth as updates use it: by reading, changing and writing a few arrays in place."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ _RUNS = 5
 
 
 def measure_bandwidth(threads: int) -> float | None:
-    """Bytes per second, read and written, of ``threads`` threads; the best of a few runs, about 0.1 s in all.
+    """The bytes per second that ``threads`` threads read and write; the best of a few runs, about 0.1 s in all.
 
-    None if the native library, which has the loop, is not there. Frees its memory."""
+    None without the native library, which has the loop. Frees its memory."""
     library = native.load()
     if isinstance(library, str):
         return None
@@ -35,5 +34,5 @@ def measure_bandwidth(threads: int) -> float | None:
 
 
 def _array() -> Tensor:
-    """In a mapping of its own, all pages touched: malloc may keep what it is given back."""
+    """A 1D fp32 array with all pages touched. It has its own mapping, because malloc may keep freed memory."""
     return torch.frombuffer(mmap.mmap(-1, 4 * _ELEMENTS), dtype=torch.float32).fill_(1.0)

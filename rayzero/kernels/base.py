@@ -14,17 +14,17 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN
 
-ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # the classes that kernels compute; no subclass, it may compute otherwise
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # what kernels compute; a subclass may compute something else
 
 
 def adam_states(*, amsgrad: bool) -> tuple[str, ...]:
-    """Names of the states that Adam keeps for each element."""
+    """The names of the states that Adam keeps for each element."""
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """One parameter group's Adam or AdamW options."""
+    """One parameter group's Adam or AdamW options. Raises ConfigError if one is out of range."""
 
     lr: float
     beta1: float
@@ -46,7 +46,7 @@ class AdamOptions:
 
     @classmethod
     def from_hyper(cls, hyper: dict[str, Any], *, decoupled: bool) -> AdamOptions:
-        """Read a torch parameter group; ``decoupled`` is the class's own choice where the group does not say.
+        """Read a torch parameter group. ``decoupled``: the class's own choice, if the group does not say.
 
         ``foreach``, ``fused`` and ``capturable`` only choose among torch's implementations and are not read.
         Raises UnsupportedError for ``differentiable=True``."""
@@ -67,8 +67,8 @@ class AdamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of a shard with the same options, ranks and step count. Offset and length are multiples of ``ALIGN``, so
-    that kernels need no tail."""
+    """A range of a shard with the same options, ranks and step count. Its offset and length are multiples of ``ALIGN``,
+    so that kernels need no tail."""
 
     offset: int  # elements from the shard's start
     length: int  # elements, padding included
@@ -90,7 +90,7 @@ class AdamMemory:
     exp_avg_sq: Tensor  # fp32
     max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
     params: Tensor | None  # published parameters, in the unit's dtype; None: the master itself is published
-    stamps: TileStamps | None = None  # updated tile by tile; None: the memory ends with the process
+    stamps: TileStamps | None = None  # set tile by tile; None: the memory does not outlive the process
 
     @classmethod
     def over(
@@ -108,7 +108,7 @@ class AdamMemory:
 
 
 class Kernel(Protocol):
-    """Computes the update of a shard. An instance belongs to one thread and owns its scratch memory."""
+    """Computes the update of a shard. An instance belongs to one thread and has its own scratch memory."""
 
     name: str
 
@@ -122,11 +122,11 @@ class Kernel(Protocol):
         *,
         limit: float = math.inf,
     ) -> None:
-        """Sum the ranks' gradients, multiply by ``scale``, clamp every element to within +-``limit``, run Adam, write
-        the published parameters.
+        """Sum the ranks' gradients, multiply by ``scale``, clamp every element to within +-``limit``, run Adam, and
+        write the published parameters.
 
-        ``gradients``: per rank, 1D, the shard's elements, any float dtype; only the ranks and ranges that
-        segments name are read, and nothing is written to them. ``on_tile(done, total)`` is called after each tile.
+        ``gradients``: by rank, 1D with the shard's elements, fp32, bf16 or fp16. Only the ranks and ranges that
+        segments name are read, and nothing is written to them. ``on_tile(done, total)``: called after each tile.
         """
         ...
 
@@ -134,10 +134,11 @@ class Kernel(Protocol):
 def segments_of(
     parts: Iterable[tuple[int, int, tuple[int, ...], int, int]], options: Sequence[AdamOptions]
 ) -> list[Segment]:
-    """Segments of ``parts``, each (offset, length, ranks, group, step), ascending; ``options``: of each group.
+    """The segments of ``parts``, which are (offset, length, ranks, group, step) in ascending order. ``options``: those
+    of each group.
 
-    Neighbours that are updated alike are one segment: thousands of small parameters are few. Parts without elements or
-    ranks are left out."""
+    Neighbours that are updated alike become one segment, so that thousands of small parameters become a few segments.
+    Parts without elements or ranks are left out."""
     runs: list[tuple[int, int, tuple[tuple[int, ...], int, int]]] = []  # start, end, what is alike
     for offset, length, ranks, group, step in parts:
         if not length or not ranks:

@@ -1,7 +1,7 @@
-"""Adam in C: one pass over memory, with the processor's vectors (``native/adam.c``).
+"""Adam in C: one pass over memory with the processor's vector instructions (``native/adam.c``).
 
-The library is built with the package, by ``hatch_build.py``, and never here. Where it could not be built or does
-not run, ``load()`` gives the reason and ``choose_kernel("auto")`` takes the torch kernel.
+``hatch_build.py`` builds the library with the package; nothing is built here. If it could not be built or does not run,
+``load()`` gives the reason and ``choose_kernel("auto")`` takes the torch kernel.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rayzero.protocol.messages import Clamp
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 5  # of the tables below: RZ_ABI in adam.c
+ABI = 5  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
-TILE = STAMP  # elements a thread claims at once: small, so that all threads end together; a multiple of 64
-STRETCH = 1 << 24  # elements of one call into the library, then progress is reported; a multiple of TILE
+TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
+STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
 # Elements below which waking a second thread (80-100 us on a virtual machine) costs more than it gains.
 _UPDATE_ALONE, _SQUARES_ALONE = 4 * TILE, 8 * LEAF
 
 _FOLDER = Path(__file__).parent
 LIBRARY = _FOLDER / f"_native.{sysconfig.get_platform()}.so"
-_WHY_NOT = _FOLDER / "_native.reason"  # written by the build where it made no library
+_WHY_NOT = _FOLDER / "_native.reason"  # the build writes this if it made no library
 
-ISAS = ("portable", "avx2", "avx512", "neon")  # by their numbers in adam.c, on each machine the slowest first
+ISAS = ("portable", "avx2", "avx512", "neon")  # by their numbers in adam.c; on each machine the slowest comes first
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _L2, _DECAY, _AMSGRAD, _FROM_GRADIENT, _CLAMP = 1, 2, 4, 8, 16
 
@@ -85,11 +85,11 @@ class NativeLibrary:
     Knows its functions and what this processor can run; not tensors or threads."""
 
     def __init__(self, path: Path) -> None:
-        """Load it. Raises OSError where that fails, UnsupportedError where it was built from another source."""
+        """Load the library. Raises OSError if that fails, UnsupportedError if its tables have another version."""
         self.path = path
-        library = ctypes.CDLL(str(path))  # a call leaves the interpreter lock to others
+        library = ctypes.CDLL(str(path))  # its calls release the interpreter lock
         if (abi := library.rz_abi()) != ABI:
-            raise UnsupportedError(f"{path.name} has tables of version {abi}, this rayzero has {ABI}: install it again")
+            raise UnsupportedError(f"{path.name} has tables of version {abi}, but this rayzero has {ABI}; reinstall it")
         library.rz_isa.restype = library.rz_source.restype = c_char_p
         self.source: str = library.rz_source().decode()  # digest of the C source: hatch_build.py
         self.isas = tuple(isa for isa, name in enumerate(ISAS) if library.rz_isa(isa) == name.encode())  # slowest first
@@ -108,7 +108,8 @@ class NativeLibrary:
         self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
 
     def isa(self, name: str | None = None) -> int:
-        """Number of an instruction set by name, or of the best. Raises UnsupportedError where it does not run here."""
+        """The number of the named instruction set, or of the fastest one. Raises UnsupportedError if it does not run
+        here."""
         if name is None:
             return self.isas[-1]
         if name not in ISAS or ISAS.index(name) not in self.isas:
@@ -118,18 +119,18 @@ class NativeLibrary:
 
 
 def typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """A function of a C library with its types set."""
+    """Set the types of a function of a C library, and return it."""
     function.restype, function.argtypes = result, arguments
     return cast("Callable[..., Any]", function)
 
 
 @functools.cache
 def load() -> NativeLibrary | str:
-    """The library built with this package, or why there is none: one sentence."""
+    """The library that was built with this package, or one sentence that says why there is none."""
     if not LIBRARY.exists():
         if _WHY_NOT.exists():
             return _WHY_NOT.read_text(encoding="utf-8").strip()
-        return f"{LIBRARY.name} is not there: rayzero runs from a folder where it was not installed from"
+        return f"{LIBRARY.name} does not exist: rayzero runs from a folder that it was not installed from"
     try:
         return NativeLibrary(LIBRARY)
     except (OSError, AttributeError, UnsupportedError) as exc:
@@ -137,7 +138,7 @@ def load() -> NativeLibrary | str:
 
 
 def why_not() -> str | None:
-    """Why the torch kernel is the better choice here: one sentence; None where the native one is."""
+    """One sentence that says why the torch kernel is the better choice here; None if the native one is."""
     library = load()
     if isinstance(library, str):
         return library
@@ -145,32 +146,33 @@ def why_not() -> str | None:
 
 
 class Team:
-    """Threads of the library that share a call: the caller and helpers that sleep between calls.
+    """Threads of the library that share a call: the caller, and helpers that sleep between calls.
 
-    Knows threads; not the work. One caller at a time; in a forked process it gets helpers of its own."""
+    Knows threads; not the work. One caller at a time. A forked process gets its own helpers."""
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
-        """``threads``: how many, the caller included. Raises MemoryError."""
+        """``threads``: how many, the caller included. Raises MemoryError if there is no memory for them."""
         self.threads = threads
-        self.address: int | None = None  # for the library; None: the caller alone
+        self.address: int | None = None  # of the library's team; None: the caller works alone
         if threads == 1:
             return
         self.address = library.team_create(threads)
         if self.address is None:
             raise MemoryError(f"no memory for a team of {threads} threads")
         self._end = weakref.finalize(self, library.team_destroy, self.address)
-        self._end.atexit = False  # a daemon thread may still be in a call then
+        self._end.atexit = False  # at exit, a daemon thread may still be in a call
 
 
 class _Worker:
-    """What both users of the library need: the library, an instruction set, threads."""
+    """What both users of the library need: the library, an instruction set and threads."""
 
     def __init__(self, *, threads: int | None = None, isa: str | None = None) -> None:
         """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call.
-        ``isa``: an instruction set by name; None: the best. Raises UnsupportedError where there is no library."""
+        ``isa``: an instruction set by name; None: the fastest. Raises UnsupportedError if there is no library, or if
+        the instruction set does not run here."""
         library = load()
         if isinstance(library, str):
-            raise UnsupportedError(f"the native kernel is not there: {library}")
+            raise UnsupportedError(f"there is no native kernel: {library}")
         self._library = library
         self._isa = library.isa(isa)
         self._threads = threads
@@ -178,11 +180,11 @@ class _Worker:
 
     @property
     def isa(self) -> str:
-        """The instruction set in use. All of them give the same bits."""
+        """The name of the instruction set in use. All of them give the same bits."""
         return ISAS[self._isa]
 
     def _team_address(self) -> int | None:
-        """The team to share a call with; None: the caller works alone."""
+        """The address of the team that shares a call; None if the caller works alone."""
         threads = self._threads or torch.get_num_threads()
         if threads != self._team.threads:
             self._team = Team(self._library, threads)
@@ -190,7 +192,7 @@ class _Worker:
 
 
 class NativeKernel(_Worker):
-    """The kernel in C. Bits do not depend on the instruction set, the threads, or where ranges are cut; they are
+    """The kernel in C. Its bits do not depend on the instruction set, the threads, or where ranges are cut. They are
     those of torch's fused kernel on a processor with FMA, so a run may move between machines with and without it."""
 
     name = "native"
@@ -205,7 +207,8 @@ class NativeKernel(_Worker):
         *,
         limit: float = math.inf,
     ) -> None:
-        """See ``Kernel.update``; a tile is what one call into the library covers."""
+        """See ``Kernel.update``. A tile is what one call into the library covers. Raises UnsupportedError if segments
+        overlap or a tensor is not contiguous in host memory."""
         if not segments:
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
@@ -223,13 +226,13 @@ class NativeKernel(_Worker):
 class NativeSquareSum(_Worker):
     """Sums of squares of rank-summed gradients, in C.
 
-    fp64 from leaves of 65,536 elements of the range: element i of a leaf goes to partial sum i mod 16, partial sums
-    are added by halves, leaves in order. No bit depends on the instruction set or the threads."""
+    A sum is fp64, over leaves of 65,536 elements of the range. Element i of a leaf goes to partial sum i mod 16,
+    partial sums are added by halves, and leaves in order. No bit depends on the instruction set or the threads."""
 
     def parts(
         self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
     ) -> list[float]:
-        """See ``Squares.parts``; ``clamp`` does what ``rz_adam`` does. One call into the library."""
+        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. One call into the library."""
         found = _ranges_table(tuple(ranges))
         table = _gradient_table(gradients, ranks, found.stop)
         leaves, sums = (c_double * found.leaves)(), (c_double * len(ranges))()
@@ -239,7 +242,7 @@ class NativeSquareSum(_Worker):
         return list(sums)
 
     def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:
-        """How many elements of the sum are inf or nan; to be asked where ``part`` is not finite."""
+        """How many elements of the sum are inf or nan. Call it if a part is not finite."""
         table = _gradient_table(gradients, ranks, stop)
         return int(self._library.nonfinite(table, len(table), start, stop))
 
@@ -253,7 +256,7 @@ def _segment_table(
     end = 0
     for segment in segments:
         if segment.offset < end:
-            raise UnsupportedError(f"two segments have element {segment.offset}: the native kernel takes each once")
+            raise UnsupportedError(f"two segments have element {segment.offset}; the native kernel takes each once")
         end = segment.offset + segment.length
     ranks = {segment.ranks for segment in segments}
     tables = {members: _gradient_table(gradients, members, end) for members in ranks}
@@ -268,7 +271,7 @@ def _segment_row(segment: Segment, table: ctypes.Array[_Gradient], scale: float,
 
 @functools.lru_cache(64)  # one decision has a few, for all its shards
 def _constants(options: AdamOptions, step: int, scale: float, limit: float) -> tuple[float, ...]:
-    """What a row has from ``scale`` on; ctypes rounds each to fp32, once."""
+    """The fields of a row from ``scale`` on. ctypes rounds each to fp32 once."""
     flags = _AMSGRAD if options.amsgrad else 0
     if limit < math.inf:
         flags |= _CLAMP
@@ -334,13 +337,13 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
 
 
 def _address(tensor: Tensor, name: str, end: int, dtype: torch.dtype | None = None) -> int:
-    """Where the elements lie. Raises UnsupportedError on what C would misread."""
+    """The address of the elements. Raises UnsupportedError for a tensor that C would misread."""
     found = tensor.dtype
     if found is not dtype and (dtype is not None or found not in _DTYPES):
-        raise UnsupportedError(f"{name} is {found}: the native kernel takes {dtype or [*_DTYPES]}")
+        raise UnsupportedError(f"{name} is {found}, but the native kernel takes {dtype or [*_DTYPES]}")
     if tensor.stride() != (1,) or tensor.numel() < end or not tensor.is_cpu:
         raise UnsupportedError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}: "
-            f"the native kernel takes contiguous 1D tensors in host memory, here of at least {end:,} elements"
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}, but the native "
+            f"kernel takes contiguous 1D tensors in host memory, here of at least {end:,} elements"
         )
     return tensor.data_ptr()

@@ -1,8 +1,9 @@
-"""Any torch optimizer class: an instance over given groups, the states it keeps, and whether pieces get equal bits.
+"""Works with any torch optimizer class: makes an instance over given groups, reads the states it keeps, and tries
+whether a parameter in pieces gets equal bits.
 
-[Note: the probe] Whether a class may see a parameter in pieces is found out, not looked up: the same fp32 values
-and gradients go through it once as a matrix, once flat and once flat in pieces, for several steps, and every
-bit of weights and states must agree. What mixes elements (norms, factored moments, Muon's matrix products), needs a
+[Note: the probe] Whether a class may get a parameter in pieces is tried, not looked up. The same fp32 values and
+gradients go through it once as a matrix, once flat, and once flat in pieces, for several steps, and every bit of
+weights and states must agree. A class that mixes elements (norms, factored moments, Muon's matrix products), needs a
 closure, or draws random numbers fails and is refused by name.
 """
 
@@ -24,7 +25,7 @@ _PROBE_SHAPE = (16, 24)  # elements of the probe's matrix ...
 _PROBE_PIECES = (64, 192, 128)  # ... and of its pieces
 _PROBE_STEPS = 4
 
-_REFUSED = {  # a clearer reason than the probe's
+_REFUSED = {  # reasons that are clearer than the probe's
     "LBFGS": "it needs a closure and a line search over all parameters",
     "SparseAdam": "it takes sparse gradients only",
     "Muon": "it orthogonalises whole matrices",
@@ -38,15 +39,15 @@ _REFUSED = {  # a clearer reason than the probe's
 def build(
     cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]
 ) -> torch.optim.Optimizer:
-    """An instance with these groups. Its constructor gets the first group's options too: some classes require them,
-    and Adagrad fills its state from its own argument, not from the groups."""
+    """An instance with these groups; ``members``: the parameters of each. The constructor gets the first group's
+    options too, because some classes require them, and Adagrad fills its state from its own argument."""
     groups = [as_options(options) | {"params": list(params)} for options, params in zip(hyper, members, strict=True)]
     accepted = list(inspect.signature(cls).parameters.values())[1:]
     return cls(groups, **{p.name: groups[0][p.name] for p in accepted if p.name in groups[0] and p.name != "params"})
 
 
 def by_group(group_of: Iterable[int]) -> dict[int, list[int]]:
-    """Group -> positions in ``group_of`` that have it; both ascending."""
+    """Group -> the positions in ``group_of`` that have it, both in ascending order."""
     found: dict[int, list[int]] = {}
     for at, group in enumerate(group_of):
         found.setdefault(group, []).append(at)
@@ -59,12 +60,12 @@ def options_of(group: Hyper) -> Hyper:
 
 
 def on_cpu(options: Hyper) -> Hyper:
-    """Options with which a class can be tried on the CPU."""
+    """The options with which a class can be tried on the CPU."""
     return {key: value for key, value in options.items() if key not in ("fused", "capturable")}
 
 
 def as_options(hyper: Hyper) -> Hyper:
-    """A group's options with JSON's lists as the tuples torch has."""
+    """A group's options with JSON's lists turned into tuples, as torch has them."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
 
 
@@ -72,7 +73,7 @@ def as_options(hyper: Hyper) -> Hyper:
 
 
 def is_scalar(value: object) -> bool:
-    """Whether a state is one number, as a tensor or plainly."""
+    """Whether a state is a single number, as a 0-dim tensor or as a Python number."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
@@ -82,7 +83,7 @@ def scalar_like(template: object, value: float) -> object:
 
 
 def stepped_once(optimizer: torch.optim.Optimizer) -> State:
-    """What the class keeps for its one parameter after a step with a zero gradient."""
+    """Step an optimizer of one parameter with a zero gradient. Returns what it keeps for the parameter."""
     (param,) = optimizer.param_groups[0]["params"]
     param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -90,14 +91,16 @@ def stepped_once(optimizer: torch.optim.Optimizer) -> State:
 
 
 def state_template(cls: type[torch.optim.Optimizer], hyper: Hyper, *, stepped: bool = True) -> State:
-    """What ``cls`` keeps for a parameter of 64 elements that was updated once (or never): name -> tensor or number."""
+    """What ``cls`` keeps for an fp32 parameter of 64 elements after one update, or before any with ``stepped=False``:
+    name -> tensor or number."""
     param = torch.zeros(64, requires_grad=True)
     optimizer = build(cls, [hyper], [[param]])
     return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
 
 def zero_state(cls: type[torch.optim.Optimizer], options: Hyper, like: Tensor) -> State:
-    """The state that ``cls`` makes for a parameter, its step count set to zero."""
+    """The state that ``cls`` makes for a parameter with the shape, dtype and device of ``like``, after a step with a
+    zero gradient. The step count is set back to zero."""
     state = stepped_once(build(cls, [options], [[like.detach().clone().requires_grad_()]]))
     if STEP in state:
         state[STEP] = scalar_like(state[STEP], 0.0)
@@ -105,19 +108,20 @@ def zero_state(cls: type[torch.optim.Optimizer], options: Hyper, like: Tensor) -
 
 
 def state_names(cls: type[torch.optim.Optimizer], options: Hyper) -> set[str]:
-    """What the class keeps for a parameter, by name."""
+    """The names of what the class keeps for a parameter."""
     return set(zero_state(cls, options, torch.ones(2, 2)))
 
 
 def state_bytes(cls: type[torch.optim.Optimizer], options: Hyper, dtype: torch.dtype) -> int:
-    """Bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 and rounded up."""
+    """The bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 elements and rounded
+    up."""
     numel = 4096
     state = zero_state(cls, on_cpu(options), torch.ones(64, 64, dtype=dtype))
     return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)
 
 
 def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None:
-    """Give an optimizer the states of its parameters, in its own order, copied; its groups stay."""
+    """Give an optimizer copies of its parameters' states, in the order of its parameters. Its groups stay."""
     copies = {
         at: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
         for at, state in enumerate(states)
@@ -129,7 +133,8 @@ def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None
 
 @torch.no_grad()
 def prepare_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states that parameters lack: those of copies, stepped once with zero gradients, the step count zero."""
+    """Make the states that parameters lack, from copies that are stepped once with zero gradients; the step count is
+    zero."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state.get(param):
@@ -140,7 +145,7 @@ def prepare_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_elementwise(cls: type[torch.optim.Optimizer], options: Hyper) -> bool:
-    """Whether the class gives the same bits on a parameter in pieces: found out by running it."""
+    """Whether the class gives a parameter in pieces the same bits. It is run to find out."""
     try:
         probe(cls, options)
     except UnsupportedError:
@@ -149,11 +154,12 @@ def is_elementwise(cls: type[torch.optim.Optimizer], options: Hyper) -> bool:
 
 
 def require_whole(cls: type[torch.optim.Optimizer], options: Hyper) -> None:
-    """Raise UnsupportedError, naming the class and why, unless it steps dense tensors alone and twice alike."""
+    """Raise UnsupportedError that names the class and the reason unless the class can step dense tensors without a
+    closure, and gives the same bits twice."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     try:
         same = _equal(*(_run_probe(cls, options, [_PROBE_SHAPE]) for _ in range(2)))
-    except Exception as exc:  # a foreign class may raise anything: all of it means that it cannot be used so
+    except Exception as exc:  # a foreign class may raise anything; whatever it is, the class cannot be used
         raise UnsupportedError(
             f"{name} cannot be offloaded: a trial step without a closure, on a dense matrix, raised {exc!r}; "
             "use a class that steps from .grad alone"
@@ -163,7 +169,7 @@ def require_whole(cls: type[torch.optim.Optimizer], options: Hyper) -> None:
 
 
 def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
-    """Raise UnsupportedError, naming the class and the reason, unless whole and split parameters get equal bits."""
+    """Raise UnsupportedError that names the class and the reason unless whole and split parameters get equal bits."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
         raise UnsupportedError(f"{name} cannot run on shards: {_REFUSED[cls.__name__]}")
@@ -173,7 +179,7 @@ def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
         same = all(
             _equal(whole, _run_probe(cls, hyper, shapes)) for shapes in ([(numel,)], [(n,) for n in _PROBE_PIECES])
         )
-    except Exception as exc:  # a foreign class may raise anything: all of it means "not on slices"
+    except Exception as exc:  # a foreign class may raise anything; whatever it is, the class cannot run on slices
         raise UnsupportedError(f"{name} cannot run on shards: a trial on slices raised {exc!r}") from exc
     if not same:
         raise UnsupportedError(
@@ -183,7 +189,7 @@ def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
 
 
 def _run_probe(cls: type[torch.optim.Optimizer], hyper: Hyper, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Weights and element-wise states after some steps, each as one flat tensor of all pieces."""
+    """The weights and element-wise states after some steps, each as one flat tensor of all pieces."""
     values = torch.Generator().manual_seed(2026)
     draws = [torch.randn(sum(_PROBE_PIECES), generator=values) for _ in range(_PROBE_STEPS + 1)]
     params = [piece.detach().requires_grad_() for piece in _cut(draws[0], shapes)]

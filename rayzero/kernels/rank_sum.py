@@ -1,8 +1,7 @@
-"""The sum of gradients across ranks: fp32, in rank order inside fixed groups of 8 consecutive ranks, then group by
-group.
+"""Sums gradients across ranks in fp32: in rank order inside fixed groups of 8 consecutive ranks, then group by group.
 
-[Note: groups of 8] Up to 8 ranks it is plain rank order. The groups are fixed by rank number, not by who is
-present, so that a relay on a node of 8 may add its ranks first, later, without changing a bit.
+[Note: groups of 8] Up to 8 ranks this is plain rank order. The rank's number decides its group, not which ranks are
+present, so that one day a relay on a node of 8 can add its ranks first without changing a bit.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ GROUP = 8  # consecutive ranks
 
 
 class RankSum:
-    """Sums tiles of several ranks' gradients in scratch memory it owns: one instance per thread."""
+    """Sums tiles of several ranks' gradients in its own scratch memory. One instance per thread."""
 
     def __init__(self, tile: int, device: torch.device | None = None) -> None:
-        """``tile``: the most elements one call may sum. ``device``: where it sums; None: the host."""
+        """``tile``: the most elements that one call may sum. ``device``: where it sums; None is the host."""
         self._total = torch.zeros(tile, device=device)
         self._group = torch.zeros(tile, device=device)
         self._wide = torch.zeros(tile, device=device)
 
     def sum(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> Tensor:
-        """The 1D fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty); gradients are 1D, the
-        shard's elements, any float dtype.
+        """The 1D fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty). Gradients are 1D with
+        the shard's elements, of any float dtype.
 
-        The result may be the only rank's own memory: read it, do not write it. It is valid until the next call."""
+        The result may be the only rank's own memory, so do not write to it. It is valid until the next call."""
         if len(ranks) == 1:
             only = gradients[ranks[0]][start:stop]
             return only if self._ready(only) else self._total[: stop - start].copy_(only)
@@ -44,7 +43,7 @@ class RankSum:
         return total
 
     def owns(self, summed: Tensor) -> bool:
-        """True when ``summed`` lies in scratch memory, and so may be written until the next call."""
+        """Whether ``summed`` is in scratch memory, and so may be written to until the next call."""
         return summed.data_ptr() == self._total.data_ptr()
 
     def _sum_group(self, out: Tensor, parts: list[Tensor]) -> None:
@@ -55,5 +54,5 @@ class RankSum:
             out.add_(part)
 
     def _ready(self, part: Tensor) -> bool:
-        """fp32, and where the sum is."""
+        """Whether a part is fp32 and on the device of the sum."""
         return part.dtype is torch.float32 and part.device == self._total.device

@@ -1,4 +1,4 @@
-"""Adam in plain float arithmetic, one element after the other: what the fast kernels are compared with."""
+"""Adam in plain float arithmetic, element by element. The fast kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayzero.kernels.rank_sum import RankSum
 
 
 class ReferenceKernel:
-    """The formulas as in the papers, in Python's double precision, rounded to fp32 when stored."""
+    """The formulas of the papers, in Python's double precision, rounded to fp32 when stored."""
 
     name = "reference"
 
@@ -27,7 +27,7 @@ class ReferenceKernel:
         *,
         limit: float = math.inf,
     ) -> None:
-        """See ``Kernel.update``; a segment is one tile."""
+        """See ``Kernel.update``. Each segment is one tile."""
         with memory.stamps.writing(0, memory.master.numel()) if memory.stamps is not None else nullcontext():
             for done, segment in enumerate(segments, 1):
                 self._update(memory, gradients, segment, scale, limit)

@@ -1,4 +1,4 @@
-"""A CUDA stream beside the one that computes; on the host nothing at all."""
+"""A CUDA stream beside the one that computes. On the host it does nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 
 class SideStream:
-    """Where an update runs on a CUDA device, so that it does not wait for what the rank has queued there."""
+    """A stream for updates on a CUDA device, so that they do not wait for the work that the rank has queued."""
 
     def __init__(self, device: torch.device | None) -> None:
-        """``device``: None, or one that is not CUDA: whatever is done is done in place."""
+        """``device``: None, or a device that is not CUDA, means that there is no stream."""
         on_cuda = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """What is queued inside runs there, and is over at the end."""
+        """Work that is queued inside this context runs on the stream and is done at the end."""
         if self._stream is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Tile stamps: say which version each tile's bytes are of, so that a reader of shared memory can tell after its writer
+"""Tile stamps say which version each tile's bytes have, so that a reader of shared memory can tell after its writer has
 died in an update.
 
 [Note: killed between two instructions] A stamp is marked as being written before the tile's first byte changes, and as
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-STAMP = 1 << 15  # elements of a stamp's tile: what a thread of the native kernel claims at once
+STAMP = 1 << 15  # elements of a stamp's tile; a thread of the native kernel claims as many at once
 STAMP_BYTES = 8
 
 
@@ -22,21 +22,22 @@ STAMP_BYTES = 8
 class TileStamps:
     """The stamps of one shard during one update."""
 
-    words: Tensor  # 1D int64: one for each STAMP elements of the shard, the last of fewer
-    version: int  # that the update makes, from 1
+    words: Tensor  # 1D int64, one for every STAMP elements of the shard; the last may be for fewer
+    version: int  # the version that the update makes, from 1
 
     @property
     def whole(self) -> int:
-        """A tile's stamp when all its bytes are of the version; one less, odd, while they are being written."""
+        """A tile's stamp when all its bytes have the version. While they are being written, it is one less, and odd."""
         return 2 * self.version
 
     @contextmanager
     def writing(self, start: int, stop: int) -> Iterator[None]:
-        """Around the writes to elements ``[start, stop)``: a multiple of STAMP, and one or the shard's end."""
+        """Stamp the writes to elements ``[start, stop)`` inside this context. ``start`` is a multiple of STAMP, and
+        ``stop`` is one too, or the shard's end."""
         words = self.words[start // STAMP : -(-stop // STAMP)]
         words.fill_(self.whole - 1)
         yield
-        words.fill_(self.whole)  # not after an error: the bytes are of no version
+        words.fill_(self.whole)  # not after an error, because then the bytes have no version
 
 
 def torn(words: Iterable[int]) -> list[int]:

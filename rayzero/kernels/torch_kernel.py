@@ -1,10 +1,10 @@
-"""Adam by ``torch._fused_adamw_`` over tiles that stay in cache, where there is no native kernel.
+"""Adam by ``torch._fused_adamw_`` over tiles that stay in cache, for hosts without the native kernel and for devices.
 
-[Note: a tile a thread] Threads take whole tiles and torch computes each with that thread alone. Torch's own threads
-would share each of a tile's three or four operations and meet after it; where they sleep between two
-(``OMP_WAIT_POLICY=PASSIVE``), waking them costs as much as the work. 28 bytes per parameter, bf16 gradients in, bf16
-parameters out, against the memory limit of the same run on a Zen 5 (benchmarks/adam.py): 0.82-0.84, by torch's threads
-0.81 where they spin and 0.55-0.58 where they sleep.
+[Note: a tile per thread] Threads take whole tiles, and torch computes each with that thread alone. Torch's own threads
+would share each of a tile's three or four operations and meet after each; if they sleep in between
+(``OMP_WAIT_POLICY=PASSIVE``), waking them costs as much as the work. With bf16 gradients and parameters (28 bytes per
+parameter), a Zen 5 reached 0.82-0.84 of the memory limit of the same run (benchmarks/adam.py); with torch's threads it
+reached 0.81 if they spin and 0.55-0.58 if they sleep.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP
 
-Tile = tuple[Segment, int, int]  # and the elements it takes of the segment
+Tile = tuple[Segment, int, int]  # a segment, and the first and last (excluded) of its elements in the shard
 
-TILE = 1 << 18  # elements: its scratch, 1-4 MiB a thread, stays in cache between the passes; smaller ones pay for calls
+TILE = 1 << 18  # elements: 1-4 MiB of scratch per thread stay in cache between passes; smaller tiles make more calls
 DEVICE_TILE = 1 << 21  # on a device: 32 MiB of scratch, and copies over the link that are long enough
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What one thread takes at once: the tiles of all segments between two cuts of the stamps."""
+    """What one thread takes at once: the tiles of all segments between two bounds of stamps."""
 
     begin: int
     end: int
@@ -42,8 +42,8 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """One call: what every thread needs to know, and the windows that nobody has taken yet: a list's iterator, which
-    gives each to one thread only."""
+    """One call: what every thread needs to know, and the windows that no thread has taken yet. They come from a list's
+    iterator, which gives each to one thread only."""
 
     memory: AdamMemory
     gradients: Sequence[Tensor]
@@ -54,15 +54,15 @@ class _Update:
 
 
 class TorchKernel:
-    """The tiled kernel. Bits do not depend on the tile size or on threads, because segments, and so tiles, are
-    multiples of 64 elements: no vector tail anywhere."""
+    """The tiled kernel. Its bits do not depend on the tile size or on threads, because segments, and so tiles, are
+    multiples of 64 elements: there is no vector tail anywhere."""
 
     name = "torch"
 
     def __init__(self, tile: int = TILE, *, threads: int | None = None, device: torch.device | None = None) -> None:
         """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call. ``device``:
-        where master and moments are, gradients and published parameters may be on the host: one thread computes, on a
-        stream of its own, and ``update`` returns when it is done. None: the host."""
+        where the master and the moments are; None is the host. On a device, gradients and published parameters may be
+        on the host, one thread computes on its own stream, and ``update`` returns when the work is done."""
         self._tile = tile
         self._threads = 1 if device is not None else threads
         self._stream = SideStream(device)
@@ -80,7 +80,7 @@ class TorchKernel:
         *,
         limit: float = math.inf,
     ) -> None:
-        """See ``Kernel.update``; ``on_tile`` is called by whichever thread finished the tile, one at a time."""
+        """See ``Kernel.update``. The thread that finished a tile calls ``on_tile``, one thread at a time."""
         windows = list(self._windows(segments, memory.master.numel()))
         progress = _Progress(sum(len(window.tiles) for window in windows), on_tile)
         threads = min(self._threads or torch.get_num_threads(), len(windows))
@@ -96,7 +96,7 @@ class TorchKernel:
             self._hands += [_Hand(self._tile, None) for _ in range(threads - len(self._hands))]
             self._pool = ThreadPoolExecutor(threads, "rayzero-adam", initializer=use_torch_threads, initargs=(1,))
         working = [self._pool.submit(hand.work, update) for hand in self._hands[:threads]]
-        wait(working)  # all of them, also after an error: nobody writes to the shard once this has returned
+        wait(working)  # for all of them, even after an error: nothing writes to the shard once this has returned
         for work in working:
             work.result()
 
@@ -123,7 +123,8 @@ def fused_adam(
     largest: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """Torch's fused operation, which updates the lists in place; ``largest``: read with amsgrad only."""
+    """Torch's fused operation. It updates masters, means, squares and, with amsgrad, ``largest`` in place. The tensors
+    at one index have the same shape; those of ``steps`` are 0-dim."""
     fused = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
     fused(
         masters,
@@ -143,7 +144,7 @@ def fused_adam(
 
 
 class _Progress:
-    """Counts the tiles of one call, in whichever thread they end."""
+    """Counts the finished tiles of one call. Thread-safe."""
 
     def __init__(self, total: int, tell: Callable[[int, int], None]) -> None:
         self._done, self._total, self._tell = 0, total, tell
@@ -156,7 +157,7 @@ class _Progress:
 
 
 class _Hand:
-    """One thread's scratch memory, and the work it does in it."""
+    """One thread's scratch memory, and the work that it does there."""
 
     def __init__(self, tile: int, device: torch.device | None) -> None:
         self._sum = RankSum(tile, device)
@@ -165,7 +166,7 @@ class _Hand:
 
     @torch.no_grad()
     def work(self, update: _Update) -> None:
-        """Take windows until there are none left."""
+        """Take windows and update their tiles until none are left."""
         for window in update.windows:
             stamps = update.memory.stamps
             with stamps.writing(window.begin, window.end) if stamps is not None else nullcontext():
@@ -177,7 +178,7 @@ class _Hand:
         memory, scale, limit = update.memory, update.scale, update.limit
         grad = self._sum.sum(update.gradients, segment.ranks, start, stop)
         if scale != 1.0 or limit < math.inf:
-            out = grad if self._sum.owns(grad) else self._scaled[: stop - start]  # where it was: one tile less in cache
+            out = grad if self._sum.owns(grad) else self._scaled[: stop - start]  # in place: one tile less in cache
             grad = torch.mul(grad, scale, out=out)
         if limit < math.inf:
             grad.clamp_(-limit, limit)

@@ -85,7 +85,7 @@ def test_a_package_built_without_a_compiler_works_and_says_so_once(source: Path,
     said, updated = done.stdout.splitlines()
     assert said.startswith(reason)
     assert updated == "torch 0.5"
-    assert done.stderr.count("not the native one: " + reason) == 1
+    assert done.stderr.count("instead of the native one: " + reason) == 1
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
