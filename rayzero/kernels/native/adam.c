@@ -498,7 +498,7 @@ typedef struct {
     int64_t next; /* tile to claim */
 } adam_job;
 
-/* Stamp a tile. Who reads it waits for the death of this process: no fence but the compiler's (kernels/stamps.py). */
+/* Stamp a tile. It is read only after this process has died, so the compiler's fence is enough (kernels/stamps.py). */
 INLINE void stamp_tile(const rz_memory *memory, int64_t tile, int64_t stamp) {
     if (!memory->stamps) return;
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
@@ -527,8 +527,8 @@ static void share_adam(void *shared) {
     restore_rounding(before);
 }
 
-/* Update the segments' elements within [start, stop), in tiles of `tile` elements that the team's threads share (NULL:
- * the caller alone). All stores are done when it returns. */
+/* Update the segments' elements within [start, stop), in tiles of `tile` elements that the team's threads share (with a
+ * NULL team, the caller works alone). All stores are done when it returns. */
 EXPORT void rz_adam(rz_team *team, int32_t isa, const rz_memory *memory, const rz_segment *segments, int64_t count,
                     int64_t start, int64_t stop, int64_t tile) {
     adam_job job = {isa, memory, segments, count, start, stop, tile, 0};
@@ -563,10 +563,10 @@ static void share_squares(void *shared) {
     restore_rounding(before);
 }
 
-/* Sums of squares of the rank-summed gradients, one a range: a leaf for each LEAF elements from a range's start on, added
- * in order. The team's threads share the leaves; `leaves` has room for those of all ranges. With an infinite limit they
- * are squares of the sums as they are, and one is inf or nan exactly when an element of it is; else of the sums as rz_adam
- * scales and clamps them. */
+/* Sums of squares of the rank-summed gradients, one for each range: there is a leaf for each LEAF elements from the
+ * range's start on, and leaves are added in order. The team's threads share the leaves; `leaves` has room for those of
+ * all ranges. With an infinite limit, the squares are of the plain sums, and a result is inf or nan exactly if one of its
+ * elements is. Otherwise they are of the sums as rz_adam scales and clamps them. */
 EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients, int64_t count, const rz_range *ranges,
                        int64_t num_ranges, float scale, float limit, double *leaves, double *sums) {
     squares_job job = {isa, gradients, count, ranges, num_ranges, scale, limit, leaves, 0};
@@ -612,8 +612,8 @@ static void share_rewrite(void *shared) {
     }
 }
 
-/* What benchmarks measure updates against: read, scale and write three arrays of floats in place, tiles shared as in
- * rz_adam. Nothing that keeps three fp32 states per parameter can be faster. */
+/* The loop that benchmarks compare updates with: it reads, scales and writes three arrays of floats in place, and shares
+ * tiles as rz_adam does. Nothing that keeps three fp32 states per parameter can be faster. */
 EXPORT void rz_rewrite(rz_team *team, float *a, float *b, float *c, int64_t count, float factor, int64_t tile) {
     rewrite_job job = {a, b, c, factor, count, tile, 0};
     rz_team_run(team, share_rewrite, &job);

@@ -71,7 +71,7 @@ TARGET static void V(whole)(const rz_segment *s, const span *q, const void *grad
     else V(turns_to)(s, q, grads, count, F32);
 }
 
-/* Fewer than PAIR elements: the same code over a padded copy. */
+/* For fewer than PAIR elements: the same code over a padded copy. */
 TARGET static void V(rest)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
     float state[4][PAIR] = {{0}}, padded[PAIR] = {0};
     char params[4 * PAIR] __attribute__((aligned(64)));
@@ -117,7 +117,7 @@ TARGET static void V(sum)(const rz_gradient *grads, int64_t num, int64_t at, int
     if (!to) memset(sum, 0, sizeof(float) * count);
 }
 
-/* The only gradient there is, or NULL with how many there are in *present. */
+/* The gradient, if there is only one; else NULL. Writes how many there are into *present. */
 TARGET static const rz_gradient *V(only)(const rz_gradient *grads, int64_t num, int64_t *present) {
     const rz_gradient *found = 0;
     *present = 0;

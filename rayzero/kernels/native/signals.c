@@ -1,8 +1,8 @@
-/* Words that processes tell each other things with, in memory they share: flags, bells, cells, versions.
+/* Words in shared memory by which processes signal each other: flags, bells, cells, versions.
  *
- * Everything written before a release is seen after the acquire that reads what was released; every function here that
- * writes a word for others releases, every one that reads a word of others acquires. Words lie at their natural
- * alignment; a 64-bit word never crosses a cache line. rayzero/store/shm/signals.py is the only caller.
+ * Everything that was written before a release is seen after the acquire that reads the released word. Every function
+ * here that writes a word for other processes releases, and every one that reads a word of others acquires. Words are
+ * naturally aligned, and a 64-bit word never crosses a cache line. rayzero/store/shm/signals.py is the only caller.
  */
 
 #include <stdint.h>
@@ -31,7 +31,7 @@ EXPORT void rz_store_release_64(uint64_t *flag, uint64_t value) { __atomic_store
 EXPORT uint32_t rz_load_acquire_32(const uint32_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 EXPORT uint64_t rz_load_acquire_64(const uint64_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
-/* Indices of the words that differ from `seen`, which then holds the new ones. Returns how many there are. */
+/* Write the indices of the words that differ from `seen`, and put the new words into `seen`. Returns how many differ. */
 EXPORT int64_t rz_changed(const char *words, int64_t stride, uint64_t *seen, int64_t count, int64_t *indices) {
     int64_t found = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -43,7 +43,7 @@ EXPORT int64_t rz_changed(const char *words, int64_t stride, uint64_t *seen, int
     return found;
 }
 
-/* ---- Bells: a count of rings, slept on in the kernel. Shared futexes, as other processes sleep on them too ------- */
+/* ---- Bells: a count of rings to sleep on. Shared futexes, because other processes sleep on them too -------------- */
 
 #if HAS_FUTEX
 EXPORT void rz_ring(uint32_t *bell) {
@@ -51,8 +51,8 @@ EXPORT void rz_ring(uint32_t *bell) {
     syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Sleep while the bell is at `seen`, until CLOCK_MONOTONIC is at `deadline` (ns). Returns what the bell is at: `seen`
- * also after a signal, so that the caller may handle it and call again. */
+/* Sleep while the bell is at `seen`, at most until CLOCK_MONOTONIC reaches `deadline` (ns). Returns the bell's count. It
+ * is still `seen` after a signal, so that the caller can handle the signal and call again. */
 EXPORT uint32_t rz_wait(const uint32_t *bell, uint32_t seen, int64_t deadline) {
     struct timespec until = {.tv_sec = deadline / 1000000000, .tv_nsec = deadline % 1000000000};
     while (rz_load_acquire_32(bell) == seen) /* a wakeup without a ring is one more round */
@@ -70,17 +70,17 @@ EXPORT uint32_t rz_wait(const uint32_t *bell, uint32_t seen, int64_t deadline) {
 /* ---- Cells: a message that its one writer replaces while others read (a seqlock) --------------------------------- */
 
 /* After Boehm, "Can seqlocks get along with programming language memory models?" (MSPC 2012): the words of the message
- * are relaxed atomics between fences, so a read beside a write is no data race, and is found out by the sequence. */
+ * are relaxed atomics between fences. So a read beside a write is not a data race, and the sequence reveals it. */
 typedef struct {
     uint64_t sequence; /* 0: never written; odd: being written; each message adds 2 */
     uint64_t size;     /* bytes of the message */
     uint64_t words[];
 } rz_cell;
 
-#define TRIES 100 /* of a read: a writer at work is gone after a few, one that died or sleeps is not */
+#define TRIES 100 /* of a read: a running writer is done after a few; one that died or sleeps is not */
 
 EXPORT void rz_cell_write(rz_cell *cell, const char *message, uint64_t size) {
-    uint64_t writing = __atomic_load_n(&cell->sequence, __ATOMIC_RELAXED) | 1; /* odd already: a writer died in it */
+    uint64_t writing = __atomic_load_n(&cell->sequence, __ATOMIC_RELAXED) | 1; /* if odd already, a writer died here */
     __atomic_store_n(&cell->sequence, writing, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_RELEASE);
     __atomic_store_n(&cell->size, size, __ATOMIC_RELAXED);

@@ -1,16 +1,16 @@
 /* Helper threads for the kernels.
  *
- * They live here and not in Python, because waking one there needs the interpreter lock, which the caller and every
- * other thread of an owner also want: on shards of 2M elements that cost a sixth of the update.
+ * They are C threads and not Python threads, because waking a Python thread needs the interpreter lock, which the caller
+ * and every other thread of an owner also want. On shards of 2M elements that cost a sixth of the update.
  *
- * [Note: waiting] To wake a sleeping helper takes 80-100 us on a virtual machine, a twelfth of an update of 2M elements.
- * So one that has finished polls for POLL_NS, about as long, and sleeps then: the shards of one decision follow each
- * other within that time, and an idle team uses no processor. It offers its processor at each look, and sleeps at once
- * where others take it. One that wakes too late finds no job and sleeps on: the caller never waits for a helper that has
- * not begun.
+ * [Note: waiting] Waking a sleeping helper takes 80-100 us on a virtual machine, a twelfth of an update of 2M elements.
+ * So a helper that has finished first polls for POLL_NS, a little longer than that, and then sleeps. The shards of one
+ * decision follow each other within that time, and an idle team uses no processor. The helper yields its processor
+ * after each look, and sleeps at once if others take it. A helper that wakes too late finds no job and sleeps on: the
+ * caller never waits for a helper that has not begun.
  *
- * [Note: fork] A child process has none of its parent's threads, and a mutex may have been held by one of them. So a
- * team belongs to a process id: the first run in another process begins with a new mutex and new helpers.
+ * [Note: fork] A child process has none of its parent's threads, and one of them may have held a mutex. So a team belongs
+ * to a process id: the first run in another process begins with a new mutex and new helpers.
  */
 
 #ifndef _GNU_SOURCE
@@ -28,19 +28,19 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define POLL_NS 150000
-#define TAKEN_NS 20000 /* longer between two looks: others have the processor */
+#define TAKEN_NS 20000 /* if two looks are further apart, others have taken the processor */
 
 struct rz_team {
-    int32_t wanted, helpers; /* helpers: how many run; fewer where the system refuses threads */
-    pid_t owner;             /* the process they run in; 0: none do yet */
+    int32_t wanted, helpers; /* helpers: how many run; fewer than wanted if the system refuses threads */
+    pid_t owner;             /* the process that they run in; 0 before the first run */
     pthread_t *threads;
-    pthread_mutex_t lock;     /* of everything below */
-    pthread_cond_t job_there; /* or the end */
+    pthread_mutex_t lock;     /* guards everything below */
+    pthread_cond_t job_there; /* there is a job, or the team ends */
     pthread_cond_t all_out;
     void (*share)(void *); /* NULL: no job, or too late to begin */
     void *job;
-    int64_t jobs;   /* how many there were; changed under the lock, polled without */
-    int64_t inside; /* helpers at work; likewise */
+    int64_t jobs;   /* how many jobs there were; changed under the lock, polled without it */
+    int64_t inside; /* helpers at work; changed and polled likewise */
     int ending;
 };
 
@@ -50,7 +50,7 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Poll while the word is `value`, for a while. Whether it changed. */
+/* Poll for a while as long as the word is `value`. Returns whether it changed. */
 static int poll_while(const int64_t *word, int64_t value) {
     int64_t begun = now_ns(), last = begun;
     for (;;) {
@@ -88,7 +88,7 @@ static void *help(void *argument) {
     return 0;
 }
 
-/* Start the helpers, without signals: those are for the interpreter's threads. */
+/* Start the helpers with all signals blocked, because signals are for the interpreter's threads. */
 static void start(rz_team *team) {
     sigset_t all, before;
     pthread_mutex_init(&team->lock, 0);
@@ -107,7 +107,7 @@ static void start(rz_team *team) {
     team->owner = getpid();
 }
 
-/* A team of `threads`, the caller included. The helpers start with the first run. NULL: no memory. */
+/* Make a team of `threads`, the caller included. The helpers start with the first run. NULL without memory. */
 EXPORT rz_team *rz_team_create(int32_t threads) {
     rz_team *team = calloc(1, sizeof *team);
     pthread_t *members = calloc((size_t)threads, sizeof *members);
@@ -120,7 +120,7 @@ EXPORT rz_team *rz_team_create(int32_t threads) {
     return team;
 }
 
-/* End the helpers of this process, between runs. */
+/* End the helpers of this process. Call it between runs. */
 EXPORT void rz_team_destroy(rz_team *team) {
     if (team->owner == getpid()) {
         pthread_mutex_lock(&team->lock);
