@@ -29,6 +29,7 @@ from torch import Tensor
 from rayzero.bench.figures import Busy, Spread, about, at_least_one, plain, timed
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
+from rayzero.kernels.moments import BLOCK, CODED, moment_bytes
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
@@ -50,7 +51,7 @@ class Path:
     """One way to do the update."""
 
     name: str
-    param_bytes: int  # least memory traffic per parameter
+    param_bytes: float  # least memory traffic per parameter
     run: Callable[[], object]
 
 
@@ -67,14 +68,16 @@ class Row:
 # ---- paths ------------------------------------------------------------------------------------------------------
 
 
-def make_memory(count: int) -> AdamMemory:
+def make_memory(count: int, moments: str = "fp32") -> AdamMemory:
     """Adam's memory of ``count`` elements, fp32 with bf16 parameters; all pages are touched."""
+    dtype = CODED.get(moments, torch.float32)
     return AdamMemory(
         master=torch.randn(count),
-        exp_avg=torch.zeros(count),
-        exp_avg_sq=torch.zeros(count),
+        exp_avg=torch.zeros(count, dtype=dtype),
+        exp_avg_sq=torch.zeros(count, dtype=dtype),
         max_exp_avg_sq=None,
         params=torch.zeros(count, dtype=torch.bfloat16),
+        scales=(torch.zeros(count // BLOCK), torch.zeros(count // BLOCK)) if moments in CODED else None,
     )
 
 
@@ -88,10 +91,13 @@ def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
     return Path(name=LIMIT, param_bytes=24, run=run)
 
 
-def kernel_path(name: str, kernel: Kernel, memory: AdamMemory, gradient: Tensor) -> Path:
+def kernel_path(name: str, kernel: Kernel, memory: AdamMemory, gradient: Tensor, moments: str = "fp32") -> Path:
     """The path of a kernel that updates everything in one call. ``gradient``: 1D, bf16."""
+    kept = 4 + 2 * moment_bytes(moments)  # master and moments, read and written
     segments = [Segment(offset=0, length=gradient.numel(), ranks=(0,), options=OPTIONS, step=10)]
-    return Path(name=name, param_bytes=28, run=partial(kernel.update, memory, [gradient], segments, 1.0, quiet))
+    return Path(
+        name=name, param_bytes=2 * kept + 4, run=partial(kernel.update, memory, [gradient], segments, 1.0, quiet)
+    )
 
 
 def shards_path(gradient: Tensor) -> Path:
@@ -170,6 +176,12 @@ def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bo
         limit_path(library, count, threads),
         kernel_path(ONE_BLOCK, NativeKernel(threads=threads), block, gradient),
         shards_path(gradient),
+        *(
+            kernel_path(
+                f"native, moments {kept}", NativeKernel(threads=threads), make_memory(count, kept), gradient, kept
+            )
+            for kept in CODED
+        ),
         *(kernel_path(f"native {isa}", NativeKernel(threads=threads, isa=isa), block, gradient) for isa in isas),
         kernel_path(TORCH, TorchKernel(threads=threads), make_memory(count), gradient),
         *(optimizer_path(name, make, make_memory(count), gradient) for name, make in peers if make is not None),

@@ -22,6 +22,7 @@ Spread = Literal["balanced", "round_robin", "contiguous"]
 Transport = Literal["auto", "inproc", "grpc", "shm"]
 Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 Kernel = Literal["auto", "native", "torch", "reference"]
+Moments = Literal["fp32", "bf16", "int8"]
 WireCompression = Literal["none", "bf16"]
 Broadcast = Literal["pull", "push"]
 
@@ -158,6 +159,11 @@ class ZeroConfig(ConfigModel):
     """What computes the update: C with vector instructions, tiled torch, or plain Python floats for tests; "auto"
     takes the fastest that works here."""
 
+    moments: Moments = "fp32"
+    """How owners keep Adam's moments. "fp32": as plain PyTorch does; what RayZero calls exact needs this. "bf16" and
+    "int8": in codes of 2 bytes or 1, with a scale for each 64 (kernels/moments.py): with its master the optimizer takes
+    8.1 or 6.1 bytes a parameter instead of 12, and updates move fewer bytes. For Adam and AdamW, without amsgrad."""
+
     chunk_bytes: Size = 2 * MIB
     """Bytes of payload in one gRPC message."""
 
@@ -213,6 +219,7 @@ class ZeroConfig(ConfigModel):
             placement: Placement = ...,
             stall_timeout: float = ...,
             kernel: Kernel = ...,
+            moments: Moments = ...,
             chunk_bytes: int | str = ...,
             wire_compression: WireCompression = ...,
             broadcast: Broadcast = ...,

@@ -36,6 +36,7 @@ from rayzero.engine.units.residency import stays_up
 from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values.state_dict import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.kernels import check_moments
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, dtype_name, loses_bits
 from rayzero.layout.shard_map import device_shards
 from rayzero.memory.malloc import give_back_freed
@@ -101,6 +102,7 @@ def prepare(
     _refuse_torn(context)
     config = config or context.config or ZeroConfig()
     config.require_supported()
+    check_moments(config.moments, type(optimizer), optimizer.param_groups)
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
@@ -305,6 +307,7 @@ def _spec(
         nonfinite=config.nonfinite,
         shard_map=config.shard_map,
         kernel=config.kernel,
+        moments=config.moments,
         offload_fraction=config.host_fraction,
         restore_from=None if resume is None else str(resume),
     )

@@ -8,7 +8,16 @@ import logging
 
 from rayzero.errors import ConfigError
 from rayzero.kernels import native
-from rayzero.kernels.base import ADAMS, AdamMemory, AdamOptions, Kernel, Segment, adam_states, segments_of
+from rayzero.kernels.base import (
+    ADAMS,
+    AdamMemory,
+    AdamOptions,
+    Kernel,
+    Segment,
+    adam_states,
+    check_moments,
+    segments_of,
+)
 from rayzero.kernels.native import NativeKernel
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
@@ -21,6 +30,7 @@ __all__ = [
     "Kernel",
     "Segment",
     "adam_states",
+    "check_moments",
     "choose_kernel",
     "segments_of",
 ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.kernels.moments import CODED, CodedMoment, Moment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN
 
@@ -20,6 +21,18 @@ ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # what kernels compute; a subclas
 def adam_states(*, amsgrad: bool) -> tuple[str, ...]:
     """The names of the states that Adam keeps for each element."""
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+
+
+def check_moments(moments: str, optimizer: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedError, saying what to use, unless an optimizer with these parameter groups can keep its moments
+    so."""
+    if moments not in CODED:
+        return
+    if optimizer not in ADAMS:
+        name = optimizer.__qualname__
+        raise UnsupportedError(f"moments={moments!r} is for Adam and AdamW, not for {name}; use moments='fp32'")
+    if any(group.get("amsgrad") for group in groups):
+        raise UnsupportedError(f"moments={moments!r} does not work with amsgrad=True; use moments='fp32'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +99,12 @@ class AdamMemory:
     """One shard's tensors, all 1D with the shard's padded number of elements."""
 
     master: Tensor  # fp32
-    exp_avg: Tensor  # fp32
-    exp_avg_sq: Tensor  # fp32
+    exp_avg: Tensor  # fp32, or codes
+    exp_avg_sq: Tensor  # fp32, or codes of its root
     max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
     params: Tensor | None  # published parameters, in the unit's dtype; None: the master itself is published
     stamps: TileStamps | None = None  # set tile by tile; None: the memory does not outlive the process
+    scales: tuple[Tensor, Tensor] | None = None  # of exp_avg and exp_avg_sq where these are codes: kernels/moments.py
 
     @classmethod
     def over(
@@ -105,6 +119,26 @@ class AdamMemory:
             params=None if params is master else params,
             stamps=stamps,
         )
+
+    @classmethod
+    def with_moments(
+        cls, master: Tensor, moments: Mapping[str, Moment], params: Tensor | None, stamps: TileStamps | None
+    ) -> AdamMemory:
+        """As ``over``, with moments however they are kept."""
+        states = {kind: moment.tensors[0] for kind, moment in moments.items()}
+        mean, square = moments["exp_avg"], moments["exp_avg_sq"]
+        memory = cls.over(master, states, params, stamps)
+        if isinstance(mean, CodedMoment) and isinstance(square, CodedMoment):
+            return replace(memory, scales=(mean.scales, square.scales))
+        return memory
+
+    @property
+    def coded(self) -> tuple[CodedMoment, CodedMoment] | None:
+        """exp_avg and exp_avg_sq where these are codes."""
+        if self.scales is None:
+            return None
+        mean, square = self.scales
+        return CodedMoment(self.exp_avg, mean, is_root=False), CodedMoment(self.exp_avg_sq, square, is_root=True)
 
 
 class Kernel(Protocol):

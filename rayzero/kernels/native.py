@@ -22,12 +22,13 @@ from torch import Tensor
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.stamps import STAMP
 from rayzero.protocol.messages import Clamp
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 5  # version of the tables below: RZ_ABI in adam.c
+ABI = 6  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -40,6 +41,7 @@ _WHY_NOT = _FOLDER / "_native.reason"  # the build writes this if it made no lib
 
 ISAS = ("portable", "avx2", "avx512", "neon")  # by their numbers in adam.c; on each machine the slowest comes first
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 4}
 _L2, _DECAY, _AMSGRAD, _FROM_GRADIENT, _CLAMP = 1, 2, 4, 8, 16
 
 
@@ -71,6 +73,9 @@ class _Memory(ctypes.Structure):
         ("master", c_void_p),
         ("exp_avg", c_void_p),
         ("exp_avg_sq", c_void_p),
+        ("exp_avg_scale", c_void_p),
+        ("exp_avg_sq_scale", c_void_p),
+        ("moments_dtype", c_int32),
         ("max_exp_avg_sq", c_void_p),
         ("params", c_void_p),
         ("params_dtype", c_int32),
@@ -213,7 +218,7 @@ class NativeKernel(_Worker):
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
         start, stop = ordered[0].offset, ordered[-1].offset + ordered[-1].length
-        table = _segment_table(ordered, gradients, scale, limit)
+        table = _segment_table(ordered, gradients, scale, limit, coded=memory.scales is not None)
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
         cuts = range(start // STRETCH * STRETCH, stop, STRETCH)  # a tile is in one of them
         for done, cut in enumerate(cuts, 1):
@@ -251,7 +256,7 @@ class NativeSquareSum(_Worker):
 
 
 def _segment_table(
-    segments: Sequence[Segment], gradients: Sequence[Tensor], scale: float, limit: float
+    segments: Sequence[Segment], gradients: Sequence[Tensor], scale: float, limit: float, *, coded: bool = False
 ) -> ctypes.Array[_Segment]:
     end = 0
     for segment in segments:
@@ -260,17 +265,19 @@ def _segment_table(
         end = segment.offset + segment.length
     ranks = {segment.ranks for segment in segments}
     tables = {members: _gradient_table(gradients, members, end) for members in ranks}
-    rows = (_segment_row(segment, tables[segment.ranks], scale, limit) for segment in segments)
+    rows = (_segment_row(segment, tables[segment.ranks], scale, limit, coded=coded) for segment in segments)
     return (_Segment * len(segments))(*rows)  # holds the gradients' tables
 
 
-def _segment_row(segment: Segment, table: ctypes.Array[_Gradient], scale: float, limit: float) -> _Segment:
-    constants = _constants(segment.options, segment.step, scale, limit)
+def _segment_row(
+    segment: Segment, table: ctypes.Array[_Gradient], scale: float, limit: float, *, coded: bool
+) -> _Segment:
+    constants = _constants(segment.options, segment.step, scale, limit, coded=coded)
     return _Segment(segment.offset, segment.length, table, len(table), *constants)
 
 
 @functools.lru_cache(64)  # one decision has a few, for all its shards
-def _constants(options: AdamOptions, step: int, scale: float, limit: float) -> tuple[float, ...]:
+def _constants(options: AdamOptions, step: int, scale: float, limit: float, *, coded: bool) -> tuple[float, ...]:
     """The fields of a row from ``scale`` on. ctypes rounds each to fp32 once."""
     flags = _AMSGRAD if options.amsgrad else 0
     if limit < math.inf:
@@ -280,6 +287,7 @@ def _constants(options: AdamOptions, step: int, scale: float, limit: float) -> t
     lerp = c_float(1.0 - options.beta1).value
     if lerp >= 0.5:
         flags |= _FROM_GRADIENT
+    correction = math.sqrt(1.0 - options.beta2**step)
     return (
         -scale if options.maximize else scale,
         1.0 - options.lr * options.weight_decay if options.decoupled else options.weight_decay,
@@ -287,7 +295,7 @@ def _constants(options: AdamOptions, step: int, scale: float, limit: float) -> t
         options.beta2,
         1.0 - options.beta2,
         options.lr / (1.0 - options.beta1**step),
-        math.sqrt(1.0 - options.beta2**step),
+        1.0 / correction if coded else correction,
         options.eps,
         limit,
         flags,
@@ -323,11 +331,20 @@ def _gradient_table(gradients: Sequence[Tensor], ranks: Sequence[int], end: int)
 def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
     if amsgrad and memory.max_exp_avg_sq is None:
         raise UnsupportedError("amsgrad needs max_exp_avg_sq, and the shard was allocated without it")
+    if amsgrad and memory.scales is not None:
+        raise UnsupportedError("amsgrad needs moments in fp32")
     largest, params, stamps = memory.max_exp_avg_sq, memory.params, memory.stamps
+    dtype = torch.float32
+    scales: list[int | None] = [None, None]
+    if memory.scales is not None:
+        dtype = memory.exp_avg.dtype
+        scales = [_address(scale, "scales", end // BLOCK, torch.float32) for scale in memory.scales]
     return _Memory(
         _address(memory.master, "master", end, torch.float32),
-        _address(memory.exp_avg, "exp_avg", end, torch.float32),
-        _address(memory.exp_avg_sq, "exp_avg_sq", end, torch.float32),
+        _address(memory.exp_avg, "exp_avg", end, dtype),
+        _address(memory.exp_avg_sq, "exp_avg_sq", end, dtype),
+        *scales,
+        _MOMENTS[dtype],
         None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
         None if params is None else _address(params, "params", end),
         0 if params is None else _DTYPES[params.dtype],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -38,8 +39,17 @@ class ReferenceKernel:
     ) -> None:
         start, stop = segment.offset, segment.offset + segment.length
         summed = RankSum(segment.length).sum(gradients, segment.ranks, start, stop).tolist()
+        coded = memory.coded
+        if coded is not None:  # element i of copies in fp32 is element i of the memory
+            mean, square = (moment.read(0, stop) for moment in coded)
+            wide = replace(memory, exp_avg=mean, exp_avg_sq=square, scales=None)
+        else:
+            wide = memory
         for i, grad in enumerate(summed, start):
-            _update_element(memory, i, min(max(grad * scale, -limit), limit), segment.options, segment.step)
+            _update_element(wide, i, min(max(grad * scale, -limit), limit), segment.options, segment.step)
+        if coded is not None:
+            coded[0].write(start, stop, wide.exp_avg[start:])
+            coded[1].write(start, stop, wide.exp_avg_sq[start:])
         if memory.params is not None:
             memory.params[start:stop] = memory.master[start:stop]
 

@@ -189,12 +189,12 @@ class _Hand:
 
     def _adam(self, memory: AdamMemory, master: Tensor, grad: Tensor, segment: Segment, start: int, stop: int) -> None:
         largest = [memory.max_exp_avg_sq[start:stop]] if memory.max_exp_avg_sq is not None else []
-        fused_adam(
-            segment.options,
-            [master],
-            [grad],
-            [memory.exp_avg[start:stop]],
-            [memory.exp_avg_sq[start:stop]],
-            largest,
-            [self._step.fill_(segment.step)],
-        )
+        coded, step = memory.coded, self._step.fill_(segment.step)
+        if coded is None:
+            mean, square = memory.exp_avg[start:stop], memory.exp_avg_sq[start:stop]
+        else:
+            mean, square = (moment.read(start, stop) for moment in coded)
+        fused_adam(segment.options, [master], [grad], [mean], [square], largest, [step])
+        if coded is not None:
+            coded[0].write(start, stop, mean)
+            coded[1].write(start, stop, square)

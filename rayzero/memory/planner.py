@@ -29,7 +29,7 @@ class OwnerPlan:
     world_size: int
     params: int  # published parameters, except fp32 trained units, which publish their masters
     master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
-    moments: int  # fp32 optimizer states
+    moments: int  # optimizer states
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
@@ -65,14 +65,14 @@ def plan_owner(
     world_size: int,
     accumulation_steps: int,
     *,
-    num_states: int = 2,
+    state_bytes: float = 8.0,
     own_gradients: bool = False,
     measures_norms: bool = False,
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
-    num_states: the optimizer's fp32 states per element (2 for Adam). own_gradients: this host's ranks keep their
-    gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
+    state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
+    their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
     (owner/update/group_norms.py)."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
@@ -85,17 +85,18 @@ def plan_owner(
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
         gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
+    states = int(master // FP32 * state_bytes)
     return OwnerPlan(
         owner=owner,
         num_owners=shard_map.num_owners,
         world_size=world_size,
         params=params,
         master=frozen + (0 if on_device else master),
-        moments=0 if on_device else master * num_states,
+        moments=0 if on_device else states,
         gradients=gradients * world_size,
         staging=0 if own_gradients else staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
         norms=largest * FP32 if measures_norms else 0,
-        on_device=master * (1 + num_states) if on_device else 0,
+        on_device=master + states if on_device else 0,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rayzero.memory.planner import OwnerPlan
 from rayzero.protocol.messages import ModelSpec
 
-Sizes = Sequence[tuple[int, int]]  # (key, elements); elements are multiples of 64
+Sizes = Sequence[tuple[int, int]]  # (key, elements)
 
 
 class ShardJournal(Protocol):

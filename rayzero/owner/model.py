@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels import ADAMS
+from rayzero.kernels import ADAMS, check_moments
+from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.planner import OwnerPlan, check_device, check_plan, plan_owner
 from rayzero.memory.process_memory import host_limits
@@ -72,7 +73,7 @@ def build_model(
         owner,
         spec.world_size,
         spec.accumulation_steps,
-        num_states=len(rule.state_kinds),
+        state_bytes=len(rule.state_kinds) * moment_bytes(spec.moments),
         own_gradients=own_gradients,
         measures_norms=measures_norms,
     )
@@ -80,7 +81,7 @@ def build_model(
     check_device(plan, device)
     memory = maker.make_memory(spec, rule.kernel, plan)
     memory = DeviceMemory(memory, device) if on_device else memory
-    shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory)
+    shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory, spec.moments)
     return OwnedModel(
         spec=spec,
         attached_by=rank,
@@ -97,6 +98,7 @@ def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRu
     """The update rule of a spec: tile kernels for exactly Adam and AdamW, the generic rule for every other class,
     subclasses included. ``device``: where states lie; None: the host."""
     cls = resolve_optimizer(spec.optimizer)
+    check_moments(spec.moments, cls, spec.hyper)
     if cls in ADAMS:
         return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
     return ElementwiseRule(spec, cls)

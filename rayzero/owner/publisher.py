@@ -137,8 +137,9 @@ class Publisher:
                 listener(published)
 
     def _answer(self, owned: OwnedShard, reads: Sequence[_Read]) -> None:
-        """Settle reads. States that the optimizer class keeps itself are copied, in the updater's thread."""
-        planned = {COMPUTE, MASTER, *owned.states}
+        """Settle reads. States in codes, and those that the optimizer class keeps itself, are copied in the updater's
+        thread."""
+        planned = {COMPUTE, MASTER, *(kind for kind, state in owned.states.items() if not state.coded)}
         _settle(owned, [read for read in reads if read[1] in planned], OwnedShard.read)
         others = [read for read in reads if read[1] not in planned]
         if others:

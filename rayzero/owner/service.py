@@ -192,8 +192,8 @@ class ShardService:
         yield Reading(OPTIMIZER_QUEUE_BYTES, sum(owned.params.nbytes for owned in shards if owned.pending), {})
         held, memory = Counter[tuple[str, str]](), parts.model.memory
         for owned in shards:
-            for kind, tensor in owned.tensors.items():
-                held[kind, memory.tier if kind == "param" else memory.state_tier] += tensor.nbytes
+            for kind, size in owned.memory_bytes.items():
+                held[kind, memory.tier if kind == "param" else memory.state_tier] += size
         for rank in list(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import StoreError
+from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import HostMemory, ShardJournal, Sizes
@@ -51,7 +52,7 @@ class OwnedShard:
     groups: tuple[int, ...]  # parameter group of each slice
     params: Tensor  # 1D, unit dtype: what COMPUTE reads
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
-    states: dict[str, Tensor]  # kind -> 1D fp32; on a device where the master is
+    states: dict[str, Moment]  # by kind; on a device where the master is
     journal: ShardJournal | None = None  # only for a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
     steps: list[int] = field(init=False)  # per slice: how often its parameter was updated
@@ -72,12 +73,11 @@ class OwnedShard:
         return self.unit.trainable
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Kind -> tensor, for memory reports; published parameters that share the master's memory count as the
-        master."""
-        apart = {} if self.params is self.master else {"param": self.params}
-        master = {} if self.master is None else {"master": self.master}
-        return {**apart, **master, **self.states}
+    def memory_bytes(self) -> dict[str, int]:
+        """Kind -> bytes; published parameters that share the master's memory count as the master."""
+        apart = {} if self.params is self.master else {"param": self.params.nbytes}
+        master = {} if self.master is None else {"master": self.master.nbytes}
+        return {**apart, **master, **{kind: moment.nbytes for kind, moment in self.states.items()}}
 
     def move(self, state: ShardState) -> None:
         """Change state; raises StoreError when the table does not allow it."""
@@ -111,11 +111,12 @@ class OwnedShard:
         return counts
 
     def read(self, kind: str) -> Tensor:
-        """The memory that holds ``kind`` (1D, the shard's elements), or a host copy if it is on a device. Raises
-        StoreError, naming the kinds that exist."""
+        """The memory that holds ``kind`` (1D, the shard's elements), or a host copy if it is on a device or in codes.
+        Raises StoreError, naming the kinds that exist."""
         if kind == COMPUTE:
             return self.params
-        found = self.master if kind == MASTER else self.states.get(kind)
+        state = self.states.get(kind)
+        found = self.master if kind == MASTER else None if state is None else state.read(0, self.shard.numel)
         if found is None:
             kinds = [COMPUTE, *([MASTER] if self.master is not None else []), *self.states]
             raise StoreError(f"{self.unit.name!r} has no {kind!r} to fetch; it has {', '.join(kinds)}")
@@ -154,8 +155,10 @@ def allocate(
     group_of: Sequence[Sequence[int]],
     kinds: Sequence[str],
     memory: HostMemory,
+    moments: str = "fp32",
 ) -> dict[int, OwnedShard]:
-    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind."""
+    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``moments``: how states are
+    kept."""
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
@@ -166,11 +169,19 @@ def allocate(
     apart = [s for s in mastered if memory.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
-    states = {kind: memory.state(_sizes(trained), torch.float32) for kind in kinds}
+    states = {kind: _moments(kind, _sizes(trained), moments, memory) for kind in kinds}
     found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
     for shard in trained:
         found[shard.index].journal = memory.journal(shard.index)
     return found
+
+
+def _moments(kind: str, sizes: Sizes, moments: str, memory: HostMemory) -> dict[int, Moment]:
+    if moments not in CODED:
+        return {key: PlainMoment(values) for key, values in memory.state(sizes, torch.float32).items()}
+    codes = memory.state(sizes, CODED[moments])
+    scales = memory.state([(key, numel // BLOCK) for key, numel in sizes], torch.float32)
+    return {key: CodedMoment(codes[key], scales[key], is_root=kind == "exp_avg_sq") for key, _ in sizes}
 
 
 def _sizes(shards: Sequence[Shard]) -> Sizes:
@@ -183,7 +194,7 @@ def _owned_shard(
     group_of: Sequence[Sequence[int]],
     params: Tensor,
     master: Mapping[int, Tensor],
-    states: Mapping[str, Mapping[int, Tensor]],
+    states: Mapping[str, Mapping[int, Moment]],
 ) -> OwnedShard:
     unit, slices = layout.units[shard.unit], layout.slices(shard)
     return OwnedShard(

@@ -133,7 +133,8 @@ def _name(first: OwnedShard, *others: OwnedShard) -> str:
 
 
 def _tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None:
-    states = 4 * 2 * (1 + len(owned.states))  # master and states: fp32, read and written
+    kept = sum(state.nbytes for state in owned.states.values()) / owned.shard.numel
+    states = 2 * (4 + kept)  # master and states, read and written
     written = 0 if owned.params is owned.master else owned.params.itemsize
     updated = _elements(owned, work.contributors)
     read = {ranks: sum(work.gradients[rank].itemsize for rank in ranks) for ranks in updated}

@@ -73,17 +73,17 @@ class StepBound:
 
 
 def step_traffic(
-    layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, num_states: int
+    layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, state_bytes: float
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
-    backward; what fits stays."""
+    backward; what fits stays. state_bytes: of the optimizer's states, per element."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
     beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
     gradients = sum(unit.size_bytes for unit in trained)
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
-    states = sum(unit.numel for unit in trained) * FP32 * 2 * (1 + num_states)  # read and written
+    states = int(sum(unit.numel for unit in trained) * 2 * (FP32 + state_bytes))  # with the master, read and written
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
         fetch=gradients + (2 * backwards - 1) * beyond,

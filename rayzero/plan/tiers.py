@@ -137,11 +137,11 @@ def plan_bytes(
     scaling: ScalingConfig,
     hosts: Hosts,
     *,
-    num_states: int,
+    state_bytes: float,
     programs: Programs,
     measures_norms: bool = False,
 ) -> RunBytes:
-    """Sum up a run on these hosts. num_states: the optimizer's fp32 states per element. measures_norms: owners measure
+    """Sum up a run on these hosts. state_bytes: of the optimizer's states, per element. measures_norms: owners measure
     norms by layer group. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
@@ -158,7 +158,7 @@ def plan_bytes(
             owner,
             scaling.num_workers,
             accumulation,
-            num_states=num_states,
+            state_bytes=state_bytes,
             own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
         )

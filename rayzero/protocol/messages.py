@@ -50,6 +50,7 @@ class ModelSpec:
     nonfinite: str = "skip"  # "skip" | "raise"
     shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
     kernel: str = "auto"  # kernels/: what computes the update
+    moments: str = "fp32"  # kernels/moments.py: how Adam's moments are kept
     offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
 

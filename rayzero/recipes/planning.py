@@ -13,6 +13,8 @@ from rayzero.activations.attach import match_modules
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
+from rayzero.kernels import adam_states
+from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.activations import Offload
@@ -34,8 +36,6 @@ __all__ = [
     "recipe_work",
     "reserve",
 ]
-
-_ADAM_STATES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +154,16 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.zero_config,
         recipe.scaling,
         hosts,
-        num_states=_ADAM_STATES,
+        state_bytes=_state_bytes(recipe),
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
     )
 
 
+def _state_bytes(recipe: RecipeConfig) -> float:
+    return len(adam_states(amsgrad=False)) * moment_bytes(recipe.zero_config.moments)
+
+
 def _traffic(work: RecipeWork) -> StepTraffic:
     recipe = work.recipe
-    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, num_states=_ADAM_STATES)
+    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=_state_bytes(recipe))

@@ -181,6 +181,7 @@ def test_on_a_terminal_ctrl_c_leaves_the_screen_and_the_last_picture(run) -> Non
         [sys.executable, "-m", "rayzero", "top", str(run.path), "--interval", "1"],
         stdin=slave, stdout=slave, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's jobs may ignore it
     )  # fmt: skip
     os.close(slave)
     said = bytearray()

@@ -172,7 +172,7 @@ def planned() -> RunBytes:
         ZERO,
         SCALING,
         Hosts(),
-        num_states=2,
+        state_bytes=8,
         programs=Programs(rank=0, owner=0, coordinator=0, files=0),
         measures_norms=True,
     )

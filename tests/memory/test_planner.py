@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import MemoryPlanError
+from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import (
@@ -40,8 +41,17 @@ def layout_of(*units: Described, shard_numel: int = 1024) -> ModelLayout:
     return ModelLayout(units=tuple(laid_out), shard_numel=shard_numel)
 
 
-def plan(layout: ModelLayout, *, owner: int = 0, owners: int = 1, ranks: int = 1, steps: int = 1) -> OwnerPlan:
-    return plan_owner(layout, shard_map_for(layout, owners, "balanced"), owner, ranks, steps)
+def plan(
+    layout: ModelLayout,
+    *,
+    owner: int = 0,
+    owners: int = 1,
+    ranks: int = 1,
+    steps: int = 1,
+    state_bytes: float = 8.0,
+) -> OwnerPlan:
+    shard_map = shard_map_for(layout, owners, "balanced")
+    return plan_owner(layout, shard_map, owner, ranks, steps, state_bytes=state_bytes)
 
 
 # ---- the equation -----------------------------------------------------------------------------------------------
@@ -108,20 +118,31 @@ def test_the_owners_plans_add_up_to_the_model(described: list[Described], owners
     assert all(p.total == p.params + p.master + p.moments + p.gradients + p.staging + p.norms for p in plans)
 
 
-@given(st.lists(units, max_size=6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
-def test_a_plan_is_what_the_owner_allocates(described: list[Described], owners: int, ranks: int, steps: int) -> None:
+@given(
+    st.lists(units, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+)
+def test_a_plan_is_what_the_owner_allocates(
+    described: list[Described], owners: int, ranks: int, steps: int, moments: str
+) -> None:
     layout = layout_of(*described)
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
-        owned = list(
-            allocate(layout, shards, [[0]] * len(layout.units), ("exp_avg", "exp_avg_sq"), PrivateMemory()).values()
-        )
+        kinds, groups = ("exp_avg", "exp_avg_sq"), [[0]] * len(layout.units)
+        owned = list(allocate(layout, shards, groups, kinds, PrivateMemory(), moments).values())
         gradients = [RankGradients(rank, owned, accumulate=steps > 1) for rank in range(ranks)]
-        tensors = [tensor for shard in owned for tensor in (shard.params, shard.master, *shard.states.values())]
+        tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]
+        tensors += [tensor for shard in owned for moment in shard.states.values() for tensor in moment.tensors]
         tensors += [landing.sum.memory for rank in gradients for landing in rank.landings.values()]
         tensors += [tensor for rank in gradients for tensor in all_staging(rank)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-        assert sum(storages.values()) == plan(layout, owner=owner, owners=owners, ranks=ranks, steps=steps).total
+        planned = plan(
+            layout, owner=owner, owners=owners, ranks=ranks, steps=steps, state_bytes=2 * moment_bytes(moments)
+        )
+        assert sum(storages.values()) == planned.total
 
 
 def all_staging(rank: RankGradients) -> list[torch.Tensor]:

@@ -27,22 +27,22 @@ ELEMENTS = 4 * 64 * 64
 
 
 def test_traffic_of_a_step() -> None:
-    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, num_states=2)
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, state_bytes=8)
     assert (traffic.flops, traffic.fetch, traffic.push) == (3 * 10**12, 4 * UNIT, 4 * UNIT)
     assert traffic.update == ELEMENTS * (2 * 4 * 2 + 24 + 2), "gradients of 4 ranks twice, states, published"
 
 
 def test_what_does_not_fit_comes_anew_in_each_pass() -> None:
     tight = BF16.replace(gpu_param_memory_budget=3 * UNIT, gradient_accumulation_steps=2)
-    traffic = step_traffic(four_layers(), WORK, tight, FOUR, num_states=2)
+    traffic = step_traffic(four_layers(), WORK, tight, FOUR, state_bytes=8)
     assert traffic.fetch == 4 * UNIT + 3 * UNIT, "one unit of four, in three of four passes"
     assert traffic.push == 2 * 4 * UNIT
     summed = tight.replace(offload_grads=False)
-    assert step_traffic(four_layers(), WORK, summed, FOUR, num_states=2).push == 4 * UNIT
+    assert step_traffic(four_layers(), WORK, summed, FOUR, state_bytes=8).push == 4 * UNIT
 
 
 def test_the_longest_stage_binds_and_without_overlap_the_update_comes_on_top() -> None:
-    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, num_states=2)
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, state_bytes=8)
     bound = bound_step(traffic, BF16, FOUR, GPU_HOSTS)
     assert bound.compute == 3e12 / 1e15
     assert bound.fetch == 4 * UNIT / 5e10
@@ -56,7 +56,7 @@ def test_the_longest_stage_binds_and_without_overlap_the_update_comes_on_top() -
 
 
 def test_ranks_on_one_cpu_host_share_its_speed() -> None:
-    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, num_states=2)
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, state_bytes=8)
     assert bound_step(traffic, BF16, FOUR.replace(use_gpu=False), CPU_HOST).compute == 4 * 3e12 / 1e12
 
 
@@ -67,7 +67,7 @@ def test_no_real_step_is_faster_than_its_bound(name: str) -> None:
     with torch.device("meta"):
         layout = build_layout(build(), min_unit_bytes=config.min_unit_bytes, compute_dtype=dtype).layout
     alone = ScalingConfig(num_workers=1, num_optimizers=1)
-    traffic = step_traffic(layout, measure_work(build, loss, layout), config, alone, num_states=2)
+    traffic = step_traffic(layout, measure_work(build, loss, layout), config, alone, state_bytes=8)
     here = partial(measure_here, dtype, traffic.update // 2, Path("/dev/shm"))
     machines, seconds = [here()], []
     with running_in(RankContext()):

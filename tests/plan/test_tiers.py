@@ -42,7 +42,7 @@ def four_layers() -> ModelLayout:
 
 
 def planned(zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware, programs: Programs = NOTHING) -> RunBytes:
-    return plan_bytes(four_layers(), WORK, zero, scaling, hardware.hosts, num_states=2, programs=programs)
+    return plan_bytes(four_layers(), WORK, zero, scaling, hardware.hosts, state_bytes=8, programs=programs)
 
 
 BF16 = ZeroConfig(precision="bf16")
@@ -82,7 +82,7 @@ def test_activations_that_leave_a_gpu_wait_in_host_memory_and_on_cpus_they_only_
     offloaded = replace(WORK, backward_peak_bytes=3000, forward_peak_bytes=2000, offloaded_host_bytes=4500)
     two = ScalingConfig(num_workers=2, num_optimizers=2)
     on_gpus, here = (
-        plan_bytes(four_layers(), offloaded, BF16, scaling, machine.hosts, num_states=2, programs=NOTHING)
+        plan_bytes(four_layers(), offloaded, BF16, scaling, machine.hosts, state_bytes=8, programs=NOTHING)
         for machine, scaling in ((GPU_HOSTS, two.replace(use_gpu=True)), (CPU_HOST, two))
     )
     assert (on_gpus.device.peak, on_gpus.hosts[0].activations) == (6 * UNIT + 3100, 2 * 4500)

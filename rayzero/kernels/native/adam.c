@@ -39,9 +39,9 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 5
+#define RZ_ABI 6
 
-enum { F32 = 0, BF16 = 1, FP16 = 2, NONE = 3 }; /* dtypes */
+enum { F32 = 0, BF16 = 1, FP16 = 2, NONE = 3, CODES = 4 }; /* dtypes; CODES: 8 bits, see [Note: coded moments] */
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 enum { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3, NUM_ISAS = 4 };
 
@@ -64,14 +64,17 @@ typedef struct {
     float lerp;            /* 1 - beta1; with flag FROM_GRADIENT, where that is 0.5 or more: -beta1 */
     float beta2, one_minus_beta2;
     float step_size;       /* lr / (1 - beta1^step) */
-    float bias2_sqrt;      /* sqrt(1 - beta2^step) */
+    float bias2_sqrt;      /* sqrt(1 - beta2^step); for coded moments, 1 over it */
     float eps;
     float limit;           /* with flag CLAMP: every element of the scaled gradient is clamped to within +- this */
     int32_t flags;
 } rz_segment; /* listed by ascending offset, without overlap */
 
 typedef struct {
-    float *master, *exp_avg, *exp_avg_sq;
+    float *master;
+    void *exp_avg, *exp_avg_sq; /* of moments_dtype: F32, BF16 or CODES; see [Note: coded moments] */
+    float *exp_avg_scale, *exp_avg_sq_scale; /* one for each SCALED elements; NULL with F32 */
+    int32_t moments_dtype;
     float *max_exp_avg_sq; /* read and written by segments with flag AMSGRAD */
     void *params;          /* published parameters; NULL: the master is what is published */
     int32_t params_dtype;
@@ -86,6 +89,7 @@ typedef struct {
 #define LANES 16    /* fp64 partial sums of a leaf */
 #define LEAF 65536  /* elements of a leaf */
 #define AHEAD 1024  /* bytes: how far an update asks for memory ahead of use */
+#define SCALED 64   /* elements that share the scale of a coded moment: segments and tiles are multiples of it */
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -129,6 +133,18 @@ INLINE void ask_ahead(const void *p, int64_t bytes, int64_t distance) {
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* [Note: coded moments] Of 64 neighbours, the mean and the root of the mean square are kept relative to the largest
+ * magnitude among the 64, which is their scale (fp32). BF16: as bfloat16, rounded to nearest even. CODES: as a float of 8
+ * bits that counts down from 1.0: code c is the float whose upper bits are those of 1.0 less (largest code - c). The mean
+ * has a sign and 7 bits, 3 of them mantissa, and code 0 is zero. The root has 8 bits, 4 of them mantissa, and no zero: a
+ * root much smaller than its neighbours is rounded up to 2^-15.9 of the largest, since an update divides by it. The
+ * largest magnitude is kept exactly, so decoding and encoding again changes no bit. A scale below 2^-120 is zero. */
+#define MEAN_SHIFT 20
+#define MEAN_TOP 127
+#define ROOT_SHIFT 19
+#define ROOT_TOP 255
+#define LEAST_SCALE 0x03800000u /* the bits of 2^-120 */
+
 /* One segment's range of the shard as a kernel sees it. */
 typedef struct {
     float *master, *exp_avg, *exp_avg_sq, *largest;
@@ -139,8 +155,8 @@ typedef struct {
 INLINE span span_at(const rz_memory *memory, int64_t at) {
     return (span){
         memory->master + at,
-        memory->exp_avg + at,
-        memory->exp_avg_sq + at,
+        (float *)memory->exp_avg + at,
+        (float *)memory->exp_avg_sq + at,
         memory->max_exp_avg_sq ? memory->max_exp_avg_sq + at : 0,
         memory->params ? (char *)memory->params + size_of(memory->params_dtype) * at : 0,
         memory->params ? memory->params_dtype : NONE,
@@ -152,6 +168,7 @@ INLINE span span_at(const rz_memory *memory, int64_t at) {
 typedef float portable_f __attribute__((vector_size(16)));
 typedef double portable_d __attribute__((vector_size(16)));
 typedef uint32_t portable_u __attribute__((vector_size(16)));
+typedef int32_t portable_i __attribute__((vector_size(16)));
 typedef uint16_t portable_h __attribute__((vector_size(8)));
 
 INLINE portable_f portable_load(const float *p) { portable_f x; memcpy(&x, p, 16); return x; }
@@ -215,6 +232,23 @@ INLINE void portable_store_fp16(char *out, portable_f a, portable_f b, int strea
     for (int i = 0; i < 4; i++) packed[i] = half_of_float(a[i]), packed[i + 4] = half_of_float(b[i]);
     memcpy(out, packed, 16);
 }
+INLINE portable_u portable_max_u(portable_u a, portable_u b) {
+    portable_u first = (portable_u)(a > b);
+    return (a & first) | (b & ~first);
+}
+INLINE portable_i portable_max_i(portable_i a, portable_i b) {
+    portable_i first = a > b;
+    return (a & first) | (b & ~first);
+}
+INLINE uint32_t portable_most(portable_u x) {
+    uint32_t most = 0;
+    for (int i = 0; i < 4; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+INLINE portable_u portable_widen(const uint8_t *p) { return (portable_u){p[0], p[1], p[2], p[3]}; }
+INLINE void portable_narrow(uint8_t *p, const portable_u *x) {
+    for (int i = 0; i < SCALED; i++) p[i] = (uint8_t)x[i / 4][i % 4];
+}
 INLINE portable_d portable_load_d(const double *p) { portable_d x; memcpy(&x, p, 16); return x; }
 INLINE void portable_store_d(double *p, portable_d x) { memcpy(p, &x, 16); }
 INLINE portable_d portable_add_square_low(portable_d sum, portable_f x) {
@@ -239,6 +273,8 @@ INLINE portable_d portable_add_square_high(portable_d sum, portable_f x) {
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 avx2_f;
 typedef __m256d avx2_d;
+typedef uint32_t avx2_u __attribute__((vector_size(32)));
+typedef int32_t avx2_i __attribute__((vector_size(32)));
 
 INLINE TARGET avx2_f avx2_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE TARGET void avx2_store(float *p, avx2_f x) { _mm256_storeu_ps(p, x); }
@@ -277,6 +313,25 @@ INLINE TARGET void avx2_store_fp16(char *out, avx2_f a, avx2_f b, int stream) {
     __m128i low = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
     avx2_store_16(out, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1), stream);
 }
+INLINE TARGET avx2_u avx2_max_u(avx2_u a, avx2_u b) { return (avx2_u)_mm256_max_epu32((__m256i)a, (__m256i)b); }
+INLINE TARGET avx2_i avx2_max_i(avx2_i a, avx2_i b) { return (avx2_i)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+INLINE TARGET uint32_t avx2_most(avx2_u x) {
+    __m128i most = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1)));
+}
+INLINE TARGET avx2_u avx2_widen(const uint8_t *p) {
+    return (avx2_u)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+INLINE TARGET void avx2_narrow(uint8_t *p, const avx2_u *x) {
+    __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int i = 0; i < SCALED / 8; i += 4) {
+        __m256i low = _mm256_packus_epi32((__m256i)(x[i] & 255), (__m256i)(x[i + 1] & 255));
+        __m256i high = _mm256_packus_epi32((__m256i)(x[i + 2] & 255), (__m256i)(x[i + 3] & 255));
+        __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+        _mm256_storeu_si256((__m256i *)(p + 8 * i), packed);
+    }
+}
 INLINE TARGET avx2_d avx2_load_d(const double *p) { return _mm256_loadu_pd(p); }
 INLINE TARGET void avx2_store_d(double *p, avx2_d x) { _mm256_storeu_pd(p, x); }
 INLINE TARGET avx2_d avx2_add_square_low(avx2_d sum, avx2_f x) {
@@ -296,6 +351,8 @@ INLINE TARGET avx2_d avx2_add_square_high(avx2_d sum, avx2_f x) {
 #define TARGET __attribute__((target("avx512f")))
 typedef __m512 avx512_f;
 typedef __m512d avx512_d;
+typedef uint32_t avx512_u __attribute__((vector_size(64)));
+typedef int32_t avx512_i __attribute__((vector_size(64)));
 
 INLINE TARGET avx512_f avx512_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE TARGET void avx512_store(float *p, avx512_f x) { _mm512_storeu_ps(p, x); }
@@ -333,6 +390,19 @@ INLINE TARGET void avx512_store_bf16(char *out, avx512_f a, avx512_f b, int stre
 INLINE TARGET void avx512_store_fp16(char *out, avx512_f a, avx512_f b, int stream) {
     __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
     avx512_store_16(out, low, high, stream);
+}
+INLINE TARGET avx512_u avx512_max_u(avx512_u a, avx512_u b) {
+    return (avx512_u)_mm512_max_epu32((__m512i)a, (__m512i)b);
+}
+INLINE TARGET avx512_i avx512_max_i(avx512_i a, avx512_i b) {
+    return (avx512_i)_mm512_max_epi32((__m512i)a, (__m512i)b);
+}
+INLINE TARGET uint32_t avx512_most(avx512_u x) { return _mm512_reduce_max_epu32((__m512i)x); }
+INLINE TARGET avx512_u avx512_widen(const uint8_t *p) {
+    return (avx512_u)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+INLINE TARGET void avx512_narrow(uint8_t *p, const avx512_u *x) {
+    for (int i = 0; i < SCALED / 16; i++) _mm_storeu_si128((__m128i *)p + i, _mm512_cvtepi32_epi8((__m512i)x[i]));
 }
 INLINE TARGET avx512_d avx512_load_d(const double *p) { return _mm512_loadu_pd(p); }
 INLINE TARGET void avx512_store_d(double *p, avx512_d x) { _mm512_storeu_pd(p, x); }
@@ -377,6 +447,8 @@ static void finish_stores(void) { _mm_sfence(); }
 
 typedef float32x4_t neon_f;
 typedef float64x2_t neon_d;
+typedef uint32_t neon_u __attribute__((vector_size(16)));
+typedef int32_t neon_i __attribute__((vector_size(16)));
 
 INLINE neon_f neon_load(const float *p) { return vld1q_f32(p); }
 INLINE void neon_store(float *p, neon_f x) { vst1q_f32(p, x); }
@@ -403,6 +475,21 @@ INLINE void neon_store_bf16(char *out, neon_f a, neon_f b, int stream) {
 INLINE void neon_store_fp16(char *out, neon_f a, neon_f b, int stream) {
     uint16x4_t low = vreinterpret_u16_f16(vcvt_f16_f32(a)), high = vreinterpret_u16_f16(vcvt_f16_f32(b));
     vst1q_u16((uint16_t *)out, vcombine_u16(low, high));
+}
+INLINE neon_u neon_max_u(neon_u a, neon_u b) { return (neon_u)vmaxq_u32((uint32x4_t)a, (uint32x4_t)b); }
+INLINE neon_i neon_max_i(neon_i a, neon_i b) { return (neon_i)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
+INLINE uint32_t neon_most(neon_u x) { return vmaxvq_u32((uint32x4_t)x); }
+INLINE neon_u neon_widen(const uint8_t *p) {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return (neon_u)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+}
+INLINE void neon_narrow(uint8_t *p, const neon_u *x) {
+    for (int i = 0; i < SCALED / 4; i += 4) {
+        uint16x8_t low = vcombine_u16(vmovn_u32((uint32x4_t)x[i]), vmovn_u32((uint32x4_t)x[i + 1]));
+        uint16x8_t high = vcombine_u16(vmovn_u32((uint32x4_t)x[i + 2]), vmovn_u32((uint32x4_t)x[i + 3]));
+        vst1q_u8(p + 4 * i, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+    }
 }
 INLINE neon_d neon_load_d(const double *p) { return vld1q_f64(p); }
 INLINE void neon_store_d(double *p, neon_d x) { vst1q_f64(p, x); }

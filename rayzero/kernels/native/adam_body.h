@@ -126,6 +126,119 @@ TARGET static const rz_gradient *V(only)(const rz_gradient *grads, int64_t num, 
     return *present == 1 ? found : 0;
 }
 
+/* ---- [Note: coded moments] */
+
+#define VECTORS (SCALED / WIDTH) /* that share a scale */
+#define ONE 0x3f800000u          /* the bits of 1.0 */
+
+/* Codes of magnitudes up to 1: see [Note: coded moments]. `shift`: bits of a float below a code's last; `top`: the code
+ * of 1.0; half a step is rounded up, and what is smaller than code `least` becomes that. */
+INLINE TARGET V(i) V(to_codes)(V(u) bits, int shift, uint32_t top, int least) {
+    V(i) code = (V(i))(bits + ((1u << (shift - 1)) - (ONE - (top << shift)))) >> shift;
+    return V(max_i)(code, (V(i))(V(u)){0} + least);
+}
+
+INLINE TARGET void V(decode)(const char *codes, float scale, int dtype, int signs, V(f) *to) {
+    for (int i = 0; i < VECTORS; i++) {
+        if (dtype == BF16) {
+            to[i] = V(load_bf16)((const uint16_t *)codes + i * WIDTH);
+        } else {
+            V(u) code = V(widen)((const uint8_t *)codes + i * WIDTH), size = code & 127;
+            V(u) root = (code << ROOT_SHIFT) + (ONE - (ROOT_TOP << ROOT_SHIFT));
+            V(u) mean = ((size << MEAN_SHIFT) + (ONE - (MEAN_TOP << MEAN_SHIFT))) & (V(u))(size != 0);
+            to[i] = (V(f))(signs ? mean | (code << 24 & 0x80000000) : root);
+        }
+        to[i] = V(mul)(to[i], V(set)(scale));
+    }
+}
+
+/* Returns the scale. Magnitudes are ordered as their bits, with a NaN above all. */
+INLINE TARGET float V(encode)(const V(f) *values, char *codes, int dtype, int signs) {
+    const uint32_t size = signs ? 0x7fffffff : 0xffffffff;
+    V(u) largest = (V(u))values[0] & size, found[VECTORS];
+    for (int i = 1; i < VECTORS; i++) largest = V(max_u)(largest, (V(u))values[i] & size);
+    uint32_t most = V(most)(largest);
+    float scale = most >= LEAST_SCALE ? float_of(most) : 0.0f, inverse = most >= LEAST_SCALE ? 1.0f / scale : 0.0f;
+    for (int i = 0; i < VECTORS; i += 2) {
+        V(f) low = V(mul)(values[i], V(set)(inverse)), high = V(mul)(values[i + 1], V(set)(inverse));
+        if (dtype == BF16) {
+            V(store_bf16)(codes + 2 * i * WIDTH, low, high, 0);
+        } else if (signs) {
+            V(u) first = (V(u))low, second = (V(u))high;
+            found[i] = (V(u))V(to_codes)(first & 0x7fffffff, MEAN_SHIFT, MEAN_TOP, 0) | (first >> 24 & 128);
+            found[i + 1] = (V(u))V(to_codes)(second & 0x7fffffff, MEAN_SHIFT, MEAN_TOP, 0) | (second >> 24 & 128);
+        } else {
+            found[i] = (V(u))V(to_codes)((V(u))low, ROOT_SHIFT, ROOT_TOP, 1);
+            found[i + 1] = (V(u))V(to_codes)((V(u))high, ROOT_SHIFT, ROOT_TOP, 1);
+        }
+    }
+    if (dtype != BF16) V(narrow)((uint8_t *)codes, found);
+    return scale;
+}
+
+/* One vector of the update; returns the new master. */
+INLINE TARGET V(f) V(adam_coded)(const rz_segment *s, float *masters, V(f) grad, V(f) *mean, V(f) *root) {
+    V(f) master = V(load)(masters);
+    grad = V(mul)(grad, V(set)(s->scale));
+    if (s->flags & CLAMP) grad = V(clamp)(grad, s->limit);
+    if (s->flags & L2) grad = V(fma)(master, V(set)(s->weight_decay), grad);
+    if (s->flags & DECAY) master = V(mul)(master, V(set)(s->weight_decay));
+    *mean = V(fma)(V(set)(s->lerp), V(sub)(grad, *mean), s->flags & FROM_GRADIENT ? grad : *mean);
+    V(f) decayed = V(mul)(V(mul)(*root, *root), V(set)(s->beta2));
+    *root = V(sqrt)(V(fma)(V(mul)(V(set)(s->one_minus_beta2), grad), grad, decayed));
+    V(f) denominator = V(fma)(*root, V(set)(s->bias2_sqrt), V(set)(s->eps));
+    master = V(sub)(master, V(div)(V(mul)(V(set)(s->step_size), *mean), denominator));
+    V(store)(masters, master);
+    return master;
+}
+
+INLINE TARGET void V(publish)(const rz_memory *memory, int64_t at, V(f) low, V(f) high) {
+    char *out = memory->params;
+    if (!out) return;
+    if (memory->params_dtype == BF16) V(store_bf16)(out + 2 * at, low, high, 0);
+    if (memory->params_dtype == FP16) V(store_fp16)(out + 2 * at, low, high, 0);
+    if (memory->params_dtype == F32) V(store)((float *)out + at, low), V(store)((float *)out + at + WIDTH, high);
+}
+
+/* `count` elements, a multiple of SCALED, from element `start` of the shard on; both dtypes are constants where this is
+ * called. */
+INLINE TARGET void V(blocks)(const rz_memory *m, const rz_segment *s, const void *grads, int64_t start, int64_t count,
+                             int dtype, int coded) {
+    const rz_segment constants = *s;
+    const rz_memory memory = *m;
+    const int64_t bytes = coded == BF16 ? 2 : 1;
+    for (int64_t at = start; at < start + count; at += SCALED) {
+        V(f) means[VECTORS], roots[VECTORS];
+        char *mean = (char *)memory.exp_avg + bytes * at, *root = (char *)memory.exp_avg_sq + bytes * at;
+        ask_ahead(from(grads, dtype, at - start), SCALED * size_of(dtype), AHEAD / 2);
+        ask_ahead(memory.master + at, SCALED * 4, AHEAD);
+        ask_ahead(mean, SCALED * bytes, AHEAD / 2);
+        ask_ahead(root, SCALED * bytes, AHEAD / 2);
+        V(decode)(mean, memory.exp_avg_scale[at / SCALED], coded, 1, means);
+        V(decode)(root, memory.exp_avg_sq_scale[at / SCALED], coded, 0, roots);
+        for (int i = 0; i < VECTORS; i += 2) {
+            int64_t low = at + i * WIDTH, high = low + WIDTH;
+            V(f) first = V(adam_coded)(&constants, memory.master + low, V(gradient)(grads, dtype, low - start), means + i,
+                                       roots + i);
+            V(f) second = V(adam_coded)(&constants, memory.master + high, V(gradient)(grads, dtype, high - start),
+                                        means + i + 1, roots + i + 1);
+            V(publish)(&memory, low, first, second);
+        }
+        memory.exp_avg_scale[at / SCALED] = V(encode)(means, mean, coded, 1);
+        memory.exp_avg_sq_scale[at / SCALED] = V(encode)(roots, root, coded, 0);
+    }
+}
+
+TARGET static void V(coded)(const rz_memory *memory, const rz_segment *s, const void *grads, int64_t start, int64_t count,
+                            int dtype) {
+    if (memory->moments_dtype == CODES && dtype == BF16) V(blocks)(memory, s, grads, start, count, BF16, CODES);
+    else if (memory->moments_dtype == CODES && dtype == FP16) V(blocks)(memory, s, grads, start, count, FP16, CODES);
+    else if (memory->moments_dtype == CODES) V(blocks)(memory, s, grads, start, count, F32, CODES);
+    else if (dtype == BF16) V(blocks)(memory, s, grads, start, count, BF16, BF16);
+    else if (dtype == FP16) V(blocks)(memory, s, grads, start, count, FP16, BF16);
+    else V(blocks)(memory, s, grads, start, count, F32, BF16);
+}
+
 /* Update elements [start, stop) of one segment. */
 TARGET static void V(update)(const rz_memory *memory, const rz_segment *s, int64_t start, int64_t stop) {
     float sum[BLOCK], group[BLOCK];
@@ -137,6 +250,10 @@ TARGET static void V(update)(const rz_memory *memory, const rz_segment *s, int64
         count = only ? stop - at : least(BLOCK, stop - at);
         if (!only) V(sum)(s->gradients, s->num_gradients, at, count, sum, group);
         const void *grads = only ? from(only->data, dtype, at) : sum;
+        if (memory->moments_dtype != F32) {
+            V(coded)(memory, s, grads, at, count, dtype);
+            continue;
+        }
         span whole = span_at(memory, at), rest = span_at(memory, at + count - count % PAIR);
         V(whole)(s, &whole, grads, count - count % PAIR, dtype);
         if (count % PAIR) V(rest)(s, &rest, from(grads, dtype, count - count % PAIR), count % PAIR, dtype);
@@ -198,3 +315,5 @@ TARGET static double V(leaf)(const rz_gradient *grads, int64_t num, int64_t star
 #undef V
 #undef PAIR
 #undef DOUBLES
+#undef VECTORS
+#undef ONE

@@ -79,7 +79,7 @@ class AdamRule:
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one kernel call a shard."""
         assert owned.master is not None
-        memory = AdamMemory.over(owned.master, owned.states, owned.params, owned.stamps(work.version))
+        memory = AdamMemory.with_moments(owned.master, owned.states, owned.params, owned.stamps(work.version))
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(
@@ -89,25 +89,28 @@ class AdamRule:
         self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
-        """Empty: all of Adam's states are in planned memory."""
-        return {}
+        """Decoded copies of moments in codes."""
+        return {kind: owned.read(kind) for kind, state in owned.states.items() if state.coded}
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
-        """Views of the moments."""
+        """Views of the moments, or decoded copies."""
         part = owned.slices[index]
-        return {kind: state[part.start : part.stop] for kind, state in owned.states.items()}
+        return {kind: state.read(part.start, part.stop) for kind, state in owned.states.items()}
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""
-        for kind, view in self.slice_states(owned, index).items():
-            view.copy_(values[kind])
+        part = owned.slices[index]
+        for kind, state in owned.states.items():
+            state.write(part.start, part.stop, values[kind])
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """Copy moments in place; the shard keeps step counts itself."""
-        if kind != STEP:
-            state = owned.states[kind] if kind in owned.states else owned.read(kind)  # which raises
-            for part in owned.slices:
-                state[part.start : part.stop].copy_(values[part.start : part.stop])
+        if kind == STEP:
+            return
+        if kind not in owned.states:
+            owned.read(kind)  # raises
+        for part in owned.slices:
+            owned.states[kind].write(part.start, part.stop, values[part.start : part.stop])
 
     def regroup(self, owned: OwnedShard) -> None:
         """Nothing to do: options are looked up at every update."""

@@ -1,0 +1,144 @@
+"""Training with Adam's moments in codes (``ZeroConfig.moments``)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.checkpoint import CheckpointReader
+from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.errors import UnsupportedError
+from rayzero.kernels.moments import moment_bytes
+from rayzero.telemetry.names import MEMORY_BYTES
+from rayzero.testing import Transport, run_ranks
+
+from .models import Net, same_bits, seeded, token_loss, tokens
+
+CODED = ["bf16", "int8"]
+SHARD = 16384  # bytes: several shards a unit
+
+
+def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, Any]:
+    model = seeded(Net, seed=get_context().rank)
+    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), config)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = token_loss(model, tokens(step % 4, rank))
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(config: ZeroConfig, steps: int = 60) -> list[float]:
+    with running_in(RankContext()):
+        return train(*prepared(config), range(steps))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("moments", CODED)
+def test_it_learns_as_with_moments_in_fp32(moments: str, precision: str) -> None:
+    exact = trained(ZeroConfig(precision=precision))
+    coded = trained(ZeroConfig(precision=precision, moments=moments))
+    assert coded != exact
+    assert coded[-1] < 0.5 * coded[0]
+    assert sum(coded[-8:]) == pytest.approx(sum(exact[-8:]), rel=0.02)
+
+
+def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
+    model = copy.deepcopy(base)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    train(model, optimizer, range(3), context.rank)
+    found = {
+        f"{i}.{name}": value for i, state in optimizer.state_dict()["state"].items() for name, value in state.items()
+    }
+    return {**rayzero.full_state_dict(model), **found}
+
+
+@pytest.mark.parametrize("moments", CODED)
+def test_bits_do_not_depend_on_the_store_or_the_number_of_owners(moments: str) -> None:
+    base = seeded(Net)
+    first: dict[str, Tensor] | None = None
+    ways: list[tuple[Transport, int, int]] = [
+        ("inproc", 1, 8 << 20),
+        ("inproc", 3, SHARD),
+        ("shm", 2, SHARD),
+        ("grpc", 2, SHARD),
+    ]
+    for transport, owners, shard_bytes in ways:
+        config = ZeroConfig(moments=moments, shard_bytes=shard_bytes, precision="bf16")
+        results = run_ranks(lambda context: states_of(context, base), 2, owners, transport, config=config)
+        first = first or results[0]
+        assert same_bits(results[0], first), (transport, owners)
+        assert same_bits(results[1], first), (transport, owners)
+
+
+@pytest.mark.parametrize(("first", "then"), [("int8", "int8"), ("bf16", "bf16"), ("int8", "fp32"), ("fp32", "int8")])
+def test_a_checkpoint_of_either_resumes_with_either(tmp_path: Path, first: str, then: str) -> None:
+    with running_in(RankContext()):
+        model, optimizer = prepared(ZeroConfig(moments=first))
+        train(model, optimizer, range(3))
+        info = rayzero.save_checkpoint(optimizer, tmp_path / "step-000003", {})
+        train(model, optimizer, range(3, 6))
+        expected = rayzero.full_state_dict(model)
+    with CheckpointReader(tmp_path / "step-000003") as reader:
+        reader.verify()
+    with running_in(RankContext(resume=tmp_path / "step-000003")):
+        model, optimizer = prepared(ZeroConfig(moments=then))
+        again = rayzero.save_checkpoint(optimizer, tmp_path / "again" / "step-000003", {})
+        train(model, optimizer, range(3, 6))
+        resumed = rayzero.full_state_dict(model)
+    if first == then:
+        assert same_bits(resumed, expected)
+    if first != "fp32":  # what was rounded once is not rounded again
+        assert again is not None
+        assert info is not None
+        assert again.digest == info.digest
+    for name, value in expected.items():
+        torch.testing.assert_close(resumed[name], value, atol=3e-3, rtol=0.05)
+
+
+@pytest.mark.parametrize("moments", CODED)
+def test_states_that_are_written_are_rounded_once(moments: str) -> None:
+    with running_in(RankContext()):
+        model, optimizer = prepared(ZeroConfig(moments=moments))
+        train(model, optimizer, range(2))
+        state = optimizer.state_dict()
+        train(model, optimizer, range(2, 4))
+        optimizer.load_state_dict(state)
+        again = optimizer.state_dict()["state"]
+        assert all(
+            torch.equal(again[i][name], value) for i, found in state["state"].items() for name, value in found.items()
+        )
+
+
+@pytest.mark.parametrize("moments", ["fp32", *CODED])
+def test_the_owner_counts_the_bytes_that_it_keeps(moments: str) -> None:
+    with running_in(RankContext()) as context:
+        model, optimizer = prepared(ZeroConfig(moments=moments, precision="bf16"))
+        train(model, optimizer, range(1))
+        held = {kind: context.recorder.gauge(MEMORY_BYTES, kind=kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
+    assert held["exp_avg"] == held["exp_avg_sq"] == held["master"] / 4 * moment_bytes(moments)
+
+
+def test_optimizers_without_such_moments_are_refused_before_anything_changes() -> None:
+    with running_in(RankContext()):
+        model = seeded(Net)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UnsupportedError, match="moments='int8' is for Adam and AdamW, not for SGD"):
+            rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeroConfig(moments="int8"))
+        with pytest.raises(UnsupportedError, match="amsgrad=True"):
+            rayzero.prepare(model, torch.optim.Adam(model.parameters(), amsgrad=True), ZeroConfig(moments="int8"))
+        assert same_bits(model.state_dict(), before)
