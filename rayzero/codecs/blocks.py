@@ -119,7 +119,7 @@ def _padded(values: Tensor) -> Tensor:
     """float32, a row a block."""
     missing = -values.numel() % BLOCK
     wide = values.float()
-    return (torch.nn.functional.pad(wide, (0, missing)) if missing else wide).view(_blocks_of(values), BLOCK)
+    return (torch.constant_pad_nd(wide, (0, missing)) if missing else wide).view(_blocks_of(values), BLOCK)
 
 
 def _put(blocks: Tensor, values: Tensor) -> None:

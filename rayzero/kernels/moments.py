@@ -121,7 +121,7 @@ class CodedMoment:
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Encode ``values``; ``start`` begins a block, and what is left of the last one becomes zero."""
         end = start + -(-(stop - start) // BLOCK) * BLOCK
-        whole = torch.nn.functional.pad(values.float(), (0, end - stop))
+        whole = torch.constant_pad_nd(values.float(), (0, end - stop))
         codes, scales = self.codes[start:end], self.scales[start // BLOCK : end // BLOCK]
         encode(whole.sqrt() if self.is_root else whole, codes, scales, is_root=self.is_root)
 
