@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.group import Group, GroupKey
-from rayzero.activations.tensors.codec import codec_for
+from rayzero.codecs import codec_for
 from rayzero.errors import ConfigError, UnsupportedError
 
-_FLOAT, _SAMPLE = torch.float32, 1 << 20  # dtype and bytes of the example that gives a group's share of host bytes
+_FLOAT, _SAMPLE = torch.float32, 1 << 18  # dtype and values of the example that gives a group's share of host bytes
 
 
 class Scope(Protocol):
@@ -140,7 +140,7 @@ class Attachment:
         """The facts of a committed group. Groups of modules can be recomputed; scopes in user code cannot."""
         codec = codec_for(self._offload.policy.compress, _FLOAT)
         return CostFacts(
-            host_share=codec.encoded_bytes(_SAMPLE, _FLOAT) / _SAMPLE,
+            host_share=codec.most_bytes(_SAMPLE, _FLOAT) / (_SAMPLE * _FLOAT.itemsize),
             can_recompute=group.key in self._input_bytes,
             input_bytes=self._input_bytes.get(group.key, 0),
         )

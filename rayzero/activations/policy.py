@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rayzero.errors import ConfigError
 
-COMPRESSIONS = ("none", "bf16", "int8")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "quantization")  # codecs that encode on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,8 @@ class OffloadPolicy:
     view_coverage: float = 0.5
     """A strided view that covers at least this share of its storage is stored as the whole storage."""
     compress: str = "none"
-    """"none" is exact; "bf16" and "int8" round what leaves (``codec.py`` gives the error)."""
+    """"none" is exact; "fp16", "bf16", "int8" and "quantization" (4 bits) round what leaves. Their codec states the
+    error (``rayzero/codecs``)."""
     device_budget_bytes: int | None = None
     """Bytes of saved activations to hold on the device. Measured cost decides which groups are kept, offloaded or
     recomputed. None: ``fraction`` decides what leaves."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rayzero.activations.tensors.codec import Codec, codec_for
 from rayzero.activations.tensors.host_pool import HostBuffer
 from rayzero.activations.tensors.pieces import Piece, View
+from rayzero.codecs import RAW, Codec
 from rayzero.lanes import Event
 
 GroupT = TypeVar("GroupT")  # the group that a tensor was saved in
@@ -201,7 +201,7 @@ class Entry:
         self.back: Tensor | None = None  # 1D uint8; freed by: the last handle to read it, or Shelf.free()
         self.departure: Event | None = None
         self.arrival: Event | None = None
-        self.codec: Codec = codec_for("none", self.dtype)
+        self.codec: Codec = RAW
         self.captured = False
         self.ahead = False  # its latest return was started before anybody needed it
         self.freed = False

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.tensors.codec import Raw, codec_for
 from rayzero.activations.tensors.entry import Entry, Place, Resident, Saved, alive, shown
 from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
+from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.lanes import Event, Lane
 
@@ -38,7 +38,8 @@ class Shelf:
         if self._lane.capturing() and not self._lets_go:
             raise UnsupportedError("activation offload inside a CUDA graph capture needs max_in_flight to be a number")
         codec = codec_for(self._policy.compress, entry.dtype)
-        lease = self._pool.acquire(codec.encoded_bytes(take, entry.dtype))
+        values = _values(source[source.numel() - take :], codec, entry.dtype)
+        lease = self._pool.acquire(codec.most_bytes(values.numel(), values.dtype))
         if lease is None:
             return False
         entry.lease, entry.codec, entry.captured = lease, codec, self._lane.capturing()
@@ -58,7 +59,7 @@ class Shelf:
             data = resident.bytes
             if data is None:
                 return False  # the bytes were dropped while the copy waited
-            host.copy_(codec.encode(data[-take:], dtype), non_blocking=True)
+            host.copy_(codec.encode(_values(data[-take:], codec, dtype)), non_blocking=True)
             if frees:
                 resident.clear()
             return True
@@ -102,8 +103,8 @@ class Shelf:
         del entry
 
         def copy() -> None:
-            landed = host if isinstance(codec, Raw) else host.to(device, non_blocking=True)
-            codec.decode(landed, dtype, target)
+            landed = host if codec is RAW else host.to(device, non_blocking=True)
+            codec.decode(landed, _values(target, codec, dtype))
 
         return self._lane.issue("in", copy, after=[self._lane.now(), departure], label=label, nbytes=host.numel())
 
@@ -174,6 +175,11 @@ class Shelf:
             entry.arrival.before_free()
         self._ledger.drop_device(entry.back.numel())
         entry.back = None
+
+
+def _values(data: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+    """Bytes as what the codec encodes: values of ``dtype``, or the bytes themselves where they stay as they are."""
+    return data if codec is RAW else data.view(dtype)
 
 
 def _host(entry: Entry) -> Tensor:
