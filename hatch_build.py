@@ -56,7 +56,14 @@ class Library(NamedTuple):
         return hashlib.sha256(text).hexdigest()[:16]
 
 
-LIBRARIES = (Library(Path("rayzero/kernels"), "_native", ("adam.c", "team.c", "signals.c"), ("adam_body.h", "team.h")),)
+LIBRARIES = (
+    Library(
+        Path("rayzero/kernels"),
+        "_native",
+        ("adam.c", "blocks.c", "team.c", "signals.c"),
+        ("adam_body.h", "blocks_body.h", "each_isa.h", "team.h", "vectors.h"),
+    ),
+)
 
 
 class NativeBuildHook(BuildHookInterface[Any]):

@@ -6,10 +6,15 @@ a run that diverged cannot hide it."""
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 from rayzero.codecs.base import FLOATS32
+from rayzero.errors import StoreError
+from rayzero.kernels.native import NativeBlocks, load
 
 BLOCK = 256  # values that share a scale
 _GROUPS = 8  # of a block, with a scale of 8 bits each, in 4 bits
@@ -17,11 +22,41 @@ _SLACK = 1 + 2.0**-18  # for the roundings of scales in fp32
 _SCALE = 4  # bytes of a float32
 
 
-class _Blocks:
+class _Blocks(ABC):
     """What both have: whole blocks of values on one side, bytes in rows on the other."""
 
     lossy = True
+    name: str
     _row: int  # bytes of an encoded block
+    _bits: int  # of a code
+
+    def encode(self, values: Tensor) -> Tensor:
+        """One row a block: its scales, then its codes."""
+        rows = torch.empty(self.most_bytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device)
+        native = _native(self._bits) if values.is_cpu else None
+        if native is not None:
+            native.encode(values, rows)
+        elif values.numel():
+            self._encode(_padded(values), rows.view(-1, self._row))
+        return rows
+
+    def decode(self, encoded: Tensor, values: Tensor) -> None:
+        """Codes times scales, rounded to the values' dtype. Raises StoreError for a wrong number of bytes."""
+        if encoded.numel() != self.most_bytes(values.numel(), values.dtype):
+            raise StoreError(f"{encoded.numel():,} bytes are no {self.name} encoding of {values.numel():,} values")
+        native = _native(self._bits) if values.is_cpu else None
+        if native is not None:
+            native.decode(encoded, values)
+        elif values.numel():
+            values.copy_(self._decode(encoded.view(-1, self._row)).reshape(-1)[: values.numel()])
+
+    @abstractmethod
+    def _encode(self, blocks: Tensor, rows: Tensor) -> None:
+        """The same in torch, for devices and where there is no compiler. ``blocks``: fp32."""
+
+    @abstractmethod
+    def _decode(self, rows: Tensor) -> Tensor:
+        """Blocks in fp32."""
 
     def takes(self, dtype: torch.dtype) -> bool:
         """float16, bfloat16 and float32."""
@@ -31,9 +66,6 @@ class _Blocks:
         """The rows of all blocks, the last one whole."""
         return -(-numel // BLOCK) * self._row
 
-    def _rows(self, encoded: Tensor, values: Tensor) -> Tensor:
-        return encoded.view(_blocks_of(values), self._row)
-
 
 class Int8(_Blocks):
     """1 byte a value, 4 bytes a block (1.016 bytes a value).
@@ -42,22 +74,18 @@ class Int8(_Blocks):
     the rounding to the values' dtype. The rule is the symmetric one of Dettmers et al. (LLM.int8(), 2022), by block."""
 
     name = "int8"
-    _row = _SCALE + BLOCK
+    _bits = 8
+    _row = _SCALE + BLOCK  # float32 scale, 256 x int8
 
-    def encode(self, values: Tensor) -> Tensor:
-        """One row a block: float32 scale, 256 x int8."""
-        if not values.numel():
-            return values.view(torch.uint8)
-        blocks = _padded(values)
-        scale = blocks.abs().amax(dim=1, keepdim=True) / 127.0
-        codes = (blocks / scale).round_().clamp_(-127, 127).nan_to_num_(nan=0.0).to(torch.int8)
-        return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], dim=1).flatten()
+    def _encode(self, blocks: Tensor, rows: Tensor) -> None:
+        scale = _largest(blocks).unsqueeze(1) / 127.0
+        codes = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-127, 127).to(torch.int8)
+        rows[:, :_SCALE] = scale.view(torch.uint8)
+        rows[:, _SCALE:] = codes.view(torch.uint8)
 
-    def decode(self, encoded: Tensor, values: Tensor) -> None:
-        """Codes times scale, rounded to the values' dtype."""
-        rows = self._rows(encoded, values)
+    def _decode(self, rows: Tensor) -> Tensor:
         scale = rows[:, :_SCALE].contiguous().view(torch.float32)
-        _put(rows[:, _SCALE:].view(torch.int8).float() * scale, values)
+        return rows[:, _SCALE:].view(torch.int8).float() * scale
 
     def error_bound(self, values: Tensor) -> Tensor:
         """m / 254 for the block's largest magnitude m, and half a step of the dtype."""
@@ -75,31 +103,28 @@ class FourBits(_Blocks):
     QLoRA's double quantization (Dettmers et al., 2023)."""
 
     name = "quantization"
-    _row = _SCALE + _GROUPS + BLOCK // 2
+    _bits = 4
+    _row = _SCALE + _GROUPS + BLOCK // 2  # float32 unit, 8 x uint8 scales, then codes: even values in the low halves
 
-    def encode(self, values: Tensor) -> Tensor:
-        """One row a block: float32 unit, 8 x uint8 scales, 128 bytes with an even-numbered value in the low half."""
-        if not values.numel():
-            return values.view(torch.uint8)
-        groups = _padded(values).view(_blocks_of(values), _GROUPS, BLOCK // _GROUPS)
-        largest = groups.abs().amax(dim=2)
-        most = largest.amax(dim=1, keepdim=True)
+    def _encode(self, blocks: Tensor, rows: Tensor) -> None:
+        groups = blocks.view(-1, _GROUPS, BLOCK // _GROUPS)
+        largest = _largest(groups)
+        most = _largest(largest).unsqueeze(1)
         unit = most / 1785.0
         scales = (largest / most * 255.0).ceil_().nan_to_num_(nan=0.0).clamp_(max=255.0)
         step = (scales * unit).unsqueeze(2)
-        codes = (groups / step).round_().clamp_(-7, 7).nan_to_num_(nan=0.0).to(torch.int8)
-        codes = codes.view(len(groups), BLOCK // 2, 2)
+        codes = (groups / step).nan_to_num_(nan=0.0).round_().clamp_(-7, 7).to(torch.int8).view(-1, BLOCK // 2, 2)
         pairs = (codes[:, :, 0] & 15) | (codes[:, :, 1] << 4)
-        return torch.cat([unit.view(torch.uint8), scales.to(torch.uint8), pairs.view(torch.uint8)], dim=1).flatten()
+        rows[:, :_SCALE] = unit.view(torch.uint8)
+        rows[:, _SCALE : _SCALE + _GROUPS] = scales.to(torch.uint8)
+        rows[:, _SCALE + _GROUPS :] = pairs.view(torch.uint8)
 
-    def decode(self, encoded: Tensor, values: Tensor) -> None:
-        """Codes times scale times unit, rounded to the values' dtype."""
-        rows = self._rows(encoded, values)
+    def _decode(self, rows: Tensor) -> Tensor:
         unit = rows[:, :_SCALE].contiguous().view(torch.float32)
         step = rows[:, _SCALE : _SCALE + _GROUPS].float() * unit
         pairs = rows[:, _SCALE + _GROUPS :].contiguous().view(torch.int8)
         codes = torch.stack([(pairs << 4) >> 4, pairs >> 4], dim=2).float()  # shifts keep the sign
-        _put(codes.view(len(rows), _GROUPS, BLOCK // _GROUPS) * step.unsqueeze(2), values)
+        return codes.view(-1, _GROUPS, BLOCK // _GROUPS) * step.unsqueeze(2)
 
     def error_bound(self, values: Tensor) -> Tensor:
         """(g + m / 255) / 14 for the largest magnitudes g of the group and m of the block, and half a step of the
@@ -109,6 +134,12 @@ class FourBits(_Blocks):
         most = largest.amax(dim=1, keepdim=True)
         bound = (largest + most / 255) / 14 * _SLACK + 2.0**-137
         return _with_rounding(bound.expand_as(groups).reshape(len(groups), BLOCK), most[:, 0], values)
+
+
+@functools.cache
+def _native(bits: int) -> NativeBlocks | None:
+    library = load()
+    return None if isinstance(library, str) else NativeBlocks(library, bits)
 
 
 def _blocks_of(values: Tensor) -> int:
@@ -122,8 +153,10 @@ def _padded(values: Tensor) -> Tensor:
     return (torch.constant_pad_nd(wide, (0, missing)) if missing else wide).view(_blocks_of(values), BLOCK)
 
 
-def _put(blocks: Tensor, values: Tensor) -> None:
-    values.copy_(blocks.reshape(-1)[: values.numel()])
+def _largest(values: Tensor) -> Tensor:
+    """Largest magnitudes along the last dimension; every nan is the same one."""
+    found = values.abs().amax(dim=-1)
+    return found.where(~found.isnan(), torch.nan)
 
 
 def _with_rounding(bound: Tensor, most: Tensor, values: Tensor) -> Tensor:

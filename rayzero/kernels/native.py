@@ -1,4 +1,4 @@
-"""Adam in C: one pass over memory with the processor's vector instructions (``native/adam.c``).
+"""What is written in C: Adam in one pass over memory, sums of squares, block codecs (``native/``).
 
 ``hatch_build.py`` builds the library with the package; nothing is built here. If it could not be built or does not run,
 ``load()`` gives the reason and ``choose_kernel("auto")`` takes the torch kernel.
@@ -28,7 +28,7 @@ from rayzero.protocol.messages import Clamp
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 6  # version of the tables below: RZ_ABI in adam.c
+ABI = 7  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -110,6 +110,9 @@ class NativeLibrary:
             *(c_float, c_float, c_void_p, c_void_p),
         )
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
+        blocks = (c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64, c_void_p)
+        self.encode_blocks = typed(library.rz_encode_blocks, None, *blocks)
+        self.decode_blocks = typed(library.rz_decode_blocks, None, *blocks)
         self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
 
     def isa(self, name: str | None = None) -> int:
@@ -250,6 +253,27 @@ class NativeSquareSum(_Worker):
         """How many elements of the sum are inf or nan. Call it if a part is not finite."""
         table = _gradient_table(gradients, ranks, stop)
         return int(self._library.nonfinite(table, len(table), start, stop))
+
+
+class NativeBlocks:
+    """Encodes blocks of floats as small integers, in C; the calling thread computes. Bits are those of codecs/blocks.py
+    on every instruction set."""
+
+    def __init__(self, library: NativeLibrary, bits: int, isa: str | None = None) -> None:
+        """``bits``: 8 or 4 for each integer."""
+        self._library, self._integers, self._isa = library, {8: 0, 4: 1}[bits], library.isa(isa)
+
+    def encode(self, values: Tensor, rows: Tensor) -> None:
+        """``values``: 1D, fp32, bf16 or fp16, in host memory; ``rows``: uint8, room for all blocks."""
+        self._library.encode_blocks(*self._arguments(values, rows))
+
+    def decode(self, rows: Tensor, values: Tensor) -> None:
+        """The inverse: fills ``values``."""
+        self._library.decode_blocks(*self._arguments(values, rows))
+
+    def _arguments(self, values: Tensor, rows: Tensor) -> tuple[object, ...]:
+        count, dtype = values.numel(), _DTYPES[values.dtype]
+        return None, self._isa, self._integers, _address(values, "values", count), dtype, count, rows.data_ptr()
 
 
 # ---- Tables -----------------------------------------------------------------------------------------------------

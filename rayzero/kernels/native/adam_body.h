@@ -1,10 +1,5 @@
-/* The kernel's arithmetic, included once per instruction set by adam.c.
- *
- * ISA is the prefix of the vector functions, WIDTH the floats in a vector, TARGET the functions' attribute. */
+/* The kernel's arithmetic, included once per instruction set (each_isa.h). */
 
-#define JOIN_(a, b) a##_##b
-#define JOIN(a, b) JOIN_(a, b)
-#define V(name) JOIN(ISA, name)
 #define PAIR (2 * WIDTH) /* elements of one turn: two vectors make one vector of 16-bit parameters */
 
 INLINE TARGET V(f) V(gradient)(const void *data, int dtype, int64_t at) {
@@ -307,12 +302,6 @@ TARGET static double V(leaf)(const rz_gradient *grads, int64_t num, int64_t star
     return lanes[0];
 }
 
-#undef ISA
-#undef TARGET
-#undef WIDTH
-#undef JOIN_
-#undef JOIN
-#undef V
 #undef PAIR
 #undef DOUBLES
 #undef VECTORS
