@@ -19,6 +19,7 @@ class Codec(Protocol):
 
     name: str
     lossy: bool  # whether a decoded value may differ from the one encoded
+    mixes: bool  # whether it may differ because of its neighbours: do not encode what is not initialised beside it
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether it encodes values of ``dtype``; others are stored as they are (``codec_for``)."""
@@ -49,7 +50,7 @@ class Raw:
     """Values as they are."""
 
     name = "none"
-    lossy = False
+    lossy = mixes = False
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Every dtype."""

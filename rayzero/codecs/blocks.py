@@ -25,7 +25,7 @@ _SCALE = 4  # bytes of a float32
 class _Blocks(ABC):
     """What both have: whole blocks of values on one side, bytes in rows on the other."""
 
-    lossy = True
+    lossy = mixes = True
     name: str
     _row: int  # bytes of an encoded block
     _bits: int  # of a code

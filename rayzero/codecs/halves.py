@@ -14,7 +14,7 @@ class Halves:
     ``fp16``: relative error at most 2**-11 for magnitudes from 2**-14 on, absolute error 2**-25 below; from 65,520 on
     a value becomes inf. ``bf16``: 2**-8 from 2**-126 on, 2**-134 below; from 3.396e38 on inf. inf and nan stay."""
 
-    lossy = True
+    lossy, mixes = True, False
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name

@@ -36,7 +36,7 @@ class Lossless:
     """16-bit and 32-bit floats, bit for bit, nan payloads and signs of zero included. Host memory only."""
 
     name = "lossless"
-    lossy = False
+    lossy = mixes = False
 
     def takes(self, dtype: torch.dtype) -> bool:
         """float16, bfloat16 and float32."""

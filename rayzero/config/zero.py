@@ -23,7 +23,7 @@ Transport = Literal["auto", "inproc", "grpc", "shm"]
 Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 Kernel = Literal["auto", "native", "torch", "reference"]
 Moments = Literal["fp32", "bf16", "int8"]
-WireCompression = Literal["none", "bf16"]
+WireCompression = Literal["none", "bf16", "int8"]
 Broadcast = Literal["pull", "push"]
 
 
@@ -168,10 +168,12 @@ class ZeroConfig(ConfigModel):
     """Bytes of payload in one gRPC message."""
 
     wire_compression: WireCompression = "none"
-    """How fp32 gradients travel between hosts (gRPC). "none": unchanged, which exact results need. "bf16": half the
-    bytes, rounded to nearest even, and widened by the owner before they are added. The relative error of an element is
-    at most 2**-8 (below a magnitude of 2**-126 the absolute error is at most 2**-134); inf and nan stay, and finite
-    magnitudes above 3.396e38 become inf."""
+    """How gradients travel between hosts (gRPC). "none": unchanged, which exact results need. "bf16": fp32 in half
+    the bytes, rounded to nearest even, and widened by the owner before they are added. The relative error of an element
+    is at most 2**-8 (below a magnitude of 2**-126 the absolute error is at most 2**-134); inf and nan stay, and finite
+    magnitudes above 3.396e38 become inf. "int8": a quarter of the bytes of fp32 and half of those of 16 bits, also for
+    bf16 and fp16 gradients. Of each block of 256 neighbours, the absolute error is at most the largest magnitude / 254,
+    and a block with inf or nan arrives as nan."""
 
     broadcast: Broadcast = "pull"
     """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks

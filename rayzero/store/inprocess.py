@@ -192,7 +192,7 @@ class LocalTransfers:
 
     def _count(self, direction: str, shards: Sequence[Shard], tensor: Tensor) -> None:
         numel = sum(shard.numel for shard in shards)
-        count_bytes(self._recorder, direction, self.transport, numel, tensor.dtype, tensor.dtype)
+        count_bytes(self._recorder, direction, self.transport, numel, tensor.dtype)
 
 
 class LocalLead:

@@ -8,18 +8,22 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
+from rayzero.codecs import RAW, Codec
 from rayzero.layout.model_layout import dtype_name
 from rayzero.telemetry.names import BUILD_INFO, MEMORY_BYTES, TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import Reading, Recorder
 
 
 def count_bytes(
-    recorder: Recorder, direction: str, transport: str, numel: int, dtype: torch.dtype, sent_as: torch.dtype
+    recorder: Recorder, direction: str, transport: str, numel: int, dtype: torch.dtype, codec: Codec = RAW
 ) -> None:
-    """Count ``numel`` elements of ``dtype`` that have travelled as ``sent_as``."""
-    size = numel * sent_as.itemsize
-    recorder.add(TRANSFER_BYTES, size, direction=direction, transport=transport, dtype=dtype_name(sent_as))
+    """Count ``numel`` elements of ``dtype`` that have travelled as ``codec`` encodes them."""
+    size, sent_as = codec.most_bytes(numel, dtype), dtype_name(dtype) if codec is RAW else _SENT_AS[codec.name]
+    recorder.add(TRANSFER_BYTES, size, direction=direction, transport=transport, dtype=sent_as)
     recorder.add(TRANSFER_RAW_BYTES, numel * dtype.itemsize, direction=direction)
+
+
+_SENT_AS = {"bf16": dtype_name(torch.bfloat16), "int8": dtype_name(torch.int8)}  # by codec
 
 
 def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:

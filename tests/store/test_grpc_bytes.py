@@ -131,6 +131,22 @@ def test_compressed_gradients_are_the_rounded_ones_in_half_the_bytes() -> None:
         assert torch.all((moments[name] / 0.1 - grad).abs() <= grad.abs() * (2**-8 + 2**-20)), name
 
 
+@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 260 / 1024), (BF16, 260 / 512)])
+def test_gradients_in_8_bits_are_near_in_a_quarter_or_half_the_bytes(dtype: torch.dtype, part: float) -> None:
+    spec = make_spec(1, dtypes=[dtype] * 3)
+    grads = {name: torch.randn(grad.shape).to(dtype) for name, grad in random_grads(spec, 1).items()}
+    _, _, whole, _ = one_step(grads, "none", dtypes=[dtype] * 3)
+    found, moments, fewer, formats = one_step(grads, "int8", dtypes=[dtype] * 3)
+    assert formats == {pb.WIRE_FORMAT_INT8}
+    assert part * whole <= fewer < 1.5 * part * whole, "the last block of a shard is sent whole"
+    most = max(float(grad.abs().max()) for grad in grads.values() if grad.numel())  # blocks cross parameters
+    for name, grad in grads.items():
+        wide = grad.float()
+        error = (moments[name] / 0.1 - wide).abs()
+        assert torch.all(error <= most / 254 + wide.abs() * 2**-7), name
+        assert found[name].isfinite().all()
+
+
 def test_without_compression_the_bits_are_unchanged() -> None:
     grads = {name: torch.randn(grad.shape) for name, grad in random_grads(make_spec(1), 1).items()}
     _, moments, _, _ = one_step(grads, "none")
@@ -147,11 +163,12 @@ def test_16_bit_units_are_never_compressed() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_compression_keeps_what_is_not_finite(bad: float) -> None:
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
+def test_compression_keeps_what_is_not_finite(bad: float, compression: str) -> None:
     spec = make_spec(1)
     grads = random_grads(spec, 1)
     grads["layers.0.w"][3, 5] = bad
-    with serving() as servers, connected(servers, wire_compression="bf16") as stores:
+    with serving() as servers, connected(servers, wire_compression=compression) as stores:
         assert not take_step(start(stores, spec), [grads]).finite
 
 

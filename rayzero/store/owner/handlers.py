@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.lead.lead import StepLead
@@ -79,12 +80,15 @@ async def _receive(chunks: Requests, shard: int, size_bytes: int, out: Bytes | N
         assembly.take(await anext(chunks, None))
 
 
-def _wire_dtype(wire_format: int, unit: UnitLayout) -> torch.dtype:
-    """The dtype in which a unit's gradients come. Raises StoreError if the unit cannot have ``wire_format``."""
-    if wire_format == pb.WIRE_FORMAT_UNSPECIFIED:
-        return unit.dtype
-    if wire_format == pb.WIRE_FORMAT_BF16 and unit.dtype == torch.float32:
-        return torch.bfloat16
+_CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
+
+
+def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:
+    """How a unit's gradients come. Raises StoreError if the unit cannot have ``wire_format``."""
+    name = _CODECS.get(wire_format)
+    codec = None if name is None else codec_for(name, unit.dtype)
+    if codec is not None and codec.name == name:
+        return codec
     raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
 
 
@@ -202,15 +206,25 @@ class RankCalls:
     async def _land(self, contribution: Contribution, index: int, wire_format: int, chunks: Requests) -> None:
         service = self._model.service
         shard, unit = self._model.shard(index, contribution.unit)
-        dtype = _wire_dtype(wire_format, unit)
+        codec = _wire_codec(wire_format, unit)
+        size = codec.most_bytes(shard.numel, unit.dtype)
         memory = await result_of(service.reserve_when_free(contribution, index))
         if memory is None:  # a repeat
-            await _receive(chunks, index, shard.numel * dtype.itemsize, None)
+            await _receive(chunks, index, size, None)
             return
-        came = None if dtype == unit.dtype else torch.empty(shard.numel, dtype=dtype)
-        target = memory if came is None else came
-        await _receive(chunks, index, target.nbytes, byte_view(target))
-        await self._model.compute(service.landed, contribution, index, came)
+        if codec is RAW:
+            await _receive(chunks, index, size, byte_view(memory))
+            await self._model.compute(service.landed, contribution, index, None)
+            return
+        encoded = torch.empty(size, dtype=torch.uint8)
+        await _receive(chunks, index, size, byte_view(encoded))
+
+        def land() -> None:
+            values = torch.empty(shard.numel, dtype=unit.dtype)
+            codec.decode(encoded, values)
+            service.landed(contribution, index, values)
+
+        await self._model.compute(land)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""

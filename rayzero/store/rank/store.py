@@ -213,7 +213,7 @@ class RankStore:
 
         def count(done: Future[None]) -> None:
             if is_well(done):
-                count_bytes(self._recorder, "push", route.here_by, route.here, grads.dtype, grads.dtype)
+                count_bytes(self._recorder, "push", route.here_by, route.here, grads.dtype)
 
         assert self._writer is not None
         written = self._writer.push(contribution, grads, sent)

@@ -94,4 +94,4 @@ class SharedTransfers:
     def _copy(self, shards: list[Shard], out: Tensor) -> None:
         for shard in shards:
             out[shard.start : shard.stop].copy_(self._shared.shard(self.owner, shard.index))
-        count_bytes(self._recorder, "fetch", "shm", sum(shard.numel for shard in shards), out.dtype, out.dtype)
+        count_bytes(self._recorder, "fetch", "shm", sum(shard.numel for shard in shards), out.dtype)

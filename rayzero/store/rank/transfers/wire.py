@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
@@ -43,8 +44,11 @@ from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+Range = tuple[int, int]  # start, stop
+
 _ATTEMPTS = 3  # at a stream whose link fails
 _RETRY_PAUSE_S = 0.1
+_FORMATS = {"none": pb.WIRE_FORMAT_UNSPECIFIED, "bf16": pb.WIRE_FORMAT_BF16, "int8": pb.WIRE_FORMAT_INT8}  # by codec
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
 
 
@@ -53,16 +57,16 @@ class WireOptions:
     """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
 
     chunk_bytes: int = 2 << 20  # of payload in a message
-    wire_compression: str = "none"  # "none" | "bf16"
+    wire_compression: str = "none"  # "none" | "bf16" | "int8"
     broadcast: str = "pull"  # "pull" | "push"
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ConfigError(f"chunk_bytes must be in 1..{MAX_CHUNK_BYTES:,}, got {self.chunk_bytes:,}")
 
-    def push_dtype(self, unit: UnitLayout) -> torch.dtype:
-        """The dtype in which a unit's gradients travel."""
-        return torch.bfloat16 if self.wire_compression == "bf16" and unit.dtype == torch.float32 else unit.dtype
+    def push_codec(self, unit: UnitLayout) -> Codec:
+        """How a unit's gradients travel."""
+        return codec_for(self.wire_compression, unit.dtype)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -101,6 +105,16 @@ class _Fetch:
         self.gather.end(error)
 
 
+def _holes(unit: UnitLayout, presence: bytes) -> list[Range]:
+    """Ranges of a unit's flat vector that hold no gradient: padding, and slots without one."""
+    holes, end = [], 0
+    for i, slot in enumerate(unit.slots):
+        if presence[i // 8] >> i % 8 & 1:
+            holes.append((end, slot.start))
+            end = slot.start + slot.numel
+    return [(start, stop) for start, stop in [*holes, (end, unit.numel)] if start < stop]
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Send:
     """One unit's shards of ``values``, on their way to one owner."""
@@ -108,14 +122,15 @@ class _Send:
     gather: Gather
     shards: list[Shard]
     values: Tensor  # the whole unit
-    dtype: torch.dtype  # on the wire
+    codec: Codec  # on the wire
+    holes: Sequence[Range] = ()  # of the unit: what has no values, where that would change how others are encoded
     header: bytes  # goes with the first bytes
     on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
     ended: bool = False
 
     @property
     def size(self) -> int:
-        return sum(shard.numel for shard in self.shards) * self.dtype.itemsize
+        return sum(self.codec.most_bytes(shard.numel, self.values.dtype) for shard in self.shards)
 
     @property
     def kind(self) -> Hashable:
@@ -124,9 +139,18 @@ class _Send:
     def messages(self, chunk_bytes: int) -> Iterator[bytes]:
         header = self.header
         for shard in self.shards:
-            content = self.values[shard.start : shard.stop].to(self.dtype)  # the same tensor unless it is compressed
+            content = self.codec.encode(self._values_of(shard))  # shares memory unless it is compressed
             yield from encode_shard(shard.index, content, chunk_bytes, header)
             header = b""
+
+    def _values_of(self, shard: Shard) -> Tensor:
+        values = self.values[shard.start : shard.stop]
+        inside = [(start, stop) for start, stop in self.holes if start < shard.stop and stop > shard.start]
+        if inside:
+            values = values.clone()
+            for start, stop in inside:
+                values[max(0, start - shard.start) : stop - shard.start] = 0.0
+        return values
 
     def end(self, error: Exception | None) -> None:
         self.ended = True
@@ -190,31 +214,32 @@ class WireTransfers:
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See ``Transfers.load``."""
         header = pb.LoadRequest(header=pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
-        part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=header.SerializeToString())
+        part = _Send(gather=gather, shards=shards, values=values, codec=RAW, header=header.SerializeToString())
         self._when(_DONE, part, lambda: self._loads.add(part))
 
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
         """See ``Transfers.stage``."""
         header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
         message = pb.StageRequest(header=header).SerializeToString()
-        part = _Send(gather=gather, shards=shards, values=values, dtype=values.dtype, header=message)
+        part = _Send(gather=gather, shards=shards, values=values, codec=RAW, header=message)
         self._when(_DONE, part, lambda: self._stages.add(part))
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> None:
         """Send gradients when it is their turn; see ``GradientSender.push``."""
-        dtype = self._options.push_dtype(unit)
+        codec = self._options.push_codec(unit)
         header = pb.PushRequest.Header(
             contribution=translate.contribution_to_pb(contribution),
             shards=_indices(shards),
-            format=pb.WIRE_FORMAT_UNSPECIFIED if dtype == unit.dtype else pb.WIRE_FORMAT_BF16,
+            format=_FORMATS[codec.name],
         )
         part = _Send(
             gather=gather,
             shards=shards,
             values=grads,
-            dtype=dtype,
+            codec=codec,
+            holes=_holes(unit, contribution.presence) if codec.mixes else (),
             header=pb.PushRequest(header=header).SerializeToString(),
             on_end=partial(self._order.end, self._link.owner, contribution),
         )
@@ -351,7 +376,7 @@ class WireTransfers:
                 part.fill(messages)
                 if part is parts[-1] and next(messages, None) is not None:
                     raise TransferError(f"{self._link.name} sent more than the shards asked for")
-                self._count("fetch", part, part.out.dtype, part.out.dtype)
+                self._count("fetch", part, part.out.dtype, RAW)
                 part.end(None)
 
     def _upload(self, method: str, parts: list[_Send]) -> None:
@@ -371,7 +396,7 @@ class WireTransfers:
 
         self._with_retries(method.lower(), stream)
         for part in parts:
-            self._count(method.lower(), part, part.values.dtype, part.dtype)
+            self._count(method.lower(), part, part.values.dtype, part.codec)
             part.end(None)
 
     @contextmanager
@@ -409,8 +434,9 @@ class WireTransfers:
                 log.warning("rank %d: repeats a %s after: %s", self._link.rank, direction, error)
                 self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
 
-    def _count(self, direction: str, part: _Fetch | _Send, dtype: torch.dtype, sent_as: torch.dtype) -> None:
-        count_bytes(self._recorder, direction, "grpc", sum(shard.numel for shard in part.shards), dtype, sent_as)
+    def _count(self, direction: str, part: _Fetch | _Send, dtype: torch.dtype, codec: Codec) -> None:
+        for shard in part.shards:
+            count_bytes(self._recorder, direction, "grpc", shard.numel, dtype, codec)
 
 
 def transfer_threads(num_owners: int, rank: int, direction: str) -> tuple[ThreadPoolExecutor, int]:

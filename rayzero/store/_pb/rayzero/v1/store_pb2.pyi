@@ -24,6 +24,7 @@ class WireFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WIRE_FORMAT_UNSPECIFIED: _ClassVar[WireFormat]
     WIRE_FORMAT_BF16: _ClassVar[WireFormat]
+    WIRE_FORMAT_INT8: _ClassVar[WireFormat]
 EDIT_KIND_UNSPECIFIED: EditKind
 EDIT_KIND_UNSCALE: EditKind
 EDIT_KIND_CLIP_NORM: EditKind
@@ -33,6 +34,7 @@ ACTION_APPLY: Action
 ACTION_SKIP: Action
 WIRE_FORMAT_UNSPECIFIED: WireFormat
 WIRE_FORMAT_BF16: WireFormat
+WIRE_FORMAT_INT8: WireFormat
 
 class Chunk(_message.Message):
     __slots__ = ("shard", "offset", "checksum", "payload")
