@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
     from rayzero.engine.prepare import prepare
     from rayzero.engine.start.meta import empty_parameters
+    from rayzero.engine.stats import count_tokens, stats
     from rayzero.errors import RayZeroError
     from rayzero.hybrid import HybridDeviceOptimizer
+    from rayzero.telemetry.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -33,10 +35,12 @@ __all__ = [
     "Result",
     "RunConfig",
     "ScalingConfig",
+    "Stats",
     "Weights",
     "ZeroConfig",
     "ZeroOptimizer",
     "ZeroTrainer",
+    "count_tokens",
     "empty_parameters",
     "full_parameters",
     "full_state_dict",
@@ -46,6 +50,7 @@ __all__ = [
     "prepare",
     "report",
     "save_checkpoint",
+    "stats",
 ]
 
 _HOMES = {
@@ -55,10 +60,12 @@ _HOMES = {
     "Result": "rayzero.cluster.trainer",
     "RunConfig": "rayzero.config",
     "ScalingConfig": "rayzero.config",
+    "Stats": "rayzero.telemetry.stats",
     "Weights": "rayzero.checkpoint.weights",
     "ZeroConfig": "rayzero.config",
     "ZeroOptimizer": "rayzero.engine.optimizer.zero_optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
+    "count_tokens": "rayzero.engine.stats",
     "empty_parameters": "rayzero.engine.start.meta",
     "full_parameters": "rayzero.engine.full_values",
     "full_state_dict": "rayzero.engine.full_values",
@@ -68,6 +75,7 @@ _HOMES = {
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
     "save_checkpoint": "rayzero.engine.checkpoint.save",
+    "stats": "rayzero.engine.stats",
 }
 
 

@@ -69,6 +69,14 @@ PAGE = Page(
                     ("max by (run) (rayzero_prefetch_window_limit_bytes{<rank>})", "limit {{run}}"),
                 ),
                 panel(
+                    "Prefetched and not used",
+                    "wasted: dropped after their bytes had come; cancelled: on their way. They go on: the order of use "
+                    "changes, or the budget is too small for the depth.",
+                    "ops",
+                    ("sum by (result) (rate(rayzero_prefetch_dropped_total{<rank>}[<i>]))", "{{result}}"),
+                    kind="stack",
+                ),
+                panel(
                     "Depth",
                     "Units asked for ahead of the one in use; it adapts to measured seconds.",
                     "none",

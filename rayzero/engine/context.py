@@ -99,15 +99,22 @@ def report(metrics: Mapping[str, Any], *, checkpoint: CheckpointInfo | None = No
 
 
 @contextmanager
-def running_in(context: RankContext) -> Iterator[RankContext]:
-    """Make ``get_context()`` return ``context`` inside the block, and close it at the end."""
+def inside(context: RankContext) -> Iterator[None]:
+    """Make ``get_context()`` return ``context`` inside the block."""
     token = _context.set(context)
     try:
-        yield context
-    except BaseException as exc:
-        context.close(f"{type(exc).__name__}: {exc}")
-        raise
-    else:
-        context.close("end of the training loop")
+        yield
     finally:
         _context.reset(token)
+
+
+@contextmanager
+def running_in(context: RankContext) -> Iterator[RankContext]:
+    """The same, and close ``context`` at the end."""
+    with inside(context):
+        try:
+            yield context
+        except BaseException as exc:
+            context.close(f"{type(exc).__name__}: {exc}")
+            raise
+        context.close("end of the training loop")

@@ -20,7 +20,7 @@ from rayzero.engine.autograd.gradient_sums import GradientSums
 from rayzero.engine.autograd.gradients import GradientCollector
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
-from rayzero.engine.autograd.pass_spans import PassSpans
+from rayzero.engine.autograd.pass_times import PassTimes
 from rayzero.engine.memory import HeapPeak, RankMemory
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
@@ -28,7 +28,7 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.trained import TrainedSlots
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, mapped_units, stays_up
-from rayzero.engine.units.schedule import Phase, UnitSchedule
+from rayzero.engine.units.schedule import Phase
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.engine.values.registry import Registered
@@ -41,7 +41,7 @@ from rayzero.memory.pressure import PressureGauge, scaled_depth
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS
-from rayzero.telemetry.recorder import End, Recorder
+from rayzero.telemetry.recorder import End, Recorder, Since
 
 Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 
@@ -65,6 +65,7 @@ class Engine:
         config: ZeroConfig,
         device: torch.device,
         recorder: Recorder,
+        measured: Recorder,
         clock: StepClock,
         number: int = 0,
         poison: bool = False,
@@ -80,10 +81,11 @@ class Engine:
         self.observers: list[Observer] = []
         self.made_at = time.monotonic()
         self.stepped_at = 0.0  # on the same clock; 0.0: not yet
-        self._transfers = transfers
+        self.transfers = transfers
         self._recorder = recorder
-        self._clock = clock
-        self._passes = PassSpans(recorder.spans, lambda: self.version)
+        self.since = Since(measured)  # counts of the rank, for stats()
+        self.clock = clock
+        self.passes = PassTimes(len(layout.units), clock, recorder.spans, lambda: self.version)
         self._unwatch: list[End] = []
         self.poison = poison
         self.residency = Residency(
@@ -103,8 +105,9 @@ class Engine:
         self.loading = StateDictLoad()
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
-        self._pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
+        self.pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
+        self.memory: RankMemory
         self.trained: TrainedSlots
         self.cache: UnitCache
         self.values: UnitValues
@@ -123,11 +126,11 @@ class Engine:
             root,
             self.trained.of_unit,
             store=self.store,
-            transfers=self._transfers,
+            transfers=self.transfers,
             residency=self.residency,
             config=self.config,
             recorder=self._recorder,
-            clock=self._clock,
+            clock=self.clock,
             version=version,
             keeps=not self.poison,
             groups=layer_groups(self.layout, MAX_GROUPS),
@@ -139,19 +142,14 @@ class Engine:
         self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version)
         self.registered = Registered(self.model, units)
-        memory = RankMemory(self.device, self.residency, self._transfers, self._heap)
-        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, memory.readings)]
+        self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap)
+        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
     @property
     def version(self) -> int:
         """The published version that units are read at; it equals the number of committed steps."""
         return self.cache.version
-
-    @property
-    def schedule(self) -> UnitSchedule:
-        """The recorded order of use."""
-        return self.cache.schedule
 
     def _note(self, verb: str, unit: str = "") -> None:
         for observer in self.observers:
@@ -176,7 +174,7 @@ class Engine:
             raise
         for unit in units:
             unit.set_guard(False)
-        self._passes.opened()
+        self.passes.opened()
         return pushed_hooks
 
     def _push_hooks(self) -> bool:
@@ -194,7 +192,7 @@ class Engine:
 
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
         """That forward has ended, well or not."""
-        self._passes.closed(units, self._in_forward)
+        self.passes.closed(units, self._in_forward)
         if pushed_hooks:
             self.saved.pop()
         for unit in units:
@@ -211,8 +209,8 @@ class Engine:
         them, because it restores its thread's state after every node."""
         task = graph_task_id()
         if task >= 0:
-            self._clock.enter("backward")
-            self._passes.begin_backward()
+            self.clock.enter("backward")
+            self.passes.begin_backward()
             self.collector.join(task)
             if torch.is_grad_enabled():
                 self._push_hooks()
@@ -253,15 +251,16 @@ class Engine:
     def begin_forward(self) -> None:
         """The model's own forward starts."""
         self._in_forward = True
-        self._clock.enter("forward")
+        self.clock.enter("forward")
         self.collector.drain()
         self.step_state.raise_if_failed()
         if self.registered is not None:
             self.registered.check()
-        self.cache.begin_pass(self._more_backwards, self._most_ahead)
+        self.cache.begin_pass(self._more_backwards, self.most_ahead)
 
-    def _most_ahead(self, depth: int) -> int:
-        return scaled_depth(depth, self._pressure.read(), self.config.auto_memory_management)
+    def most_ahead(self, depth: int) -> int:
+        """The prefetch depth that memory pressure leaves of ``depth``."""
+        return scaled_depth(depth, self.pressure.read(), self.config.auto_memory_management)
 
     @property
     def _more_backwards(self) -> bool:
@@ -271,17 +270,17 @@ class Engine:
     def end_forward(self) -> None:
         """The model's own forward has ended, well or not."""
         self._in_forward = False
-        self._passes.end_forward()
+        self.passes.end_forward()
         self._heap.look(self.step_state.step)
         self.cache.prefetch()
         if not torch.is_grad_enabled():
-            self._clock.enter("data")
+            self.clock.enter("data")
 
     def _backward_over(self, nested: bool) -> None:
         """A graph task has ended without an exception. ``nested``: inside another one."""
         if not nested:
-            self._clock.enter("data")
-            self._passes.end_backward()
+            self.clock.enter("data")
+            self.passes.end_backward()
             self._backwards += 1
             self.cache.backward_over(self._more_backwards)
 
@@ -297,8 +296,8 @@ class Engine:
     def _completed(self, unit: ParamUnit) -> None:
         """All gradients that this graph task brings for ``unit`` are on its Parameters: push them, or sum them on the
         device."""
-        self._clock.enter("backward")
-        self._passes.completed(unit)
+        self.clock.enter("backward")
+        self.passes.completed(unit)
         self._heap.look(self.step_state.step)
         grads = unit.take_grads(self.trained.of_unit[unit.index])
         if all(grad is None for grad in grads):
@@ -348,10 +347,10 @@ class Engine:
     def _finishing(self) -> Iterator[None]:
         """Finish the step's gradients, then clip or unscale them inside the context; the time counts as the
         optimizer's."""
-        self._clock.enter("optimizer")
+        self.clock.enter("optimizer")
         self._finish_gradients()
         yield
-        self._clock.enter("data")
+        self.clock.enter("data")
 
     def _finish_gradients(self) -> None:
         self.drain()
@@ -375,7 +374,7 @@ class Engine:
 
     def step(self, hyper: tuple[Hyper, ...]) -> None:
         """Commit the step. Afterwards units are read at the next version."""
-        self._clock.enter("optimizer")
+        self.clock.enter("optimizer")
         for group, options in enumerate(hyper):
             if isinstance(lr := options.get("lr"), int | float):
                 self._recorder.set(LEARNING_RATE, lr, param_group=str(group))
@@ -383,7 +382,7 @@ class Engine:
         if self.config.nonfinite == "raise":
             self.step_state.averaged_norm()  # raises before anything is committed: zero_grad() starts over
         self.cache.fence()
-        self._clock.committing()
+        self.clock.committing()
         self.step_state.commit(hyper, self.config.max_grad_norm)
         self.stepped_at = time.monotonic()
         self._note("finish")
@@ -396,7 +395,7 @@ class Engine:
         if self.config.overlap == "none" or not self.config.overlap_computation:
             self.step_state.wait_decided()
             self.cache.wait_published()
-        self._clock.step_over(self.step_state.step)
+        self.clock.step_over(self.step_state.step)
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop the step's gradients, pushed or not; see RankStep.discard."""
@@ -433,19 +432,19 @@ class Engine:
 
     def save(self, directory: Path, files: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Write the present version as a checkpoint; every rank calls it. Waits until it is complete."""
-        self._clock.enter("checkpoint")
+        self.clock.enter("checkpoint")
         try:
             self.drain()
             self.cache.write_back()
             return self.store.save(self.version, directory, files).result()
         finally:
-            self._clock.enter("data")
+            self.clock.enter("data")
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """The mean over all ranks; see ``ParameterStore.mean``. Waits for all ranks, and leaves the step as it is."""
         start = time.perf_counter()
         mean = self.store.mean(given).result()
-        self._clock.waited("mean", time.perf_counter() - start)
+        self.clock.waited("mean", time.perf_counter() - start)
         return mean
 
     # ---- what the user adds and changes
@@ -494,7 +493,7 @@ class Engine:
             end()
         self.cache.cancel()
         try:
-            self._transfers.drain()  # it frees the store's memory
+            self.transfers.drain()  # it frees the store's memory
         finally:
             self.store.close(reason)
-            self._transfers.close()
+            self.transfers.close()

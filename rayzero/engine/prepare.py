@@ -409,6 +409,7 @@ def _engine(
         config=config,
         device=device,
         recorder=recorder,
+        measured=context.recorder,
         number=number,
         clock=clock,
         poison=os.environ.get("RAYZERO_DEBUG") == "1",

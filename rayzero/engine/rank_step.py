@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
+from rayzero.concurrency.futures import is_well
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.transfers import Grads, UnitTransfers
 from rayzero.errors import GradientAccessError
@@ -32,6 +34,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.spans import Over, Spans, nothing
+from rayzero.telemetry.tally import CopyTally
 
 _T = TypeVar("_T")
 _CALLS = {
@@ -66,6 +69,7 @@ class RankStep:
         self.step = step
         self.attempt = 0
         self.counts = [0] * num_units  # pushes per unit in this attempt
+        self.sent = CopyTally()  # gradients, from the start of a push until the owners have them
         self._flying: deque[tuple[Future[None], Over]] = deque()  # pushes that may not have landed yet, oldest first
         self._present: dict[int, int] = {}  # unit -> bits: slots with a gradient since the last zero_grad()
         self._zeroed: dict[int, int] = {}  # of them, those that zero_grad(set_to_none=False) made zero
@@ -88,12 +92,14 @@ class RankStep:
             presence=pack_presence([grad is not None for grad in grads]),
         )
         over = self._spans.begin("push", unit.name, self.step)
+        began = time.perf_counter()
         landed = self._transfers.push(unit, contribution, grads)
         while landed is None:  # staging is full of this rank's own earlier pushes
-            start = time.perf_counter()
             self._land()
-            self._exposed(start, "push")
+            self._exposed(began, "push")
+            began = time.perf_counter()
             landed = self._transfers.push(unit, contribution, grads)
+        landed.add_done_callback(partial(self._count_sent, unit.size_bytes, began))
         self.counts[unit.index] += 1
         bits = int.from_bytes(contribution.presence, "little")
         self._present[unit.index] = self._present.get(unit.index, 0) | bits
@@ -103,6 +109,10 @@ class RankStep:
         self._flying.append((landed, over))
         while self._flying and (wait or self._flying[0][0].done()):
             self._land()
+
+    def _count_sent(self, nbytes: int, began: float, landed: Future[None]) -> None:
+        if is_well(landed):
+            self.sent.add(nbytes, time.perf_counter() - began)
 
     def _land(self) -> None:
         """Wait until the oldest push has landed."""

@@ -1,5 +1,7 @@
 """Measures where a rank's step time goes: one stopwatch that always runs, always in exactly one phase.
 
+Metrics get a step's seconds when it ends. ``rayzero.stats`` reads what the stopwatch has added up until now.
+
 [Note: phases] Every moment from one step() to the next is in exactly one phase, so phases add up to the step. A wait is
 a phase of its own, taken out of the phase that it interrupts. Backward begins with the first weight or gradient that
 autograd touches; the loss still belongs to forward. The loop's work between passes is "data".
@@ -9,16 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
     LAST_STEP_TIMESTAMP,
     OVERLAP_RATIO,
+    SAMPLES,
     STEP,
     STEP_PHASE_SECONDS,
     STEP_SECONDS,
+    TOKENS,
 )
 from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.tally import Tally
 
 PHASES = ("data", "forward", "backward", "grad_push", "norm", "optimizer", "fetch_wait", "checkpoint")
 _WAITS = {  # cause -> phase
@@ -28,6 +34,31 @@ _WAITS = {  # cause -> phase
     "norm": "norm",
     "mean": "data",  # the loop's own waits, in any phase
 }
+_NEWEST = 0.1  # weight of a step's rate in the moving average
+
+
+@dataclass(slots=True)
+class TokenRate:
+    """Tokens of this rank's steps, as the loop counts them: a step's rate is its tokens over its seconds."""
+
+    tokens: int = 0
+    seconds: float = 0.0  # of the steps that had tokens
+    peak: float | None = None  # tokens per second of the fastest step
+    average: float | None = None  # moving: a new step counts a tenth
+    _open: int = 0  # tokens of the open step
+
+    def count(self, tokens: int) -> None:
+        """The open step trains on so many more."""
+        self._open += tokens
+
+    def step_over(self, seconds: float) -> None:
+        """The open step took ``seconds``."""
+        if not self._open or seconds <= 0:
+            return
+        rate = self._open / seconds
+        self.tokens, self.seconds, self._open = self.tokens + self._open, self.seconds + seconds, 0
+        self.peak = rate if self.peak is None else max(self.peak, rate)
+        self.average = rate if self.average is None else self.average + _NEWEST * (rate - self.average)
 
 
 class StepClock:
@@ -47,6 +78,33 @@ class StepClock:
         self._committed: float | None = None  # when the last step was
         self._published = 0.0  # when the newest of its weights were published
         self._exposed = 0.0  # seconds waited for them
+        self.waiting = 0.0  # seconds of all waits; only grows
+        self.restart()
+
+    def restart(self) -> None:
+        """Add up from now on. The open step counts whole when it ends."""
+        now = self._restarted = self._clock()
+        self._spent_before = {phase: -seconds for phase, seconds in self._spending(now).items()}
+        self.steps = Tally()
+        self.waits = {cause: Tally() for cause in _WAITS}
+        self.rate = TokenRate()
+        self.update_seconds = self.exposed_seconds = 0.0  # of updates: from commit to publication, and waited for
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Seconds since the last restart, and the same by phase, the open step's included."""
+        now = self._clock()
+        spending = self._spending(now)
+        return now - self._restarted, {phase: self._spent_before[phase] + spending[phase] for phase in PHASES}
+
+    def _spending(self, now: float) -> dict[str, float]:
+        """Seconds of the open step by phase until ``now``."""
+        return {phase: seconds + (now - self._since) * (phase == self._phase) for phase, seconds in self._spent.items()}
+
+    def count(self, tokens: int, samples: int) -> None:
+        """The open step trains on so many tokens and samples."""
+        self._recorder.add(TOKENS, tokens)
+        self._recorder.add(SAMPLES, samples)
+        self.rate.count(tokens)
 
     def enter(self, phase: str) -> None:
         """Enter a phase."""
@@ -60,6 +118,8 @@ class StepClock:
     def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
         """Record a wait of ``seconds`` that ended ``ago`` seconds before now. ``cause``: a key of ``_WAITS``."""
         self._recorder.add(EXPOSED_WAIT_SECONDS, seconds, cause=cause)
+        self.waits[cause].add(seconds)
+        self.waiting += seconds
         if self._recorder.spans.wanted:
             end = self._clock() - ago
             self._recorder.spans.add("wait", cause, end - seconds, end, self._step)
@@ -74,6 +134,8 @@ class StepClock:
         total = 0.0 if self._committed is None else self._published - self._committed
         if total > 0:
             self._recorder.set(OVERLAP_RATIO, 1 - min(1.0, self._exposed / total))
+            self.update_seconds += total
+            self.exposed_seconds += min(total, self._exposed)
         self._committed, self._exposed = now, 0.0
 
     def published(self) -> None:
@@ -85,7 +147,11 @@ class StepClock:
         self.enter("data")
         for phase, seconds in self._spent.items():
             self._recorder.observe(STEP_PHASE_SECONDS, max(0.0, seconds), phase=phase)
-        self._recorder.observe(STEP_SECONDS, self._since - self._began)
+            self._spent_before[phase] += seconds
+        took = self._since - self._began
+        self._recorder.observe(STEP_SECONDS, took)
+        self.steps.add(took)
+        self.rate.step_over(took)
         self._recorder.set(STEP, steps)
         self._recorder.set(LAST_STEP_TIMESTAMP, time.time())
         self._began, self._step = self._since, steps

@@ -44,9 +44,14 @@ class MemoryBudget:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were ever leased at a time."""
+        """The most bytes that were leased at a time since the last ``restart_peak``."""
         with self._lock:
             return self._peak
+
+    def restart_peak(self) -> None:
+        """Measure the peak from now on."""
+        with self._lock:
+            self._peak = self._used
 
     @property
     def num_leases(self) -> int:

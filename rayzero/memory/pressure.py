@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from rayzero.config import MIB, AutoMemoryStrategy
+from rayzero.telemetry.tally import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,26 @@ class PressureGauge:
         self._device = device
         self._limits = {"max_cpu_memory_mb": max_cpu_memory_mb, "max_gpu_memory_mb": max_gpu_memory_mb}
         self._clock = clock
-        self._pressure = 0.0
         self._due = -math.inf
+        self.pressure: float | None = None  # at the last reading
+        self.readings = Tally()  # of pressures, not of seconds
+        self.seconds = Tally()  # that readings took
 
     def read(self) -> float:
-        """The present pressure, 0.0 to 1.0."""
-        now = self._clock()
-        if now >= self._due:
-            self._due = now + 1.0
-            self._pressure = read_memory(self._device).pressure(**self._limits)
-        return self._pressure
+        """The present pressure, 0.0 to 1.0; at most a second old."""
+        return self.measure() if self.pressure is None or self._clock() >= self._due else self.pressure
+
+    def measure(self) -> float:
+        """Measure the pressure now."""
+        self._due = self._clock() + 1.0
+        began = time.perf_counter()
+        self.pressure = read_memory(self._device).pressure(**self._limits)
+        self.seconds.add(time.perf_counter() - began)
+        self.readings.add(self.pressure)
+        return self.pressure
+
+    def restart(self) -> None:
+        """Forget the readings so far."""
+        self.pressure, self._due = None, -math.inf
+        self.readings.restart()
+        self.seconds.restart()

@@ -44,6 +44,14 @@ def own_bytes(proc: Path = Path("/proc/self")) -> int:
     return status["RssAnon"] + status["RssShmem"]
 
 
+def peak_resident(proc: Path = Path("/proc/self")) -> int | None:
+    """The most bytes of this process that were ever resident; None where the kernel does not say."""
+    try:
+        return dict(_fields(proc / "status"))["VmHWM"]
+    except (OSError, KeyError):
+        return None
+
+
 def _fields(path: Path) -> list[tuple[str, int]]:
     """The lines ``Name:  123 kB`` of a file, in bytes."""
     found = []

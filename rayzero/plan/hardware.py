@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from rayzero.concurrency.threads import use_torch_threads
+from rayzero.lanes.link_speed import measure_link
 from rayzero.memory.process_memory import host_limits
 
 __all__ = ["Hardware", "Hosts", "measure_here"]
@@ -61,7 +62,7 @@ def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: b
         host_bytes=host_limits().available,
         shm_bytes=shutil.disk_usage(slab_dir).free,
         flops=_product_speed(device, dtype),
-        link=_link_speed(device) if on_gpu else float("inf"),
+        link=measure_link(device, _LARGEST).to_device if on_gpu else float("inf"),
         network=float("inf"),
         memory=max(_memory_speed(size) for size in (min(max(working_set, 1 << 20), _LARGEST), _LARGEST // 4)),
     )
@@ -97,12 +98,6 @@ def _memory_speed(size: int) -> float:
     """Bytes read and written per second by torch's threads, in place."""
     array = torch.ones(size // 4)
     return 2 * size / _best(lambda: array.mul_(1.0), torch.device("cpu"))
-
-
-def _link_speed(device: torch.device) -> float:
-    host = torch.empty(_LARGEST, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    return _LARGEST / _best(lambda: there.copy_(host, non_blocking=True), device)
 
 
 def _best(act: Callable[[], object], device: torch.device, clock: Callable[[], float] = perf_counter) -> float:

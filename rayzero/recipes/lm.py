@@ -23,13 +23,14 @@ from rayzero.checkpoint import checkpoint_name
 from rayzero.engine import get_context, prepare, report, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.engine.start.meta import empty_parameters
+from rayzero.engine.stats import count_tokens
 from rayzero.protocol.messages import CheckpointInfo, Decision
 from rayzero.recipes.flops import FlopRate
 from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
 from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
-from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, SAMPLES, STEP_SECONDS, TOKENS
+from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
 STEP_FLOPS = "step_flops"  # key in the ranks' config, besides the recipe's settings
@@ -216,8 +217,6 @@ class LanguageModelRun:
         """Record this rank's progress. ``seconds``: since its first step of this run began."""
         recorder, recipe = self.context.recorder, self.recipe
         self.flop_rate.tell(done.measured["step_seconds"])
-        recorder.add(TOKENS, done.tokens)
-        recorder.add(SAMPLES, done.tokens // recipe.seq_len)
         recorder.set(ETA_SECONDS, seconds / (done.step - self.done) * (recipe.steps - done.step))
 
     def _train_step(self, step: int) -> float:
@@ -228,6 +227,7 @@ class LanguageModelRun:
             loss = next_token_loss(self.model, *self._batch(step, micro_batch)) / micro_batches
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
+        count_tokens(self.model, self._tokens, self._tokens // self.recipe.seq_len)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()

@@ -179,6 +179,15 @@ PREFETCH_REQUESTS = _counter(
     help="Uses of a unit that was not up. result: hit (its bytes had arrived), late (they were in flight), miss (they "
     "had not been requested).",
 )
+PREFETCH_DROPPED = _counter(
+    name="rayzero_prefetch_dropped_total",
+    unit="units",
+    labels=("result",),
+    roles=(RANK,),
+    only="prefetches that nothing used",
+    help="Prefetched units that were dropped before a use. result: wasted (their bytes were there), cancelled (on "
+    "their way).",
+)
 PREFETCH_DEPTH = _gauge(
     name="rayzero_prefetch_depth_units", unit="units", roles=(RANK,), help="Units fetched ahead of the one in use."
 )

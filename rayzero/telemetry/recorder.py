@@ -310,6 +310,44 @@ class Measurements:
         return counts | timings
 
 
+class Since:
+    """What a recorder has counted since a moment, which ``restart`` moves to now.
+
+    Knows sums only: the longest of a histogram's values cannot be told apart from those before."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """``recorder``: one that keeps what it takes; of another, nothing is known."""
+        self.recorder = recorder if isinstance(recorder, MemoryRecorder) else MemoryRecorder()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._before = self._counts()
+
+    def read(self) -> Counts:
+        """The counts until now."""
+        now = self._counts()
+        return Counts({key: value - self._before.get(key, 0) for key, value in now.items()})
+
+    def _counts(self) -> dict[tuple[Metric, Labels], float]:
+        found = {(metric, key): n for metric, series in self.recorder.counters().items() for key, n in series.items()}
+        for metric, series in self.recorder.timings().items():
+            found.update({(metric, key): timing.total for key, timing in series.items()})
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums of counters, and totals of histograms."""
+
+    of: Mapping[tuple[Metric, Labels], float]
+
+    def total(self, metric: Metric, **labels: str) -> float:
+        """The sum over every series that has all these labels; 0 when there is none."""
+        wanted = set(labels.items())
+        return sum(value for (known, key), value in self.of.items() if known is metric and wanted <= set(key))
+
+
 def _series(name: str, labels: Labels) -> str:
     inside = ",".join(f'{label}="{value}"' for label, value in labels)
     return f"{name}{{{inside}}}" if inside else name

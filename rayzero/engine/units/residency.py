@@ -107,8 +107,16 @@ class Residency:
 
     @property
     def peak(self) -> int:
-        """The highest ``used`` so far."""
+        """The highest ``used`` since the last ``restart_peak``."""
         return self._budget.peak
+
+    def restart_peak(self) -> None:
+        """Measure the peak from now on."""
+        self._budget.restart_peak()
+
+    def trim(self) -> int:
+        """Free the buffers that are not in use; returns their bytes."""
+        return self._pool.trim()
 
     def is_mapped(self, unit: int) -> bool:
         """Whether the unit is read from the owners' memory."""

@@ -24,6 +24,7 @@ from rayzero.concurrency.futures import chain, failed, settled
 from rayzero.engine.units.fetch import Fetching, Renewal
 from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
+from rayzero.lanes.link_speed import LinkSpeed, measure_link
 from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.budget import Lease, MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
@@ -55,6 +56,7 @@ class UnitTransfers:
         self._store = store
         self._staging = staging
         self._thread = ThreadLane()  # gathers or announces gradients, in push order
+        self.link: LinkSpeed | None = None  # set by measure_link
 
     def fetch(
         self,
@@ -131,6 +133,14 @@ class UnitTransfers:
         """Bytes of staging memory: (kind, tier) -> bytes, with the labels of ``names.MEMORY_BYTES``. Any thread may
         call it."""
         return {("staging", "pinned" if self._staging.pinned else "ram"): _held(self._staging)}
+
+    def measure_link(self, device: torch.device) -> None:
+        """Measure the copies between ``device``, the rank's, and host memory: some tens of milliseconds."""
+        self.link = measure_link(device)
+
+    def trim(self) -> int:
+        """Free the staging buffers that are not in use; returns their bytes."""
+        return self._staging.trim()
 
     def close(self) -> None:
         """Finish what is queued and end the thread. Idempotent."""
@@ -242,6 +252,11 @@ class DeviceTransfers(UnitTransfers):
     def allocated(self) -> dict[tuple[str, str], int]:
         """See ``UnitTransfers``."""
         return {key: size + _held(self._arriving) for key, size in super().allocated().items()}
+
+    def trim(self) -> int:
+        """See ``UnitTransfers``."""
+        self._reap()
+        return super().trim() + self._arriving.trim()
 
     def close(self) -> None:
         """See ``UnitTransfers``."""

@@ -42,6 +42,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import (
     PINNED_UNITS,
     PREFETCH_DEPTH,
+    PREFETCH_DROPPED,
     PREFETCH_GROUP_LATE_SECONDS,
     PREFETCH_INFLIGHT_BYTES,
     PREFETCH_LATE_SECONDS,
@@ -53,6 +54,7 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import Reading, Recorder
 from rayzero.telemetry.spans import nothing
+from rayzero.telemetry.tally import CopyTally
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class UnitCache:
         self._note = note
         self._check = check
         self._prefetches = config.async_prefetch and config.overlap_computation
-        self._most_ahead = config.prefetch_buffer_size if self._prefetches else 0
+        self.most_ahead = config.prefetch_buffer_size if self._prefetches else 0  # units; a depth's bound
         self._pace = PrefetchPace() if config.prefetch_adaptive else None
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
@@ -111,8 +113,11 @@ class UnitCache:
         self._up = 0  # units that are not SHARDED
         self._current: int | None = None  # the last unit used
         self._wraps = False  # whether another forward follows before the step
+        self.arrived = CopyTally()  # of units that were then used
+        self.evictions = 0  # units resharded because others needed their room
         self.depth = 0
-        self._set_depth(self._most_ahead)
+        self.allowed = self.most_ahead  # depth that memory pressure leaves
+        self._set_depth(self.most_ahead)
 
     # ---- up
 
@@ -162,10 +167,13 @@ class UnitCache:
             self._clock.waited("optimizer", waited.optimizer, ago=waited.fetch)
         if waited.fetch:
             self._clock.waited("fetch", waited.fetch)
+        seconds = fetching.seconds
+        if seconds is not None:
+            self.arrived.add(unit.size_bytes, seconds if fetching.ready is None else None)
         if self._pace is not None:
             self._pace.waited(waited.total)
-            if fetching.seconds is not None:
-                self._pace.fetched(fetching.seconds)
+            if seconds is not None:
+                self._pace.fetched(seconds)
 
     def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
         """Request a unit; a prefetch (``ahead``) only if there is room. Returns whether it was requested."""
@@ -206,7 +214,7 @@ class UnitCache:
 
     def prefetch_first(self) -> None:
         """Prefetch the units that the next forward begins with."""
-        if self._most_ahead:
+        if self.most_ahead:
             self._prefetch(self.schedule.first(self.depth))
 
     def prefetch_all(self) -> None:
@@ -238,7 +246,9 @@ class UnitCache:
         for unit in sorted(self._units, key=lambda unit: ranks[unit.index], reverse=True):
             if ahead and ranks[unit.index] <= ranks[wanted.index]:
                 return False
+            up = unit.state is UnitState.UNSHARDED
             if unit is not wanted and self._release(unit, ahead):
+                self.evictions += up
                 return True
         return self._reap(wait=True) if self._dropped else False
 
@@ -295,6 +305,8 @@ class UnitCache:
     def _drop(self, unit: ParamUnit) -> bool:
         """Drop a unit's fetch; returns whether its buffer is free already. Else it is once the fetch stops writing."""
         fetching = unit.abandon()
+        if fetching.ahead:
+            self._recorder.add(PREFETCH_DROPPED, 1, result="wasted" if fetching.done.done() else "cancelled")
         self._up -= 1
         self._note("cancel", unit.name)
         if not fetching.cancel():
@@ -313,6 +325,11 @@ class UnitCache:
             fetching.join()
             self._residency.release(fetching.buffer)
         return bool(over)
+
+    def release_idle(self) -> None:
+        """Reshard every unit that nothing uses, and drop prefetches and kept memory; uses fetch again."""
+        for unit in self._units:
+            self._release(unit, ahead=True)
 
     def _no_room(self, wanted: ParamUnit) -> str:
         held = [
@@ -395,12 +412,23 @@ class UnitCache:
         self._current = None
         if self._dropped:
             self._reap(wait=False)
-        if self._most_ahead:
-            limit = most_ahead(self._most_ahead)
-            self._set_depth(limit if self._pace is None else self._pace.depth(limit))
-            self.prefetch_first()
+        self.adapt(most_ahead)
+        self.prefetch_first()
         if self._pace is not None:
             self._pace.pause()
+
+    def adapt(self, most_ahead: Callable[[int], int]) -> None:
+        """Set the prefetch depth by memory pressure and the measured pace; see ``begin_pass``."""
+        if self.most_ahead:
+            self.allowed = most_ahead(self.most_ahead)
+            self._set_depth(self.allowed if self._pace is None else self._pace.depth(self.allowed))
+
+    def forget(self) -> None:
+        """Predict uses and times from scratch, as before the first pass."""
+        self.schedule = UnitSchedule(len(self._units), always=self._root)
+        self._pace = PrefetchPace() if self._pace is not None else None
+        self.allowed = self.most_ahead
+        self._set_depth(self.most_ahead)
 
     def backward_over(self, wraps: bool) -> None:
         """A backward has ended. ``wraps``: a forward follows before the step."""

@@ -73,6 +73,10 @@ class WrittenUnits:
             _flat(unit).copy_(aside)
             self._written.add(unit.index)
 
+    def aside(self) -> list[int]:
+        """Units whose written content waits in host memory."""
+        return list(self._aside)
+
     def settle(self, unit: ParamUnit) -> None:
         """The unit's content equals the published version: forget its writes."""
         self._written.discard(unit.index)

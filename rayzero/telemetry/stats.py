@@ -1,0 +1,303 @@
+"""What one rank, or several together, measured of a prepared model: plain values that merge, travel and print.
+
+Nothing is measured here: ``rayzero.stats`` (engine/stats.py) reads an engine. A value that was not or cannot be
+measured is None.
+
+[Note: clocks] All seconds are the host's. On CUDA the device runs behind the host, so passes and layers show what
+issuing their kernels took, and the device's time appears where the host waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Self, cast, get_args, get_type_hints
+
+from rayzero.quantities import count, format_bytes
+from rayzero.telemetry.tally import Copies, Durations, most
+
+
+def _together(a: Any, b: Any) -> Any:
+    """Two ranks' values of a field as one: numbers add up, texts agree or are "mixed"; None is not there."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, str):
+        return a if a == b else "mixed"
+    if isinstance(a, Mapping):
+        return {name: _together(a.get(name), b.get(name)) for name in {**a, **b}}
+    return a + b if isinstance(a, int | float) else a.merged(b)
+
+
+def _loaded(kind: Any, found: Any) -> Any:
+    """A field's value from JSON; ``kind`` is its annotation."""
+    if is_dataclass(kind):
+        kinds, make = get_type_hints(kind), cast(Callable[..., Any], kind)
+        return make(**{name: _loaded(kinds[name], value) for name, value in found.items()})
+    if isinstance(found, dict):
+        return {name: _loaded(get_args(kind)[1], value) for name, value in found.items()}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """Merges field by field."""
+
+    LARGEST: ClassVar[frozenset[str]] = frozenset()  # fields of which ranks' largest value counts; others add up
+
+    def merged(self, *others: Self) -> Self:
+        """All of them together; associative."""
+        result = self
+        for other in others:
+            pairs = {one.name: (getattr(result, one.name), getattr(other, one.name)) for one in fields(self)}
+            result = type(self)(
+                **{name: (most if name in self.LARGEST else _together)(*pair) for name, pair in pairs.items()}
+            )
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStats(_Merged):
+    """One unit's passes, without waits and without the units inside it. [Note: clocks]"""
+
+    forward: Durations = field(default_factory=Durations)
+    backward: Durations = field(default_factory=Durations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats(_Merged):
+    """Tokens of finished steps, as the loop counts them (``rayzero.count_tokens``). Rates of ranks add up."""
+
+    LARGEST = frozenset({"peak"})
+
+    tokens: int = 0
+    tokens_per_second: float | None = None  # all tokens over the seconds of the steps that had some
+    average: float | None = None  # moving: a new step counts a tenth
+    peak: float | None = None  # of one rank's fastest step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStats(_Merged):
+    """One direction between a rank and the owners. On CUDA fetches are not timed: the device makes their last copy."""
+
+    LARGEST = frozenset({"limit"})
+
+    copies: Copies = field(default_factory=Copies)  # of units: parameters that were then used, gradients
+    sent_bytes: int = 0  # all payload, as it travelled
+    original_bytes: int = 0  # the same before wire compression
+    limit: float | None = None  # bytes per second that the link was measured to carry
+
+    @property
+    def limit_share(self) -> float | None:
+        """Bandwidth of the copies over the link's measured limit; None if either was not measured."""
+        bandwidth = self.copies.bandwidth
+        return None if bandwidth is None or not self.limit else bandwidth / self.limit
+
+    @property
+    def stored_ratio(self) -> float | None:
+        """Bytes that travelled over original bytes: 0.5 for fp32 as bf16; None if none travelled."""
+        return self.sent_bytes / self.original_bytes if self.original_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchStats(_Merged):
+    """The prefetch: what it does now, and what became of its requests."""
+
+    LARGEST = frozenset({"depth", "limit"})
+
+    depth: int = 0  # units asked for ahead of the one in use
+    limit: int = 0  # prefetch_buffer_size; 0: nothing is prefetched
+    queued: int = 0  # units asked for whose version is not published yet
+    in_flight: int = 0  # units whose bytes are on their way
+    ready: int = 0  # units that are there and wait for their use
+    pending_bytes: int = 0  # of all three
+    hits: int = 0  # uses of units whose bytes were there
+    late: int = 0  # uses of units on their way
+    misses: int = 0  # uses of units that nobody had asked for
+    wasted: int = 0  # units that came and were dropped before a use
+    cancelled: int = 0  # units dropped on their way
+    late_seconds: float = 0.0  # waited for units that were late
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Hits over uses of units that were not up; None if there was none."""
+        uses = self.hits + self.late + self.misses
+        return self.hits / uses if uses else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats(_Merged):
+    """Parameters (elements) and bytes by tier: the rank's device, the rank's host memory, the owners.
+
+    Bytes are the rank's, of all models it has prepared. Of several ranks, device and host add up; limits and peaks are
+    those of the fullest rank, and the owners' bytes count once."""
+
+    LARGEST = frozenset({"parameters", "owner_bytes", "gathered_limit", "gathered_peak"}) | frozenset(
+        {"device_used", "device_peak", "host_used", "host_peak"}
+    )
+
+    parameters: int = 0  # of the model; the owners have all of them
+    device_parameters: int = 0  # gathered now
+    device_bytes: int = 0  # buffers for gathered parameters, on a CPU rank in host memory
+    host_parameters: int = 0  # of units that the user wrote and that are not gathered
+    host_bytes: int = 0  # staging, gradients, and those units
+    owner_bytes: int | None = None  # masters, states, published parameters; None if owners are in other processes
+    gathered_limit: int = 0  # bytes: gpu_param_memory_budget
+    gathered_peak: int = 0  # the most bytes of it in use
+    device_used: int | None = None  # CUDA: torch's allocated bytes
+    device_peak: int | None = None  # CUDA: the most of them in the process's life
+    host_used: int | None = None  # resident bytes of the process
+    host_peak: int | None = None  # the most of them in the process's life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed(_Merged):
+    """What one kind of action gave back: bytes by the measure that the action changes (engine/memory.py)."""
+
+    count: int = 0
+    bytes: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyStats(_Merged):
+    """Memory pressure, and what was done about it."""
+
+    LARGEST = frozenset({"threshold", "pressure", "pressure_peak", "depth_allowed"})
+
+    strategy: str = ""
+    threshold: float = 0.0  # pressure above which the prefetch gets shorter
+    pressure: float | None = None  # at the last reading
+    readings: int = 0
+    pressure_peak: float | None = None
+    pressure_sum: float = 0.0  # over readings
+    reading_seconds: float = 0.0  # that they took
+    depth_allowed: int = 0  # units ahead that pressure leaves of prefetch_buffer_size
+    evictions: int = 0  # units resharded because others needed their room
+    freed: Mapping[str, Freed] = field(default_factory=dict)  # by action
+
+    @property
+    def mean_pressure(self) -> float | None:
+        """Of all readings; None if there was none."""
+        return self.pressure_sum / self.readings if self.readings else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats(_Merged):
+    """What was measured of a prepared model since ``prepare()`` or the last reset. ``str()`` is a table for people."""
+
+    LARGEST = frozenset({"version"})
+
+    ranks: int = 1
+    seconds: float = 0.0  # since then, of all ranks; the phases add up to it
+    version: int = 0  # steps committed, those before a resume included
+    forwards: int = 0  # of the whole model, evaluations included
+    backwards: int = 0
+    steps: Durations = field(default_factory=Durations)  # from the end of one step() to the end of the next
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase (telemetry/names.py)
+    waits: Mapping[str, Durations] = field(default_factory=dict)  # when this rank stood still, by cause
+    layers: Mapping[str, LayerStats] = field(default_factory=dict)  # by unit
+    tokens: TokenStats = field(default_factory=TokenStats)
+    to_device: LinkStats = field(default_factory=LinkStats)  # parameters, owners to rank
+    to_host: LinkStats = field(default_factory=LinkStats)  # gradients, rank to owners
+    prefetch: PrefetchStats = field(default_factory=PrefetchStats)
+    update_seconds: float = 0.0  # from steps' commits to their last published weights
+    exposed_seconds: float = 0.0  # of these, what the rank waited
+    memory: MemoryStats = field(default_factory=MemoryStats)
+    strategy: StrategyStats = field(default_factory=StrategyStats)
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """The part of the updates that ran beside the rank's work; None before the second step."""
+        return 1 - self.exposed_seconds / self.update_seconds if self.update_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values, by name; ratios and means follow from them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Stats:
+        """The inverse of ``to_json``. Raises TypeError, KeyError or AttributeError for anything else."""
+        loaded: Stats = _loaded(cls, found)
+        return loaded
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# ---- for people -------------------------------------------------------------------------------------------------
+
+
+def _lines(stats: Stats) -> list[str]:
+    steps, tokens, prefetch, memory = stats.steps, stats.tokens, stats.prefetch, stats.memory
+    lines = [
+        f"{count(stats.ranks, 'rank')}, version {stats.version}, {_s(stats.seconds)}: {stats.forwards} forwards, "
+        f"{stats.backwards} backwards, {steps.count} steps",
+        f"step       mean {_s(steps.mean)}, {_s(steps.shortest)} to {_s(steps.longest)}",
+        "phases     " + ", ".join(f"{name} {_s(seconds)}" for name, seconds in stats.phases.items() if seconds),
+        "waits      " + ", ".join(f"{cause} {_s(w.total)} ({w.count})" for cause, w in stats.waits.items() if w.count),
+        f"tokens     {tokens.tokens:,}, {_rate(tokens.tokens_per_second)}, moving {_rate(tokens.average)}, "
+        f"peak {_rate(tokens.peak)}",
+        f"to device  {_link(stats.to_device)}",
+        f"to host    {_link(stats.to_host)}",
+        f"prefetch   depth {prefetch.depth} of {prefetch.limit}; {prefetch.queued} queued, {prefetch.in_flight} in "
+        f"flight, {prefetch.ready} ready; {prefetch.hits} hits, {prefetch.late} late ({_s(prefetch.late_seconds)}), "
+        f"{prefetch.misses} misses, {prefetch.wasted} wasted, {prefetch.cancelled} cancelled",
+        f"updates    {_share(stats.overlap_ratio)} beside the rank's work",
+        f"memory     {memory.device_parameters:,} of {memory.parameters:,} parameters gathered, buffers "
+        f"{format_bytes(memory.device_bytes)}; host {format_bytes(memory.host_bytes)}; owners "
+        f"{_bytes(memory.owner_bytes)}",
+        f"           gathered at most {format_bytes(memory.gathered_peak)} of {format_bytes(memory.gathered_limit)}; "
+        f"device peak {_bytes(memory.device_peak)}, process peak {_bytes(memory.host_peak)}",
+        f"pressure   {_share(stats.strategy.pressure)}, peak {_share(stats.strategy.pressure_peak)} "
+        f"({stats.strategy.strategy}, from {stats.strategy.threshold:.0%}); {stats.strategy.evictions} evictions",
+    ]
+    lines += [
+        f"freed      {name}: {_bytes(one.bytes)} in {_s(one.seconds)} ({one.count})"
+        for name, one in stats.strategy.freed.items()
+    ]
+    return lines + _layer_lines(stats.layers)
+
+
+def _layer_lines(layers: Mapping[str, LayerStats]) -> list[str]:
+    if not layers:
+        return []
+    width = max(len(name) for name in layers)
+    head = f"{'layer':<{width}}" + "".join(f"  {name:>10}" for name in ("forwards", "mean", "min", "max"))
+    head += "".join(f"  {name:>10}" for name in ("backwards", "mean", "min", "max"))
+    return ["", head] + [
+        f"{name:<{width}}{_durations(layer.forward)}{_durations(layer.backward)}" for name, layer in layers.items()
+    ]
+
+
+def _durations(found: Durations) -> str:
+    return f"  {found.count:>10}" + "".join(f"  {_s(one):>10}" for one in (found.mean, found.shortest, found.longest))
+
+
+def _link(link: LinkStats) -> str:
+    share = "" if link.limit_share is None else f", {link.limit_share:.0%} of the link"
+    return (
+        f"{link.copies.count} units, {format_bytes(link.copies.bytes)} at {_speed(link.copies.bandwidth)}, "
+        f"peak {_speed(link.copies.peak)}{share}; sent {format_bytes(link.sent_bytes)}"
+    )
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _s(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} tokens/s"
+
+
+def _speed(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.3g} GB/s"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

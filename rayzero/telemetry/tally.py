@@ -1,0 +1,132 @@
+"""Sums that grow where something happens: durations of events, and copies of bytes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Seconds of ``count`` events. ``shortest`` and ``longest`` are None while there was none."""
+
+    count: int = 0
+    total: float = 0.0
+    shortest: float | None = None
+    longest: float | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Seconds of one event on average; None while there was none."""
+        return self.total / self.count if self.count else None
+
+    def merged(self, other: Durations) -> Durations:
+        """The events of both; associative."""
+        return Durations(
+            count=self.count + other.count,
+            total=self.total + other.total,
+            shortest=least(self.shortest, other.shortest),
+            longest=most(self.longest, other.longest),
+        )
+
+
+class Tally:
+    """Adds up durations. One thread adds; any may read, and then sees an event that is just added in part."""
+
+    __slots__ = ("_count", "_longest", "_shortest", "_total")
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all events."""
+        self._count, self._total = 0, 0.0
+        self._shortest, self._longest = float("inf"), 0.0
+
+    def add(self, seconds: float) -> None:
+        """One event has taken ``seconds``."""
+        self._count += 1
+        self._total += seconds
+        if seconds < self._shortest:
+            self._shortest = seconds
+        if seconds > self._longest:
+            self._longest = seconds
+
+    @property
+    def value(self) -> Durations:
+        """All events so far."""
+        if not self._count:
+            return Durations()
+        return Durations(count=self._count, total=self._total, shortest=self._shortest, longest=self._longest)
+
+
+class CopyTally:
+    """Adds up copies of bytes in one direction. Any thread adds or reads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all copies."""
+        with self._lock:
+            self._copies = self._bytes = self._timed = 0
+            self._seconds, self._peak = 0.0, 0.0
+
+    def add(self, nbytes: int, seconds: float | None) -> None:
+        """One copy has ended. ``seconds``: None if its time is not known, as when a device makes it."""
+        with self._lock:
+            self._copies += 1
+            self._bytes += nbytes
+            if seconds is not None and seconds > 0:
+                self._timed += nbytes
+                self._seconds += seconds
+                self._peak = max(self._peak, nbytes / seconds)
+
+    @property
+    def value(self) -> Copies:
+        """All copies so far."""
+        with self._lock:
+            return Copies(
+                count=self._copies,
+                bytes=self._bytes,
+                timed_bytes=self._timed,
+                seconds=self._seconds,
+                peak=self._peak if self._timed else None,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """Copies in one direction. Those that run at the same time each count their own seconds."""
+
+    count: int = 0
+    bytes: int = 0
+    timed_bytes: int = 0  # of the copies whose seconds are known
+    seconds: float = 0.0
+    peak: float | None = None  # bytes per second of the fastest one
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second of one copy on average; None if none was timed."""
+        return self.timed_bytes / self.seconds if self.seconds else None
+
+    def merged(self, other: Copies) -> Copies:
+        """The copies of both; associative."""
+        return Copies(
+            count=self.count + other.count,
+            bytes=self.bytes + other.bytes,
+            timed_bytes=self.timed_bytes + other.timed_bytes,
+            seconds=self.seconds + other.seconds,
+            peak=most(self.peak, other.peak),
+        )
+
+
+def least(a: float | None, b: float | None) -> float | None:
+    """The smaller one; None counts as not there."""
+    return b if a is None else a if b is None else min(a, b)
+
+
+def most(a: float | None, b: float | None) -> float | None:
+    """The larger one; None counts as not there."""
+    return b if a is None else a if b is None else max(a, b)
