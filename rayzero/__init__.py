@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rayzero.engine.checkpoint.save import save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report
     from rayzero.engine.full_values import full_parameters, full_state_dict
+    from rayzero.engine.manager import OffloadManager
     from rayzero.engine.mean import mean_over_ranks
     from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
     from rayzero.engine.prepare import prepare
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HybridDeviceOptimizer",
+    "OffloadManager",
     "RankContext",
     "RayZeroError",
     "Result",
@@ -55,6 +57,7 @@ __all__ = [
 
 _HOMES = {
     "HybridDeviceOptimizer": "rayzero.hybrid",
+    "OffloadManager": "rayzero.engine.manager",
     "RankContext": "rayzero.engine.context",
     "RayZeroError": "rayzero.errors",
     "Result": "rayzero.cluster.trainer",

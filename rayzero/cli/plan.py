@@ -117,11 +117,14 @@ def format_plan(planned: RecipePlan) -> str:
     from rayzero.quantities import format_bytes
 
     recipe, device, bound = planned.of.recipe, planned.bytes.device, planned.bound
+    tensors = planned.of.parameters
     where = "GPU" if planned.hardware.hosts.on_gpu else "CPU rank"
     lines = [
         f"{recipe.model}, {planned.of.num_params:,} parameters in {count(len(planned.of.layout.units), 'unit')}, "
         f"{count(recipe.scaling.num_workers, 'rank')}, {count(recipe.scaling.num_optimizers, 'optimizer actor')}, "
         f"{recipe.zero.precision}",
+        f"  {count(tensors.total_parameters, 'tensor')} of {tensors.min_parameter_size:,} to "
+        f"{tensors.max_parameter_size:,} elements, median {tensors.median_parameter_size:,.0f}",
         "",
         f"bytes of each {where}      at rest {format_bytes(device.resting)}, forward "
         f"{format_bytes(device.resting + device.sums + device.forward)}, backward "

@@ -252,7 +252,8 @@ class Engine:
         """The model's own forward starts."""
         self._in_forward = True
         self.clock.enter("forward")
-        self.collector.drain()
+        if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
+            self.collector.drain()
         self.step_state.raise_if_failed()
         if self.registered is not None:
             self.registered.check()

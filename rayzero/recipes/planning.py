@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rayzero.activations.attach import match_modules
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
+from rayzero.engine.units.inventory import ModelParameters, ModelParameterStats
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
@@ -43,6 +44,7 @@ class RecipeWork:
     """A recipe's model, and the cost of one micro-batch."""
 
     recipe: RecipeConfig
+    parameters: ModelParameterStats
     layout: ModelLayout
     work: Work
     programs: Programs
@@ -50,7 +52,7 @@ class RecipeWork:
     @property
     def num_params(self) -> int:
         """Elements of all parameters."""
-        return sum(slot.numel for unit in self.layout.units for slot in unit.slots)
+        return self.parameters.total_elements
 
     @property
     def step_flops(self) -> int:
@@ -75,6 +77,7 @@ class RecipePlan:
         """As plain values."""
         return {
             "parameters": self.of.num_params,
+            "inventory": asdict(self.of.parameters),
             "units": len(self.of.layout.units),
             "bytes": self.bytes.to_json(),
             "bound": self.bound.to_json(),
@@ -95,11 +98,12 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
 
     with torch.device("meta"):
         model = build()
+        parameters = ModelParameters.from_module(model).get_statistics()
         layout = plan_units(model, recipe.zero_config).layout
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
     work = measure_work(build, loss, layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
     programs = Programs.between(imported, process_memory())
-    return RecipeWork(recipe=recipe, layout=layout, work=work, programs=programs)
+    return RecipeWork(recipe=recipe, parameters=parameters, layout=layout, work=work, programs=programs)
 
 
 def _offload(config: ZeroConfig) -> Offload | None:

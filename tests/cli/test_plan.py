@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -25,9 +26,17 @@ def test_a_plan_for_this_host_as_json() -> None:
     assert done.returncode == 0, done.stderr
     planned = json.loads(done.stdout)
     assert planned["units"] == 3
+    assert planned["inventory"]["total_elements"] == planned["parameters"]
+    assert 0 < planned["inventory"]["min_parameter_size"] < planned["inventory"]["median_parameter_size"]
     assert [host["ranks"] for host in planned["bytes"]["hosts"]] == [2]
     assert planned["bytes"]["device"]["peak"] > planned["bytes"]["device"]["parameters"] > 4 * 64 * 64
     assert planned["bound"]["seconds"] == max(planned["bound"][name] for name in ("compute", "update"))
+
+
+def test_a_plan_counts_the_models_tensors() -> None:
+    here = ["--memory", "10", "--flops", "1"]
+    done = CliRunner().invoke(app, ["plan", *SMALL, *here], catch_exceptions=False)
+    assert re.search(r"^  \d+ tensors of \d+ to [\d,]+ elements, median [\d,]+$", done.stdout, re.MULTILINE)
 
 
 def test_more_hosts_than_processes_are_one_line() -> None:

@@ -30,6 +30,17 @@ def test_documented_vectors() -> None:
     )
 
 
+def test_documented_vectors_of_modules() -> None:
+    layer = ModelParameters.from_module(nn.Linear(10, 5, bias=True))
+    assert layer.parameter_count == 55
+    found = ModelParameters()
+    found.add_parameter("layer1.weight", [512, 1024])
+    found.add_parameter("layer1.bias", [1024])
+    assert (found.total_parameters(), found.parameter_count) == (2, 525_312)
+    assert found.has_parameter("layer1.bias")
+    assert not found.has_parameter("layer2.bias")
+
+
 def test_a_scalar_counts_one_element_and_an_empty_model_is_all_zero() -> None:
     found = ModelParameters()
     assert found.get_statistics() == ModelParameterStats()

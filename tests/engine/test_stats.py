@@ -248,6 +248,16 @@ def test_layers_count_passes_and_not_recomputation(alone: RankContext) -> None:
     assert counts == {"root": (3, 2), "layers.0": (3, 2), "layers.1:frozen": (3, 0), "layers.2": (3, 2)}
 
 
+def test_a_whole_model_that_is_recomputed_has_one_forward(alone: RankContext) -> None:
+    model, _ = prepared(tight(Net()))
+    inputs, targets = tokens(0)
+    output = checkpoint(model, inputs, use_reentrant=False)
+    torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
+    found = rayzero.stats(model)
+    assert (found.forwards, found.backwards) == (1, 1)
+    assert {layer.forward.count for layer in found.layers.values()} == {1}
+
+
 def test_a_layers_time_leaves_out_waits_and_the_layers_inside(alone: RankContext) -> None:
     _, optimizer = prepared()
     root, inner = optimizer.engine.units[:2]

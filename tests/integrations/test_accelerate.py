@@ -71,6 +71,14 @@ def loop(
     return model, logged
 
 
+def test_an_accelerate_loop_has_stats(alone: RankContext) -> None:
+    model, logged = loop(ZeroAccelerator(zero_config=ZeroConfig()), seeded(Net), max_norm=None)
+    found = rayzero.stats(model)
+    assert found.steps.count == found.forwards == found.backwards == len(logged) == 12
+    assert found.layers["layers.0"].backward.count == 12
+    assert found.waits["push"].count > 0
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_a_loop_gives_the_same_bits(precision: str, accumulated: int, alone: RankContext) -> None:

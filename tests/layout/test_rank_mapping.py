@@ -21,6 +21,7 @@ def test_documented_vectors() -> None:
     assert mapping.communication_group([0, 1, 4, 5, 8, 9]) == [0, 1]
     assert mapping.local_to_global_partition(2) == 9
     assert (mapping.global_to_local_partition(9), mapping.global_to_local_partition(8)) == (2, None)
+    assert RankMapping(0, 4).owned_partitions(8) == [0, 4]
 
 
 @given(st.integers(1, 9), st.integers(0, 40))

@@ -72,7 +72,7 @@ class PassTimes:
 
     def end_forward(self) -> None:
         """The model's forward has ended."""
-        self.forwards += 1
+        self.forwards += graph_task_id() < 0  # a recomputation is part of its backward
         self._mark(self._clock())
 
     def begin_backward(self) -> None:
