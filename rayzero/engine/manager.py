@@ -66,8 +66,9 @@ class OffloadManager:
                 manager.optimizer_step()
             print(manager.get_performance_stats())
 
-    It is a thin face of ``rayzero.prepare``: the bits are those of the plain loop over what that returns, and both may
-    be mixed (``manager.model``, ``manager.optimizer``). Each call has an ``async`` twin. [Note: two forms]"""
+    It is a thin face of ``rayzero.prepare``, with the bits of the plain loop over what that returns: ``manager.model``
+    and ``manager.optimizer``, for evaluation, clipping, schedulers and checkpoints. Each call has an ``async`` twin.
+    [Note: two forms]"""
 
     def __init__(
         self,
@@ -256,7 +257,7 @@ class OffloadManager:
 
     def _free(self) -> dict[str, Freed]:
         engine = self._engine
-        saved = engine.resident and self._forwards > 0
+        saved = engine.resident and engine.passes.may_have_graph
         return engine.memory.free(None if saved else engine.cache, engine.activations)
 
     def adapt_performance(self) -> Adaptation:

@@ -71,7 +71,7 @@ class StepClock:
         """``step``: the number of the first step."""
         self._recorder = recorder
         self._clock = clock
-        self._step = step
+        self.step = step  # the open one
         self._phase = "data"
         self._began = self._since = self._entered = clock()
         self._spent = dict.fromkeys(PHASES, 0.0)
@@ -111,7 +111,7 @@ class StepClock:
         now = self._clock()
         self._spent[self._phase] += now - self._since
         if phase != self._phase:
-            self._recorder.spans.add("step", self._phase, self._entered, now, self._step)
+            self._recorder.spans.add("step", self._phase, self._entered, now, self.step)
             self._entered = now
         self._phase, self._since = phase, now
 
@@ -122,7 +122,7 @@ class StepClock:
         self.waiting += seconds
         if self._recorder.spans.wanted:
             end = self._clock() - ago
-            self._recorder.spans.add("wait", cause, end - seconds, end, self._step)
+            self._recorder.spans.add("wait", cause, end - seconds, end, self.step)
         self._spent[self._phase] -= seconds
         self._spent[_WAITS[cause]] += seconds
         if cause == "optimizer":
@@ -154,5 +154,5 @@ class StepClock:
         self.rate.step_over(took)
         self._recorder.set(STEP, steps)
         self._recorder.set(LAST_STEP_TIMESTAMP, time.time())
-        self._began, self._step = self._since, steps
+        self._began, self.step = self._since, steps
         self._spent = dict.fromkeys(PHASES, 0.0)

@@ -89,3 +89,27 @@ def test_compute_on_a_users_stream_sees_complete_weights(alone: RankContext) -> 
         output = model(batch(0)[0])
     stream.synchronize()
     assert torch.equal(output, expected)
+
+
+def test_a_manager_frees_device_memory_and_says_what_it_measured(alone: RankContext) -> None:
+    base = seeded(lambda: Net(num_layers=4, width=512)).cuda()
+    with rayzero.OffloadManager(ZeroConfig(prefetch_adaptive=False), None, base) as manager:
+        for step in range(3):
+            inputs, targets = batch(step)
+            loss = nn.functional.cross_entropy(manager.forward_pass(inputs).flatten(0, 1), targets.flatten())
+            manager.backward_pass(loss)
+            manager.optimizer_step()
+        with torch.no_grad():
+            manager.forward_pass(batch(0)[0])
+        found = manager.get_performance_stats()
+        assert found.memory.device_used == torch.cuda.memory_allocated()
+        assert found.memory.device_peak >= found.memory.gathered_peak
+        assert found.to_device.copies.bytes >= 3 * found.memory.parameters * 4
+        assert found.to_device.copies.timed_bytes == 0, "the device makes the last copy: the host has no time for it"
+        assert found.to_host.copies.timed_bytes == found.to_host.copies.bytes > 0
+        held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        freed = manager.force_memory_optimization()
+        assert freed["buffers"].bytes >= found.memory.gathered_peak
+        assert held - torch.cuda.memory_allocated() >= found.memory.gathered_peak
+        assert freed["device"].bytes == reserved - torch.cuda.memory_reserved()
+        assert manager.adapt_performance().link_to_device > 1e9

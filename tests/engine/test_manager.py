@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -220,6 +221,22 @@ def test_a_rate_given_to_the_step_holds_from_then_on(alone: RankContext) -> None
             manager.optimizer_step(-1)
 
 
+def test_clipping_and_checkpoints_take_the_managers_optimizer(alone: RankContext, tmp_path: Path) -> None:
+    base, states = seeded(Net), []
+    for resumed in (False, True):
+        resume = tmp_path / "step" if resumed else None
+        with OffloadManager(None, None, copy.deepcopy(base), adamw, resume=resume) as manager:
+            for step in range(1 if resumed else 0, 2):
+                inputs, targets = tokens(step)
+                manager.backward_pass(loss_of(manager.forward_pass(inputs), targets))
+                assert manager.optimizer.clip_grad_norm_(0.5) > 0.5
+                manager.optimizer_step()
+                if not resumed and step == 0:
+                    rayzero.save_checkpoint(manager.optimizer, tmp_path / "step", {})
+            states.append(rayzero.full_state_dict(manager.model))
+    assert same_bits(*states)
+
+
 def test_the_optimizer_is_adamw_or_the_one_given(alone: RankContext) -> None:
     assert OffloadManager(None, None, Net(), lr=0.5).optimizer.optimizer_class is torch.optim.AdamW
     assert OffloadManager(None, None, Net(), lr=0.5).optimizer.param_groups[0]["lr"] == 0.5
@@ -362,6 +379,15 @@ def test_units_that_a_graph_needs_stay_where_handles_do_not_protect_them(manager
     freed = manager.force_memory_optimization()
     assert "units" in freed
     assert all(unit.state is UnitState.SHARDED for unit in manager.optimizer.engine.units)
+
+
+def test_a_graph_made_without_the_manager_is_respected_too(manager: OffloadManager) -> None:
+    loss = token_loss(manager.model, tokens(0))
+    assert "units" not in manager.force_memory_optimization()
+    loss.backward()
+    part = manager.model.layers[0](torch.ones(2, 64)).sum()
+    manager.reset_state()
+    part.backward()
 
 
 def test_adapting_follows_the_pressure_of_now(alone: RankContext) -> None:

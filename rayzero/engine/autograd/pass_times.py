@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from rayzero.engine.private_torch import graph_task_id
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
@@ -40,6 +42,7 @@ class PassTimes:
         self._since = clock()  # backward has been working on the next unit
         self._waited = waits.waiting  # until then
         self._in_backward = False
+        self._graph_in = -1  # the last step in which a module ran with grad
         self.forward = [Tally() for _ in range(num_units)]
         self.backward = [Tally() for _ in range(num_units)]
         self.forwards = self.backwards = 0
@@ -52,7 +55,14 @@ class PassTimes:
 
     def opened(self) -> None:
         """A module's units are up; it begins to compute."""
+        if torch.is_grad_enabled():
+            self._graph_in = self._waits.step
         self._opened.append([self._clock(), self._waits.waiting, 0.0])
+
+    @property
+    def may_have_graph(self) -> bool:
+        """Whether autograd may have saved something in the open step."""
+        return self._graph_in == self._waits.step
 
     def closed(self, units: Sequence[ParamUnit], in_forward: bool) -> None:
         """The module has ended. ``in_forward``: the model's own forward is running."""
