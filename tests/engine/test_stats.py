@@ -371,6 +371,21 @@ def test_ranks_of_a_run_have_stats_without_an_exporter_and_merge() -> None:
     assert merged.steps.longest == max(rank.steps.longest for rank in ranks)
 
 
+def test_over_a_network_bytes_are_measured_and_the_links_limit_is_not() -> None:
+    base = seeded(Net)
+
+    def rank(context: RankContext) -> tuple[Stats, Any]:
+        model, optimizer = prepared(base=base)
+        train(model, optimizer, 2)
+        optimizer.clip_grad_norm_(1.0)
+        return rayzero.stats(model), measured_link(optimizer.engine)
+
+    ((found, link),) = run_ranks(rank, 1, 1, "grpc", config=ZeroConfig(transport="grpc"))
+    assert found.to_host.copies.bytes == found.to_host.original_bytes == found.to_host.sent_bytes > 0
+    assert found.to_host.stored_ratio == found.to_device.stored_ratio == 1.0
+    assert link is found.to_host.limit_share is None
+
+
 def test_a_model_that_was_not_prepared_and_wrong_counts_are_refused(alone: RankContext) -> None:
     with pytest.raises(UnsupportedError, match="was not prepared"):
         rayzero.stats(Net())
