@@ -77,7 +77,8 @@ def run_ranks(
         servers and with shared memory; or a function (rank, recorder, model) that connects a rank to owners of your
         own, where model is 0 for its first prepared model, 1 for its second, and so on.
     config: what ``rayzero.prepare`` uses if the loop gives it none. Its ``offload_fraction`` decides whether owners are
-        started beside the ranks.
+        started beside the ranks; its ``chunk_bytes``, ``wire_compression`` and ``broadcast`` say how bytes travel over
+        gRPC.
     resume, run_dir: what the ranks' contexts say.
     threads: torch threads of each rank process and of each owner.
     stall_timeout: seconds that a rank waits for a peer that makes no progress.
@@ -98,8 +99,9 @@ def run_ranks(
     if callable(transport):
         return _in_processes(fn, places, transport) if processes else _in_threads(fn, places, transport)
     share = SHARED_MEMORY if transport == "shm" else None
-    beside_ranks = device_owners(world_size, (config or ZeroConfig()).host_fraction)
-    owners = _local_owners if transport == "inproc" else partial(_served_owners, share)
+    settings = config or ZeroConfig()
+    beside_ranks = device_owners(world_size, settings.host_fraction)
+    owners = _local_owners if transport == "inproc" else partial(_served_owners, share, settings)
     with owners(num_optimizers, beside_ranks, threads, stall_timeout) as connect:
         return _in_processes(fn, places, connect) if processes else _in_threads(fn, places, connect)
 
@@ -194,6 +196,7 @@ class _Addresses:
     token: str
     stall_timeout: float
     share: Path | None
+    config: ZeroConfig
 
     def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
         from rayzero.store.rank.remote import RemoteConnection
@@ -205,6 +208,9 @@ class _Addresses:
                 self.addresses,
                 token=self.token,
                 stall_timeout=self.stall_timeout,
+                chunk_bytes=self.config.chunk_bytes,
+                wire_compression=self.config.wire_compression,
+                broadcast=self.config.broadcast,
                 share=self.share,
                 recorder=recorder,
                 model=model,
@@ -214,7 +220,7 @@ class _Addresses:
 
 @contextmanager
 def _served_owners(
-    share: Path | None, num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float
+    share: Path | None, config: ZeroConfig, num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float
 ) -> Iterator[Connect]:
     from rayzero.store.owner.hosted import HostedModels
     from rayzero.store.owner.server import serve_models
@@ -232,7 +238,7 @@ def _served_owners(
         addresses = tuple(server.address for server in servers)
         for server in servers:
             server.connect_peers(addresses)
-        yield _Addresses(addresses, token, stall_timeout, share)
+        yield _Addresses(addresses, token, stall_timeout, share, config)
 
 
 def _outcome(fn: Loop[Any], context: RankContext) -> _Outcome:

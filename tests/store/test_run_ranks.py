@@ -14,9 +14,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import rayzero
+from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError, RayZeroError
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import _PRELOADED, run_ranks
 
 _STALL_S = 60.0
@@ -110,3 +113,25 @@ def test_what_ranks_are_forked_with_has_started_no_thread_of_torchs() -> None:
     code += "print(len(os.listdir('/proc/self/task')) - before)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"
+
+
+def _pushed(ctx: RankContext) -> tuple[float, float]:
+    model = torch.nn.Linear(512, 64)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(2, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(ctx.recorder, MemoryRecorder)
+    return (
+        ctx.recorder.total(TRANSFER_BYTES, direction="push", transport="grpc"),
+        ctx.recorder.total(TRANSFER_RAW_BYTES, direction="push"),
+    )
+
+
+@pytest.mark.parametrize(("compression", "part"), [("none", 1.0), ("bf16", 0.5), ("int8", 260 / 1024)])
+def test_bytes_travel_as_the_config_says(compression: Literal["none", "bf16", "int8"], part: float) -> None:
+    config = ZeroConfig(wire_compression=compression)
+    ((sent, raw),) = run_ranks(_pushed, 1, 1, "grpc", config=config)
+    assert raw > 2 * 4 * 512 * 64
+    assert sent == pytest.approx(part * raw, rel=0.01)
