@@ -42,8 +42,42 @@ HYPER: Hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 
 OPTIONS = AdamOptions.from_hyper(HYPER, decoupled=True)
 SHARD = 1 << 21  # elements: the size of a shard by default
 LIMIT, ONE_BLOCK, SHARDS = "limit", "native, one block", "native, 2M-element shards by AdamRule"
-TORCH, TORCH_OPTIM, DEEPSPEED = "torch kernel, one block", "torch.optim.AdamW(fused=True)", "DeepSpeedCPUAdam"
+CODED_BLOCK = "native, moments {}"
+TORCH, TORCH_OPTIM = "torch kernel, one block", "torch.optim.AdamW(fused=True)"
 MOST_DISTURBED = 0.05  # share of the machine that others may take in a round
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another library's optimizer, which this benchmark runs where it is installed."""
+
+    name: str
+    module: str
+    attribute: str
+    param_bytes: float  # least memory traffic per parameter
+    over: str  # our path that it is compared with
+
+    def find(self) -> Callable[..., torch.optim.Optimizer] | None:
+        """The class, after its first use, which may compile an extension or a graph; None if it is not installed."""
+        with contextlib.redirect_stdout(sys.stderr):  # they print
+            try:
+                found: Callable[..., torch.optim.Optimizer] = getattr(
+                    importlib.import_module(self.module), self.attribute
+                )
+            except ImportError:
+                return None
+            parameter = torch.nn.Parameter(torch.zeros(8192))
+            parameter.grad = torch.zeros(8192)
+            found([parameter], **HYPER).step()
+        return found
+
+
+_EIGHT_BITS = 2 * (4 + 2 * (1 + 4 / 256)) + 4  # a scale for each 256 codes
+PEERS = (
+    Peer("DeepSpeedCPUAdam", "deepspeed.ops.adam", "DeepSpeedCPUAdam", 28, ONE_BLOCK),
+    Peer("torchao AdamW8bit", "torchao.optim", "AdamW8bit", _EIGHT_BITS, CODED_BLOCK.format("int8")),
+    Peer("bitsandbytes AdamW8bit", "bitsandbytes.optim", "AdamW8bit", _EIGHT_BITS, CODED_BLOCK.format("int8")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +170,9 @@ def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWor
     )
 
 
-def optimizer_path(name: str, make: Callable[..., torch.optim.Optimizer], memory: AdamMemory, gradient: Tensor) -> Path:
+def optimizer_path(
+    name: str, make: Callable[..., torch.optim.Optimizer], memory: AdamMemory, gradient: Tensor, param_bytes: float = 28
+) -> Path:
     """The path of an optimizer that needs whole fp32 gradients: upcast, step, downcast."""
     assert memory.params is not None
     params, parameter = memory.params, torch.nn.Parameter(memory.master)
@@ -148,18 +184,7 @@ def optimizer_path(name: str, make: Callable[..., torch.optim.Optimizer], memory
         optimizer.step()
         params.copy_(parameter.detach())
 
-    return Path(name=name, param_bytes=28, run=run)
-
-
-def find_deepspeed() -> Callable[..., torch.optim.Optimizer] | None:
-    """DeepSpeed's optimizer, after its first use, which compiles its extension; None if it is not installed."""
-    with contextlib.redirect_stdout(sys.stderr):  # it prints
-        try:
-            found: Callable[..., torch.optim.Optimizer] = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-        except ImportError:
-            return None
-        found([torch.nn.Parameter(torch.zeros(64))])
-    return found
+    return Path(name=name, param_bytes=param_bytes, run=run)
 
 
 def quiet(done: int, total: int) -> None:
@@ -170,21 +195,25 @@ def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bo
     """All paths that this machine can run, the limit first."""
     gradient = torch.randn(count).to(torch.bfloat16)
     isas = [native.ISAS[isa] for isa in library.isas[:-1]] if all_isas else []
-    block, deepspeed = make_memory(count), find_deepspeed()
-    peers = [(TORCH_OPTIM, partial(torch.optim.AdamW, fused=True)), (DEEPSPEED, deepspeed)]
+    block = make_memory(count)
     return [
         limit_path(library, count, threads),
         kernel_path(ONE_BLOCK, NativeKernel(threads=threads), block, gradient),
         shards_path(gradient),
         *(
             kernel_path(
-                f"native, moments {kept}", NativeKernel(threads=threads), make_memory(count, kept), gradient, kept
+                CODED_BLOCK.format(kept), NativeKernel(threads=threads), make_memory(count, kept), gradient, kept
             )
             for kept in CODED
         ),
         *(kernel_path(f"native {isa}", NativeKernel(threads=threads, isa=isa), block, gradient) for isa in isas),
         kernel_path(TORCH, TorchKernel(threads=threads), make_memory(count), gradient),
-        *(optimizer_path(name, make, make_memory(count), gradient) for name, make in peers if make is not None),
+        optimizer_path(TORCH_OPTIM, partial(torch.optim.AdamW, fused=True), make_memory(count), gradient),
+        *(
+            optimizer_path(peer.name, make, make_memory(count), gradient, peer.param_bytes)
+            for peer in PEERS
+            if (make := peer.find()) is not None
+        ),
     ]
 
 
@@ -239,16 +268,16 @@ def measure(
         seconds, others = play(paths, rounds, patience_s)
     finally:
         torch.set_num_threads(before)
-    names = {path.name for path in paths}
+    names, compared = {path.name for path in paths}, {TORCH_OPTIM: ONE_BLOCK} | {peer.name: peer.over for peer in PEERS}
     found: dict[str, Any] = plain(
         facts
         | {"mparams": mparams, "threads": threads, "rounds": rounds, "isa": NativeKernel().isa}
         | {"others": Spread.of(others), "rows": [row_of(path, paths[0], count, seconds) for path in paths]}
-        | {"absent": {} if DEEPSPEED in names else {DEEPSPEED: "not installed"}}
+        | {"absent": {peer.name: "not installed" for peer in PEERS if peer.name not in names}}
         | {
-            "native_over": {
-                name: Spread.of(times[name] / times[ONE_BLOCK] for times in seconds)
-                for name in (TORCH_OPTIM, DEEPSPEED)
+            "ours_over": {
+                name: Spread.of(times[name] / times[ours] for times in seconds)
+                for name, ours in compared.items()
                 if name in names
             }
         }
@@ -261,7 +290,7 @@ def measure(
 
 def text_of(found: dict[str, Any]) -> str:
     """The figures as a table for people."""
-    apart = ("rows", "absent", "native_over", "others")
+    apart = ("rows", "absent", "ours_over", "others")
     lines = [", ".join(f"{name} {value}" for name, value in found.items() if name not in apart)]
     lines.append(f"others took {Spread(**found['others']).text(100, 0)} % of the machine")
     for row in found["rows"]:
@@ -271,7 +300,7 @@ def text_of(found: dict[str, Any]) -> str:
             f"{part.text()} of the limit"
         )
     lines += [f"  {name:38} {why}" for name, why in found["absent"].items()]
-    lines += [f"  native, one block: {Spread(**r).text()} x {name}" for name, r in found["native_over"].items()]
+    lines += [f"  ours is {Spread(**r).text()} x as fast as {name}" for name, r in found["ours_over"].items()]
     return "\n".join(lines)
 
 
