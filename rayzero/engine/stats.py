@@ -65,7 +65,7 @@ def count_tokens(model: nn.Module, tokens: int, samples: int = 0) -> None:
     From these come the tokens per second of ``rayzero.stats`` and of the dashboards. Raises ConfigError for negative
     numbers, UnsupportedError for a model that was not prepared."""
     if tokens < 0 or samples < 0:
-        raise ConfigError(f"count_tokens() takes numbers >= 0, got {tokens} tokens and {samples} samples")
+        raise ConfigError(f"count_tokens() takes numbers >= 0, got tokens={tokens} and samples={samples}")
     engine_of(model).clock.count(tokens, samples)
 
 

@@ -230,8 +230,8 @@ class Stats(_Merged):
 def _lines(stats: Stats) -> list[str]:
     steps, tokens, prefetch, memory = stats.steps, stats.tokens, stats.prefetch, stats.memory
     lines = [
-        f"{count(stats.ranks, 'rank')}, version {stats.version}, {_s(stats.seconds)}: {stats.forwards} forwards, "
-        f"{stats.backwards} backwards, {steps.count} steps",
+        f"{count(stats.ranks, 'rank')}, version {stats.version}, {_s(stats.seconds)}: "
+        f"{count(stats.forwards, 'forward')}, {count(stats.backwards, 'backward')}, {count(steps.count, 'step')}",
         f"step       mean {_s(steps.mean)}, {_s(steps.shortest)} to {_s(steps.longest)}",
         "phases     " + ", ".join(f"{name} {_s(seconds)}" for name, seconds in stats.phases.items() if seconds),
         "waits      " + ", ".join(f"{cause} {_s(w.total)} ({w.count})" for cause, w in stats.waits.items() if w.count),
@@ -276,7 +276,7 @@ def _durations(found: Durations) -> str:
 def _link(link: LinkStats) -> str:
     share = "" if link.limit_share is None else f", {link.limit_share:.0%} of the link"
     return (
-        f"{link.copies.count} units, {format_bytes(link.copies.bytes)} at {_speed(link.copies.bandwidth)}, "
+        f"{count(link.copies.count, 'unit')}, {format_bytes(link.copies.bytes)} at {_speed(link.copies.bandwidth)}, "
         f"peak {_speed(link.copies.peak)}{share}; sent {format_bytes(link.sent_bytes)}"
     )
 

@@ -55,6 +55,8 @@ def test_sigterm_ends_the_run_and_not_the_cluster(cluster, tmp_path):
     assert still_there(members, timeout_s=20) == []
     assert not any(listens(address) for address in record["routing"]["addresses"])
     assert read_record(tmp_path / "script")["state"] == "stopped"
+    ended = sorted(path.name for path in (tmp_path / "script").glob("ended-*"))
+    assert ended == ["ended-0", "ended-1"], "the loops' finally ran"
     raylets = [process for process in cluster.processes if process.name() in ("raylet", "gcs_server")]
     assert len(raylets) == 3
     assert all(process.is_running() for process in raylets)
