@@ -23,6 +23,7 @@ from rayzero.checkpoint.files import fields
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl
 from rayzero.errors import CheckpointError, RayZeroError
 from rayzero.files import parse_json
+from rayzero.kernels.moments import CODED, packed_bytes
 from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_name
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSpec, canonical_json
 
@@ -54,6 +55,13 @@ class Piece:
     shape: tuple[int, ...]  # of the whole parameter
     dtype: str
     sha256: str  # of the piece's bytes
+    moments: str = ""  # how the values are kept, if they are packed codes (kernels/moments.py); their dtype is uint8
+
+    @property
+    def decl(self) -> TensorDecl:
+        """What the file must hold."""
+        numel = self.stop - self.start
+        return TensorDecl((packed_bytes(self.moments, numel) if self.moments else numel,), DTYPES[self.dtype])
 
     @classmethod
     def from_content(cls, file: str, tensor: str, content: Mapping[str, Any]) -> Piece:
@@ -69,6 +77,7 @@ class Piece:
             shape=fields.shape(fields.get(content, "shape"), "shape"),
             dtype=fields.dtype(fields.get(content, "dtype"), "dtype"),
             sha256=fields.sha256(fields.get(content, "sha256"), "sha256"),
+            moments=_moments(content.get("moments", "")),
         )
 
 
@@ -112,7 +121,9 @@ class Manifest:
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, TensorDecl]]:
         """File name -> the tensors it must hold, by name. Raises ValueError if an entry lacks a shape or dtype."""
-        owned = {entry.name: {name: _range_of(c) for name, c in entry.content.items()} for entry in self.owner_files}
+        owned: dict[str, dict[str, TensorDecl]] = {entry.name: {} for entry in self.owner_files}
+        for piece in (piece for pieces in self.pieces.values() for piece in pieces):
+            owned[piece.file][piece.tensor] = piece.decl
         whole = {entry.name: {name: _whole_of(c) for name, c in entry.content.items()} for entry in self.rank_files}
         return owned | whole
 
@@ -162,7 +173,8 @@ class Manifest:
                 f"expected element ranges {reprlib.repr(grid)}, got {reprlib.repr(cuts)}"
             )
         for piece in pieces:
-            if (piece.shape, piece.dtype) != (slot.shape, dtype):
+            packed = bool(piece.moments) and kind not in (COMPUTE, MASTER)
+            if (piece.shape, piece.dtype) != (slot.shape, "uint8" if packed else dtype):
                 raise CheckpointError(
                     f"step {self.step}: {kind} of {slot.name!r} is {reprlib.repr(piece.dtype)} of shape {piece.shape} "
                     f"in {piece.file}, and must be {dtype} of shape {slot.shape}"
@@ -240,6 +252,12 @@ class Manifest:
         return manifest
 
 
+def _moments(value: object) -> str:
+    if value and value not in CODED:
+        raise ValueError(f"moments must be one of {', '.join(CODED)}, not {reprlib.repr(value)}")
+    return str(value)
+
+
 def _start_of(claimed: object) -> str:
     """The first 12 digits of a hash, for messages; of anything else, its short repr."""
     return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
@@ -254,11 +272,6 @@ def _entries(described: Mapping[str, Any], key: str, file_name: Callable[[int], 
         raise ValueError(f"{key} have the names {reprlib.repr(given)}, and must have {reprlib.repr(names)}")
     by_name = dict(zip(given, found, strict=True))
     return tuple(fields.file_entry(name, by_name[name]) for name in names)
-
-
-def _range_of(content: Mapping[str, Any]) -> TensorDecl:
-    """The declaration of an owner's tensor, which is a 1D range of a parameter."""
-    return TensorDecl((content["stop"] - content["start"],), DTYPES[content["dtype"]])
 
 
 def _whole_of(content: Mapping[str, Any]) -> TensorDecl:

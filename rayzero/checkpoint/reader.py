@@ -18,6 +18,7 @@ from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece, slots_of
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json, read_text, regular_size
+from rayzero.kernels.moments import unpack
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.protocol.messages import FileEntry, Hyper, ModelSpec
 from rayzero.quantities import count
@@ -98,9 +99,9 @@ class CheckpointReader:
     def read_slice(self, param: str, kind: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of ``param`` in C order: 1D, fp32 ("compute" has the parameter's dtype).
 
-        Do not write to the result: a range inside one piece is a view of the mapped file. Beside the range, a read
-        needs memory for one chunk of 1,048,576 elements. Raises CheckpointError if the checkpoint does not hold the
-        range or if bytes do not match their hash."""
+        Do not write to the result: a range inside one piece is a view of the mapped file, unless it is kept in codes.
+        Beside the range, a read needs memory for one chunk of 1,048,576 elements. Raises CheckpointError if the
+        checkpoint does not hold the range or if bytes do not match their hash."""
         parts = list(self._parts(param, kind, start, stop))
         if len(parts) == 1:
             return parts[0]
@@ -126,6 +127,8 @@ class CheckpointReader:
         flat = self._file(piece.file).flat(piece.tensor)
         if (piece.file, piece.tensor) not in self._verified:
             self._verify_piece(piece, flat)
+        if piece.moments:
+            return unpack(flat, piece.moments, start, stop, is_root=piece.kind == "exp_avg_sq")
         return flat[start:stop]
 
     def _verify_piece(self, piece: Piece, flat: Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import TensorFileWriter, declare, fsync_directory
+from rayzero.checkpoint.files.tensor_file import DeferredTensor, TensorFileWriter, declare, fsync_directory
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.layout.model_layout import dtype_name
@@ -175,13 +175,17 @@ def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
 
 
 def write_tensors(
-    directory_staging: Path, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, Mapping[str, Any]]
+    directory_staging: Path,
+    name: str,
+    tensors: Mapping[str, Tensor | DeferredTensor],
+    content: Mapping[str, Mapping[str, Any]],
 ) -> FileEntry:
     """Write and fsync one safetensors file in a staging directory, which is made if it is missing.
 
     ``tensors``: by name, of any shape and any dtype that safetensors has; contiguous CPU tensors are written without a
-    copy. ``content``: per tensor, the fields of a ``Piece`` but ``dtype`` and ``sha256``, which are added here; other
-    keys are kept. Raises CheckpointWriteError if the file cannot be written, UnsupportedError for another dtype.
+    copy, deferred ones are made one at a time. ``content``: per tensor, the fields of a ``Piece`` but ``dtype`` and
+    ``sha256``, which are added here; other keys are kept. Raises CheckpointWriteError if the file cannot be written,
+    UnsupportedError for another dtype.
     """
     return _write_file(directory_staging, name, tensors, content, {})
 
@@ -205,7 +209,7 @@ def write_rank_state(
             f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, everything else as plain "
             "values"
         ) from exc
-    named = {STATE + key: value for key, value in tensors.items()}
+    named: dict[str, Tensor | DeferredTensor] = {STATE + key: value for key, value in tensors.items()}
     named |= {BUFFER + key: value for key, value in (buffers or {}).items()}
     return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata)
 
@@ -218,7 +222,7 @@ def unwritten(rank: int, why: str) -> FileEntry:
 def _write_file(
     staging: Path,
     name: str,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     content: Mapping[str, Mapping[str, Any]],
     metadata: Mapping[str, str],
 ) -> FileEntry:
@@ -236,7 +240,7 @@ def _write_file(
     return FileEntry(name=name, size_bytes=file.size_bytes, sha256=file.file_sha256, content=described)
 
 
-def _begin(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> TensorFileWriter:
+def _begin(path: Path, tensors: Mapping[str, Tensor | DeferredTensor], metadata: Mapping[str, str]) -> TensorFileWriter:
     """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
     empty."""
     tries = 1
@@ -250,10 +254,11 @@ def _begin(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
             tries += 1
 
 
-def _stream(file: TensorFileWriter, tensors: Mapping[str, Tensor]) -> TensorFileWriter:
+def _stream(file: TensorFileWriter, tensors: Mapping[str, Tensor | DeferredTensor]) -> TensorFileWriter:
     with file:
         for key in file.order:
-            file.write(key, [tensors[key]])
+            value = tensors[key]
+            file.write(key, [value.make() if isinstance(value, DeferredTensor) else value])
     return file
 
 

@@ -29,7 +29,7 @@ class CpuCompressionMethod(_NamedChoice):
     LOSSLESS = "lossless"
 
     def ratio(self) -> float:
-        """Nominal stored bytes per original byte, for plans. The ratio that a codec measures may differ."""
+        """Stored bytes per original byte of fp32 weights. A lossless ratio is of normally distributed ones."""
         return _COMPRESSION[self][0]
 
     def is_lossy(self) -> bool:
@@ -45,9 +45,9 @@ _COMPRESSION = {
     CpuCompressionMethod.NONE: (1.0, False, "stored as it is"),
     CpuCompressionMethod.FP16: (0.5, True, "stored as 16-bit IEEE floats"),
     CpuCompressionMethod.BF16: (0.5, True, "stored as bfloat16"),
-    CpuCompressionMethod.INT8: (0.25, True, "stored as 8-bit integers with a scale"),
-    CpuCompressionMethod.QUANTIZATION: (0.25, True, "stored as 8-bit codes with a scale per block"),
-    CpuCompressionMethod.LOSSLESS: (0.7, False, "stored by a lossless code; decodes to the same bits"),
+    CpuCompressionMethod.INT8: (260 / 1024, True, "stored as 8-bit integers with a scale per block"),
+    CpuCompressionMethod.QUANTIZATION: (140 / 1024, True, "stored as 4-bit integers with two scales per block"),
+    CpuCompressionMethod.LOSSLESS: (0.83, False, "stored by a lossless code; decodes to the same bits"),
 }
 
 

@@ -23,6 +23,7 @@ Transport = Literal["auto", "inproc", "grpc", "shm"]
 Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 Kernel = Literal["auto", "native", "torch", "reference"]
 Moments = Literal["fp32", "bf16", "int8"]
+CheckpointMoments = Literal["fp32", "kept"]
 WireCompression = Literal["none", "bf16", "int8"]
 Broadcast = Literal["pull", "push"]
 
@@ -96,7 +97,11 @@ class ZeroConfig(ConfigModel):
     """True: staging buffers are page-locked when the rank's device is CUDA. On a CPU rank there is no staging copy."""
 
     cpu_compression: CpuCompressionMethod = CpuCompressionMethod.NONE
-    """How tensors on the host are compressed. Anything but "none" is refused by name for now."""
+    """How owners keep the parameters of frozen units, and how these travel: ranks decode them. Parameters whose dtype
+    the method does not make smaller (bf16 by "bf16") stay as they are. A lossy method replaces the values: also
+    full_state_dict, checkpoints and exports have what it kept, and ``frozen_masters`` has no effect. Trained parameters
+    stay exact; ``moments`` compresses their optimizer states, ``wire_compression`` gradients on the way,
+    ``ActivationOffload`` activations."""
 
     auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
     """How measured memory pressure reduces the prefetch depth (memory/pressure.py)."""
@@ -164,6 +169,11 @@ class ZeroConfig(ConfigModel):
     "int8": in codes of 2 bytes or 1, with a scale for each 64 (kernels/moments.py): with its master the optimizer takes
     8.1 or 6.1 bytes a parameter instead of 12, and updates move fewer bytes. For Adam and AdamW, without amsgrad."""
 
+    checkpoint_moments: CheckpointMoments = "fp32"
+    """How checkpoints hold Adam's moments. "fp32": decoded, for any reader of safetensors. "kept": as owners keep them,
+    so that with moments="int8" a checkpoint has 6.1 bytes a parameter instead of 12. Either resumes with any
+    ``moments``, bit for bit with the same ones."""
+
     chunk_bytes: Size = 2 * MIB
     """Bytes of payload in one gRPC message."""
 
@@ -222,6 +232,7 @@ class ZeroConfig(ConfigModel):
             stall_timeout: float = ...,
             kernel: Kernel = ...,
             moments: Moments = ...,
+            checkpoint_moments: CheckpointMoments = ...,
             chunk_bytes: int | str = ...,
             wire_compression: WireCompression = ...,
             broadcast: Broadcast = ...,
@@ -276,12 +287,12 @@ class ZeroConfig(ConfigModel):
 
     @property
     def compression_ratio(self) -> float:
-        """Nominal stored bytes per original byte under ``cpu_compression``."""
+        """Stored bytes per original byte of fp32 weights under ``cpu_compression``, as its codec measures."""
         return self.cpu_compression.ratio()
 
     @property
     def effective_cpu_memory_budget(self) -> int:
-        """Bytes of uncompressed tensors that fit in ``cpu_memory_budget``, rounded down."""
+        """Bytes of fp32 weights that fit in ``cpu_memory_budget`` under ``cpu_compression``, rounded down."""
         return math.floor(self.cpu_memory_budget / Fraction(str(self.compression_ratio)))
 
     def require_supported(self) -> None:
@@ -289,10 +300,6 @@ class ZeroConfig(ConfigModel):
         for field, value, instead in _NOT_YET:
             if getattr(self, field) == value:
                 raise UnsupportedError(f"{field}={_plain(value)} is not supported yet; {instead}")
-        if self.cpu_compression is not CpuCompressionMethod.NONE:
-            raise UnsupportedError(
-                f"cpu_compression={_plain(self.cpu_compression)} is not supported yet; use cpu_compression='none'"
-            )
 
     # Fluent setters: each returns a new, checked config.
 

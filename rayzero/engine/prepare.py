@@ -15,7 +15,9 @@ from torch import nn
 
 from rayzero.activations.attach import match_modules
 from rayzero.checkpoint.weights import Weights, WeightSource
-from rayzero.config import ZeroConfig
+from rayzero.codecs import CODECS
+from rayzero.codecs.record import codec_of
+from rayzero.config import CpuCompressionMethod, ZeroConfig
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
@@ -44,6 +46,7 @@ from rayzero.memory.planner import FP32
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
+from rayzero.quantities import count
 from rayzero.telemetry.recorder import LaterModelRecorder, Recorder
 
 log = logging.getLogger(__name__)
@@ -113,7 +116,9 @@ def prepare(
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     _tell_fraction(plan.layout, config, context.rank)
-    _tell_rounded(plan.layout, dict(model.named_parameters()), context.rank)
+    if context.rank == 0:
+        _tell_coded(plan.layout, config)
+        _tell_rounded(plan.layout, dict(model.named_parameters()))
     check_resume(checkpoint, model)
     start = Start(model, plan, context.rank, checkpoint, _as_weights(weights), init)
     params = {name: p for name, p in model.named_parameters()}
@@ -227,20 +232,41 @@ def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
     )
 
 
-def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter], rank: int) -> None:
+def _tell_coded(layout: ModelLayout, config: ZeroConfig) -> None:
+    """Warn of frozen parameters whose values a lossy ``cpu_compression`` replaces, and of one that has no effect."""
+    coded = [unit for unit in layout.units if unit.is_coded]
+    if coded and config.cpu_compression.is_lossy():
+        log.warning(
+            "cpu_compression=%r replaces the values of %s (%s elements): full_state_dict, checkpoints and exports have "
+            "what it kept; with cpu_compression='lossless' nothing is lost",
+            config.cpu_compression.value,
+            count(sum(len(unit.slots) for unit in coded), "frozen parameter"),
+            f"{sum(slot.numel for unit in coded for slot in unit.slots):,}",
+        )
+    if not coded and config.cpu_compression is not CpuCompressionMethod.NONE:
+        frozen = any(not unit.trainable for unit in layout.units)
+        log.warning(
+            "cpu_compression=%r has no effect: %s",
+            config.cpu_compression.value,
+            "it does not make the frozen parameters' dtype smaller" if frozen else "the model has no frozen parameters",
+        )
+
+
+def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter]) -> None:
     """Warn of frozen parameters whose fp32 values are lost (``frozen_masters=False``)."""
-    frozen = [(slot, unit) for unit in layout.units if not unit.has_master for slot in unit.slots]
+    exact = [unit for unit in layout.units if not unit.has_master and not codec_of(unit).lossy]
+    frozen = [(slot, unit) for unit in exact for slot in unit.slots]
     rounded = [(slot, unit) for slot, unit in frozen if loses_bits(params[slot.name].dtype, unit.dtype)]
-    if rounded and rank == 0:
-        count, numel = len(rounded), sum(slot.numel for slot, _ in rounded)
+    if rounded:
+        many, numel = len(rounded), sum(slot.numel for slot, _ in rounded)
         log.warning(
             "frozen_masters=False: %d frozen parameter%s (%d elements, %d bytes in fp32) %s rounded to %s, also in "
             "full_state_dict, checkpoints and exports; with frozen_masters=True the owners keep them exactly",
-            count,
-            "s" if count > 1 else "",
+            many,
+            "s" if many > 1 else "",
             numel,
             numel * FP32,
-            "are" if count > 1 else "is",
+            "are" if many > 1 else "is",
             dtype_name(rounded[0][1].dtype),
         )
 
@@ -274,6 +300,7 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
 
 def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = None) -> UnitPlan:
     """The unit plan of a model under a config. units: overrides the config's."""
+    codec = CODECS[config.cpu_compression]
     return build_layout(
         model,
         units=config.units if units is None else units,
@@ -281,7 +308,8 @@ def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = No
         shard_bytes=config.shard_bytes,
         compute_dtype=COMPUTE_DTYPES[config.precision],
         keep_fp32=config.keep_fp32,
-        frozen_masters=config.frozen_masters,
+        frozen_masters=config.frozen_masters and not codec.lossy,
+        frozen_codec=codec.name,
     )
 
 
@@ -308,6 +336,7 @@ def _spec(
         shard_map=config.shard_map,
         kernel=config.kernel,
         moments=config.moments,
+        checkpoint_moments=config.checkpoint_moments,
         offload_fraction=config.host_fraction,
         restore_from=None if resume is None else str(resume),
     )

@@ -43,6 +43,24 @@ def moment_bytes(moments: str) -> float:
     return CODED[moments].itemsize + _SCALE_BYTES / BLOCK if moments in CODED else 4.0
 
 
+def packed_bytes(moments: str, numel: int) -> int:
+    """Bytes of ``numel`` values that begin a block, packed: the scales, then the codes, of whole blocks."""
+    blocks = -(-numel // BLOCK)
+    return blocks * (_SCALE_BYTES + BLOCK * CODED[moments].itemsize)
+
+
+def unpack(packed: Tensor, moments: str, start: int, stop: int, *, is_root: bool) -> Tensor:
+    """Values ``start`` to ``stop`` of a packed moment (1D uint8): 1D fp32."""
+    code = CODED[moments]
+    blocks = packed.numel() // (_SCALE_BYTES + BLOCK * code.itemsize)
+    scales = packed[: blocks * _SCALE_BYTES].view(torch.float32)
+    codes = packed[blocks * _SCALE_BYTES :].view(code)
+    first, end = start // BLOCK, -(-stop // BLOCK)
+    values = decode(codes[first * BLOCK : end * BLOCK], scales[first:end], is_root=is_root)
+    values = values[start - first * BLOCK : stop - first * BLOCK]
+    return values.square_() if is_root else values
+
+
 class Moment(Protocol):
     """One state of a shard, an fp32 value for each element, however it is kept."""
 
@@ -117,6 +135,12 @@ class CodedMoment:
         end = start + -(-(stop - start) // BLOCK) * BLOCK
         values = decode(self.codes[start:end], self.scales[start // BLOCK : end // BLOCK], is_root=self.is_root)
         return (values.square_() if self.is_root else values)[: stop - start]
+
+    def packed(self, start: int, stop: int) -> Tensor:
+        """Scales and codes of whole blocks from ``start`` on, 1D uint8, for ``unpack``; ``start`` begins a block."""
+        end = start + -(-(stop - start) // BLOCK) * BLOCK
+        scales, codes = self.scales[start // BLOCK : end // BLOCK], self.codes[start:end]
+        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)]).cpu()
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Encode ``values``; ``start`` begins a block, and what is left of the last one becomes zero."""

@@ -81,6 +81,12 @@ class UnitLayout:
     trainable: bool  # False: it has no moments or gradients, and a master only with frozen_master
     slots: tuple[ParamSlot, ...]
     frozen_master: bool = False  # frozen, and ``dtype`` cannot hold its values exactly: owners keep them in fp32 too
+    codec: str = "none"  # codecs/: how owners keep its published parameters; only frozen units have one
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether owners keep its published parameters encoded, in records (codecs/record.py)."""
+        return self.codec != "none"
 
     @property
     def has_master(self) -> bool:
@@ -147,6 +153,18 @@ def cut_shards(unit: UnitLayout, shard_numel: int, first_index: int) -> tuple[Sh
     )
 
 
+def slices_of(unit: UnitLayout, shard: Shard) -> tuple[SlotSlice, ...]:
+    """The parts of slots inside ``shard``, in order, without padding and empty parameters."""
+    parts = []
+    for i, slot in enumerate(unit.slots):
+        start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
+        if start < stop:
+            parts.append(
+                SlotSlice(slot=i, start=start - shard.start, stop=stop - shard.start, param_start=start - slot.start)
+            )
+    return tuple(parts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
     """All units in forward order and the shard grid over them.
@@ -178,17 +196,8 @@ class ModelLayout:
         return tuple(shard for shards in self.shards_by_unit for shard in shards)
 
     def slices(self, shard: Shard) -> tuple[SlotSlice, ...]:
-        """The parts of slots inside ``shard``, in order, without padding and empty parameters."""
-        parts = []
-        for i, slot in enumerate(self.units[shard.unit].slots):
-            start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
-            if start < stop:
-                parts.append(
-                    SlotSlice(
-                        slot=i, start=start - shard.start, stop=stop - shard.start, param_start=start - slot.start
-                    )
-                )
-        return tuple(parts)
+        """See ``slices_of``."""
+        return slices_of(self.units[shard.unit], shard)
 
     @cached_property
     def digest(self) -> str:
@@ -208,6 +217,7 @@ class ModelLayout:
                     "params": [[slot.name, list(slot.shape)] for slot in unit.slots],
                 }
                 | ({"frozen_master": True} if unit.frozen_master else {})
+                | ({"codec": unit.codec} if unit.is_coded else {})
                 for unit in self.units
             ],
         }
@@ -223,6 +233,7 @@ class ModelLayout:
                 unit["trainable"],
                 [(name, tuple(shape)) for name, shape in unit["params"]],
                 frozen_master=unit.get("frozen_master", False),
+                codec=unit.get("codec", "none"),
             )
             for index, unit in enumerate(described["units"])
         )
@@ -237,6 +248,7 @@ def lay_out_unit(
     params: list[tuple[str, tuple[int, ...]]],
     *,
     frozen_master: bool = False,
+    codec: str = "none",
 ) -> UnitLayout:
     """Place parameters (name, shape) one after another, with each slot aligned and padded to ``ALIGN``."""
     slots: list[ParamSlot] = []
@@ -246,7 +258,13 @@ def lay_out_unit(
         slots.append(slot)
         start = slot.padded_stop
     return UnitLayout(
-        index=index, name=name, dtype=dtype, trainable=trainable, slots=tuple(slots), frozen_master=frozen_master
+        index=index,
+        name=name,
+        dtype=dtype,
+        trainable=trainable,
+        slots=tuple(slots),
+        frozen_master=frozen_master,
+        codec=codec,
     )
 
 

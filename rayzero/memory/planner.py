@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from rayzero.codecs.record import kept_bytes
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
@@ -27,7 +28,7 @@ class OwnerPlan:
     owner: int
     num_owners: int
     world_size: int
-    params: int  # published parameters, except fp32 trained units, which publish their masters
+    params: int  # published parameters, at most, except fp32 trained units, which publish their masters
     master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
     moments: int  # optimizer states
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
@@ -79,7 +80,7 @@ def plan_owner(
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
         unit = layout.units[shard.unit]
-        published, trained = shard.numel * unit.dtype.itemsize, shard.numel * unit.trainable
+        published, trained = kept_bytes(unit, shard), shard.numel * unit.trainable
         params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
         master += trained * FP32
         frozen += shard.numel * FP32 if unit.frozen_master else 0

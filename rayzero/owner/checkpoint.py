@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.checkpoint.manifest import owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import staging_path, write_tensors
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import CheckpointError, RayZeroError, StoreError
+from rayzero.layout.model_layout import SlotSlice
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
@@ -98,7 +102,13 @@ class CheckpointWriter:
         stale = [owned for owned in self._shards.values() if owned.published != version]
         if stale:
             raise StoreError(f"{stale[0].unit.name!r} is at v{stale[0].published}, v{version} cannot be saved")
-        entries = [entry for owned in self._shards.values() for entry in _entries(owned, self._rule)]
+        whole = lru_cache(maxsize=1)(lambda owned: owned.read(COMPUTE))  # entries of a shard follow each other
+
+        def decoded(owned: OwnedShard, part: SlotSlice) -> Tensor:
+            values: Tensor = whole(owned)
+            return values[part.start : part.stop]
+
+        entries = [entry for owned in self._shards.values() for entry in _entries(owned, self._rule, decoded)]
         tensors = {name: tensor for name, tensor, _ in entries}
         content = {name: described for name, _, described in entries}
         return write_tensors(staging_path(directory), owner_file_name(self._owner), tensors, content)
@@ -114,8 +124,10 @@ class CheckpointWriter:
             fail(future, error)
 
 
-def _entries(owned: OwnedShard, rule: UpdateRule) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """(name in the file, 1D values, their description) of each entry."""
+def _entries(
+    owned: OwnedShard, rule: UpdateRule, decoded: Callable[[OwnedShard, SlotSlice], Tensor]
+) -> Iterator[tuple[str, Tensor | DeferredTensor, dict[str, Any]]]:
+    """(name in the file, 1D values, their description) of each entry. ``decoded``: a slice of a coded shard."""
     for index, part in enumerate(owned.slices):
         slot = owned.unit.slots[part.slot]
         described: dict[str, Any] = {
@@ -124,15 +136,20 @@ def _entries(owned: OwnedShard, rule: UpdateRule) -> Iterator[tuple[str, Tensor,
             "stop": part.param_start + part.numel,
             "shape": list(slot.shape),
         }
-        if owned.master is None:
-            kinds = {COMPUTE: owned.params[part.start : part.stop]}
-        else:
+        kinds: dict[str, Tensor | DeferredTensor]
+        if owned.master is not None:
             kinds = {MASTER: owned.master[part.start : part.stop]}
+        elif owned.unit.is_coded:
+            make = partial(decoded, owned, part)
+            kinds = {COMPUTE: DeferredTensor(numel=part.numel, dtype=owned.unit.dtype, make=make)}
+        else:
+            kinds = {COMPUTE: owned.params[part.start : part.stop]}
         if owned.trainable:
             described["step"] = owned.steps[index]
             kinds |= rule.slice_states(owned, index)
         for kind, tensor in kinds.items():
-            yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | {"kind": kind}
+            packed = {"moments": rule.packs} if rule.packs and tensor.dtype is torch.uint8 else {}
+            yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | packed | {"kind": kind}
 
 
 def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
@@ -147,9 +164,10 @@ def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: Update
         _check_optimizer(reader, optimizer)
         _check_parameters(reader, shards)
         for owned in shards.values():
+            values = owned.widest()
             for index in range(len(owned.slices)):
-                _restore_slice(reader, owned, index, rule)
-            owned.publish_master()
+                _restore_slice(reader, owned, index, rule, values)
+            owned.publish(values)
         return reader.step
 
 
@@ -184,14 +202,14 @@ def _mode(trained: bool) -> str:
     return "trained" if trained else "frozen"
 
 
-def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule: UpdateRule) -> None:
+def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule: UpdateRule, values: Tensor) -> None:
+    """Fill one slice of ``values`` (the shard's master or published values), and its states."""
     part = owned.slices[index]
     slot = owned.unit.slots[part.slot]
     start, stop = part.param_start, part.param_start + part.numel
     # whether frozen parameters have masters may have changed since the save
     wanted = MASTER if MASTER in reader.kinds(slot.name) else COMPUTE
-    target = owned.params if owned.master is None else owned.master
-    target[part.start : part.stop].copy_(reader.read_slice(slot.name, wanted, start, stop))
+    values[part.start : part.stop].copy_(reader.read_slice(slot.name, wanted, start, stop))
     if owned.trainable:
         owned.steps[index] = reader.slot_step(slot.name)
         states = set(reader.kinds(slot.name)) - {MASTER}

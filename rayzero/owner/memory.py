@@ -29,6 +29,18 @@ class ShardJournal(Protocol):
         ...
 
 
+class ShardRoom(Protocol):
+    """The memory of one record, of which only as much is kept as the record uses."""
+
+    def restore(self) -> None:
+        """All of it can be written again. Raises MemoryPlanError if there is no room any more."""
+        ...
+
+    def give_back(self, used: int) -> None:
+        """Give whole pages behind the first ``used`` bytes back to the kernel."""
+        ...
+
+
 class HostMemory(Protocol):
     """Zeroed host memory for one owner's tensors, each 1D. It lives as long as they do, or until ``close``."""
 
@@ -47,6 +59,10 @@ class HostMemory(Protocol):
 
     def journal(self, shard: int) -> ShardJournal | None:
         """The journal of a trained shard; None: this memory ends with the process."""
+        ...
+
+    def room(self, shard: int) -> ShardRoom | None:
+        """The room of a coded shard's record; None: pages that are not written take no memory anyway."""
         ...
 
     def close(self) -> None:
@@ -78,6 +94,9 @@ class PrivateMemory:
 
     def journal(self, shard: int) -> None:
         """See ``HostMemory.journal``."""
+
+    def room(self, shard: int) -> None:
+        """See ``HostMemory.room``."""
 
     def close(self) -> None:
         """Nothing to do: it is freed with its tensors."""
@@ -112,6 +131,10 @@ class DeviceMemory:
 
     def journal(self, shard: int) -> None:
         """See ``HostMemory.journal``."""
+
+    def room(self, shard: int) -> ShardRoom | None:
+        """See ``HostMemory.room``."""
+        return self._host.room(shard)
 
     def close(self) -> None:
         """See ``HostMemory.close``; the device's memory is freed with its tensors."""

@@ -14,7 +14,7 @@ from rayzero.errors import StoreError
 from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
-from rayzero.protocol.messages import COMPUTE, MASTER, STEP, Published
+from rayzero.protocol.messages import COMPUTE, MASTER, STEP, STORED, Published
 
 Listener = Callable[[Sequence[Published]], None]
 _Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
@@ -137,9 +137,10 @@ class Publisher:
                 listener(published)
 
     def _answer(self, owned: OwnedShard, reads: Sequence[_Read]) -> None:
-        """Settle reads. States in codes, and those that the optimizer class keeps itself, are copied in the updater's
-        thread."""
-        planned = {COMPUTE, MASTER, *(kind for kind, state in owned.states.items() if not state.coded)}
+        """Settle reads. What is kept in codes, and states that the optimizer class keeps itself, are copied in the
+        updater's thread."""
+        planned = {STORED if owned.unit.is_coded else COMPUTE, MASTER}
+        planned |= {kind for kind, state in owned.states.items() if not state.coded}
         _settle(owned, [read for read in reads if read[1] in planned], OwnedShard.read)
         others = [read for read in reads if read[1] not in planned]
         if others:

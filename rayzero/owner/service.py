@@ -206,7 +206,7 @@ class ShardService:
         returns; then version 0 is published. A repeat changes nothing. Raises StoreError for a wrong number of
         elements."""
         owned = self._shard(shard)
-        if values.shape != owned.params.shape:
+        if values.shape != (owned.shard.numel,):
             raise StoreError(
                 f"shard {shard} of {owned.unit.name!r} has {owned.shard.numel} elements, got {tuple(values.shape)}"
             )

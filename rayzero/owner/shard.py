@@ -11,12 +11,13 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from rayzero.codecs.record import kept_bytes, read_record, used_bytes, write_record
 from rayzero.errors import StoreError
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
-from rayzero.owner.memory import HostMemory, ShardJournal, Sizes
-from rayzero.protocol.messages import COMPUTE, MASTER, Decision, Hyper, NormParts
+from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
+from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, Hyper, NormParts
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
@@ -50,9 +51,10 @@ class OwnedShard:
     unit: UnitLayout
     slices: tuple[SlotSlice, ...]
     groups: tuple[int, ...]  # parameter group of each slice
-    params: Tensor  # 1D, unit dtype: what COMPUTE reads
+    params: Tensor  # 1D, unit dtype: what COMPUTE reads; of a coded unit its record, uint8
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Moment]  # by kind; on a device where the master is
+    room: ShardRoom | None = None  # of a record whose memory can be given back
     journal: ShardJournal | None = None  # only for a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
     steps: list[int] = field(init=False)  # per slice: how often its parameter was updated
@@ -74,8 +76,10 @@ class OwnedShard:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """Kind -> bytes; published parameters that share the master's memory count as the master."""
-        apart = {} if self.params is self.master else {"param": self.params.nbytes}
+        """Kind -> bytes; published parameters that share the master's memory count as the master, a record as much as
+        it uses."""
+        published = used_bytes(self.params) if self.unit.is_coded else self.params.nbytes
+        apart = {} if self.params is self.master else {"param": published}
         master = {} if self.master is None else {"master": self.master.nbytes}
         return {**apart, **master, **{kind: moment.nbytes for kind, moment in self.states.items()}}
 
@@ -92,16 +96,31 @@ class OwnedShard:
     def fill(self, values: Tensor) -> None:
         """Take initial values (1D, the shard's elements, any floating dtype) as the master, and round the published
         parameters from it."""
-        target = self.params if self.master is None else self.master
-        target.copy_(values)
+        widest = self.widest()
+        widest.copy_(values)
         for start, stop in self.padding:
-            target[start:stop].zero_()
-        self.publish_master()
+            widest[start:stop].zero_()
+        self.publish(widest)
 
-    def publish_master(self) -> None:
-        """Round the master into the published parameters, if these are separate memory."""
-        if self.master is not None and self.master is not self.params:
-            self.params.copy_(self.master)
+    def widest(self) -> Tensor:
+        """The memory of the values in the widest form that is kept, to be filled and then passed to ``publish``: the
+        master or the published parameters; for a record zeros beside it."""
+        if self.master is not None:
+            return self.master
+        return torch.zeros(self.shard.numel, dtype=self.unit.dtype) if self.unit.is_coded else self.params
+
+    def publish(self, values: Tensor) -> None:
+        """Round ``values`` (1D, the shard's elements, zeros as padding) into the published parameters, if these are
+        separate memory. Raises StoreError if the unit's codec cannot hold them."""
+        if not self.unit.is_coded:
+            if values is not self.params:
+                self.params.copy_(values)
+            return
+        if self.room is not None:
+            self.room.restore()
+        write_record(self.params, self.unit, self.shard, values.to(device="cpu", dtype=self.unit.dtype))
+        if self.room is not None:
+            self.room.give_back(used_bytes(self.params))
 
     def step_counts(self) -> Tensor:
         """Each slice's count of updates, repeated over its range: 1D fp32, the shard's elements."""
@@ -113,12 +132,19 @@ class OwnedShard:
     def read(self, kind: str) -> Tensor:
         """The memory that holds ``kind`` (1D, the shard's elements), or a host copy if it is on a device or in codes.
         Raises StoreError, naming the kinds that exist."""
+        if kind == COMPUTE and self.unit.is_coded:
+            values = torch.empty(self.shard.numel, dtype=self.unit.dtype)
+            read_record(self.params, self.unit, self.shard, values)
+            return values
         if kind == COMPUTE:
             return self.params
+        if kind == STORED and self.unit.is_coded:
+            return self.params[: used_bytes(self.params)]
         state = self.states.get(kind)
         found = self.master if kind == MASTER else None if state is None else state.read(0, self.shard.numel)
         if found is None:
-            kinds = [COMPUTE, *([MASTER] if self.master is not None else []), *self.states]
+            kinds = [COMPUTE, *([STORED] if self.unit.is_coded else [])]
+            kinds += [*([MASTER] if self.master is not None else []), *self.states]
             raise StoreError(f"{self.unit.name!r} has no {kind!r} to fetch; it has {', '.join(kinds)}")
         return found.cpu()
 
@@ -162,15 +188,21 @@ def allocate(
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
-    for dtype in {layout.units[shard.unit].dtype for shard in owned}:
-        alike = [shard for shard in owned if layout.units[shard.unit].dtype is dtype]
+    coded = [shard for shard in owned if layout.units[shard.unit].is_coded]
+    plain = [shard for shard in owned if not layout.units[shard.unit].is_coded]
+    for dtype in {layout.units[shard.unit].dtype for shard in plain}:
+        alike = [shard for shard in plain if layout.units[shard.unit].dtype is dtype]
         params |= memory.params([_sizes(run) for run in runs(alike)], dtype)
+    records = [[(s.index, kept_bytes(layout.units[s.unit], s)) for s in run] for run in runs(coded)]
+    params |= memory.params(records, torch.uint8)
     mastered = [shard for shard in owned if layout.units[shard.unit].has_master]
     apart = [s for s in mastered if memory.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
     states = {kind: _moments(kind, _sizes(trained), moments, memory) for kind in kinds}
     found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
+    for shard in coded:
+        found[shard.index].room = memory.room(shard.index)
     for shard in trained:
         found[shard.index].journal = memory.journal(shard.index)
     return found

@@ -35,7 +35,7 @@ class StagedWrites:
 
     def stage(self, owned: OwnedShard, version: int, kind: str, values: Tensor) -> None:
         """Keep ``values`` (1D, the shard's elements) until they are written. A repeat replaces them."""
-        if values.shape != owned.params.shape:
+        if values.shape != (owned.shard.numel,):
             raise StoreError(
                 f"shard {owned.shard.index} of {owned.unit.name!r} has {owned.shard.numel} elements, got "
                 f"{tuple(values.shape)}"
@@ -87,7 +87,7 @@ def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) ->
     """Replace what a shard has of ``kind`` by ``values`` (1D, the shard's elements; COMPUTE: the unit's dtype, else
     fp32). Raises StoreError for a kind that it does not have."""
     if kind == COMPUTE and owned.master is not None and owned.master is not owned.params:
-        kept = same_bits(values, owned.params)
+        kept = same_bits(values, owned.read(COMPUTE))
         owned.fill(torch.where(kept, owned.master.cpu(), values.float()))
     elif kind == COMPUTE or (kind == MASTER and owned.master is not None):
         owned.fill(values)

@@ -253,7 +253,8 @@ def _host_bytes(
     actors = sum(plan.owner < len(owners) - beside for plan in own)
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
-    parameters = 0 if hosts.on_gpu or not apart else device.parameters
+    decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
+    parameters = 0 if hosts.on_gpu else device.parameters if apart else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
     return HostBytes(
         host=host,

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype
+STORED = "stored"  # the records (codecs/record.py) of published parameters that owners keep encoded; only to fetch
 MASTER = "master"  # the fp32 masters
 STEP = "step"  # how many updates each parameter has had: fp32, one number repeated over its range
 GROUP = "group"  # only to write: each parameter's parameter group, fp32, one number repeated over its range
@@ -51,6 +52,7 @@ class ModelSpec:
     shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
     kernel: str = "auto"  # kernels/: what computes the update
     moments: str = "fp32"  # kernels/moments.py: how Adam's moments are kept
+    checkpoint_moments: str = "fp32"  # "fp32" | "kept": how checkpoints hold them
     offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
 

@@ -21,6 +21,7 @@ _PROT_NONE = 0  # not in the mmap module either
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _HIGHEST = 7 if sys.byteorder == "little" else 0  # the byte of a pagemap entry that has these flags (bits 63, 62, 61)
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2), Linux
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -99,6 +100,11 @@ class Mapping:
         _check(_libc().madvise(self.address + offset, size, advice))
 
 
+def punch_hole(fd: int, offset: int, size: int) -> None:
+    """Free the pages of a range of a shared memory file, which keeps its size. Raises OSError."""
+    _check(_libc().fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size))
+
+
 def _map(address: int | None, size: int, access: int, flags: int, fd: int, offset: int) -> int:
     mapped = _libc().mmap(address, size, access, flags, fd, offset)
     _check(-1 if mapped == c_void_p(-1).value else 0)
@@ -121,6 +127,7 @@ def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = c_void_p
     libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_int64)
+    libc.fallocate.argtypes = (c_int, c_int, ctypes.c_int64, ctypes.c_int64)
     libc.munmap.argtypes = (c_void_p, c_size_t)
     libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
     return libc

@@ -31,7 +31,7 @@ from rayzero.errors import ConfigError, HandshakeError, StoreClosedError
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
-from rayzero.slabs.mapping import Mapping
+from rayzero.slabs.mapping import PAGE, Mapping, punch_hole
 
 SHARED_MEMORY = Path("/dev/shm")
 SLAB_BYTES = 1 << 30  # several smaller files, so that several threads fill them
@@ -102,6 +102,24 @@ class Slab:
         """The open file's descriptor, to map parts of it elsewhere."""
         self._open()
         return self._fd
+
+    def allocate(self, offset: int, size: int) -> None:
+        """Make sure that ``size`` bytes from ``offset`` on have pages, after ``punch``. Raises MemoryPlanError if there
+        is no room: without this, a later write would be a SIGBUS."""
+        self._open()
+        try:
+            os.posix_fallocate(self._fd, offset, size)
+        except OSError as error:
+            directory = self.path.parent if self.path is not None else None
+            raise no_room(size, directory, str(error.strerror)) from error
+
+    def punch(self, offset: int, size: int) -> None:
+        """Give the whole pages among ``size`` bytes from ``offset`` on back to the kernel. They read as zeros; call
+        ``allocate`` before they are written."""
+        self._open()
+        start, stop = -(-offset // PAGE) * PAGE, (offset + size) // PAGE * PAGE
+        if start < stop:
+            punch_hole(self._fd, start, stop - start)
 
     def close(self, *, unlink: bool = True) -> None:
         """Close the file. Its maker also removes it, unless ``unlink=False`` leaves that to a ``sweep``. Idempotent."""

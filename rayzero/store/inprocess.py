@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rayzero.codecs import RAW
+from rayzero.codecs.record import codec_of, read_record
 from rayzero.concurrency.futures import fail, settle, settled, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
@@ -24,6 +26,7 @@ from rayzero.owner.service import CPU, ShardService
 from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.messages import (
     COMPUTE,
+    STORED,
     CheckpointInfo,
     Decision,
     FileEntry,
@@ -46,6 +49,7 @@ from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
+Kept = tuple[UnitLayout, Shard]  # what a record is of
 
 _CAN_MAP = hasattr(os, "memfd_create")  # Linux
 _POOL = 2  # copying threads of each rank
@@ -128,7 +132,7 @@ class LocalTransfers:
         def copy() -> None:
             for shard in shards:
                 self._service.load(shard.index, values[shard.start : shard.stop])
-            self._count("load", shards, values)
+            self._count("load", shards, values, None)
 
         self._submit(gather, copy)
 
@@ -145,19 +149,25 @@ class LocalTransfers:
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
         """See ``Transfers.fetch``."""
-        left = Gather(len(shards), partial(self._count, "fetch", shards, out))
+        coded = kind == COMPUTE and unit.is_coded
+        taken: list[int] = []  # bytes of each shard
+        left = Gather(len(shards), lambda: self._count("fetch", shards, out, unit if coded else None, sum(taken)))
         left.future.add_done_callback(lambda done: gather.end(done.exception()))
         for shard in shards:
-            read = self._read(f"{unit.name} v{version}", shard, version, kind)
-            read.add_done_callback(partial(self._copy, gather, left, out[shard.start : shard.stop]))
+            read = self._read(f"{unit.name} v{version}", shard, version, STORED if coded else kind)
+            kept = (unit, shard) if coded else None
+            read.add_done_callback(partial(self._copy, gather, left, out[shard.start : shard.stop], kept, taken))
 
-    def _copy(self, gather: Gather, left: Gather, out: Tensor, read: Future[Tensor]) -> None:
-        """Copy one shard of a fetch in the pool, after it was read."""
+    def _copy(
+        self, gather: Gather, left: Gather, out: Tensor, kept: Kept | None, taken: list[int], read: Future[Tensor]
+    ) -> None:
+        """Copy one shard of a fetch in the pool, after it was read. ``kept``: whose record was read, if it is one."""
         error = read.exception()
         if error is not None:
             left.end(error)
         elif gather.start():
-            self._submit(left, partial(_copy_into, out, read.result()))
+            taken.append(read.result().nbytes)
+            self._submit(left, partial(_copy_into, out, read.result(), kept))
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
         """See ``Transfers.published``."""
@@ -190,9 +200,16 @@ class LocalTransfers:
         except RuntimeError:  # the pool is shut down
             gather.end(StoreClosedError(f"rank {self._rank} closed its store"))
 
-    def _count(self, direction: str, shards: Sequence[Shard], tensor: Tensor) -> None:
-        numel = sum(shard.numel for shard in shards)
-        count_bytes(self._recorder, direction, self.transport, numel, tensor.dtype)
+    def _count(
+        self,
+        direction: str,
+        shards: Sequence[Shard],
+        tensor: Tensor,
+        coded: UnitLayout | None,
+        size: int | None = None,
+    ) -> None:
+        numel, codec = sum(shard.numel for shard in shards), RAW if coded is None else codec_of(coded)
+        count_bytes(self._recorder, direction, self.transport, numel, tensor.dtype, codec=codec, size=size)
 
 
 class LocalLead:
@@ -319,5 +336,5 @@ def _gradient_memory(spec: ModelSpec, pinned: bool) -> dict[int, Tensor]:
     return {unit: flat for block in blocks for unit, flat in block.items()}
 
 
-def _copy_into(out: Tensor, memory: Tensor) -> None:
-    out.copy_(memory)
+def _copy_into(out: Tensor, memory: Tensor, kept: Kept | None) -> None:
+    out.copy_(memory) if kept is None else read_record(memory, *kept, out)

@@ -15,15 +15,24 @@ from rayzero.telemetry.recorder import Reading, Recorder
 
 
 def count_bytes(
-    recorder: Recorder, direction: str, transport: str, numel: int, dtype: torch.dtype, codec: Codec = RAW
+    recorder: Recorder,
+    direction: str,
+    transport: str,
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    codec: Codec = RAW,
+    size: int | None = None,
 ) -> None:
-    """Count ``numel`` elements of ``dtype`` that have travelled as ``codec`` encodes them."""
-    size, sent_as = codec.most_bytes(numel, dtype), dtype_name(dtype) if codec is RAW else _SENT_AS[codec.name]
+    """Count ``numel`` elements of ``dtype`` that have travelled as ``codec`` encodes them. ``size``: the bytes that
+    took, where it is not exactly ``codec.most_bytes``."""
+    size = codec.most_bytes(numel, dtype) if size is None else size
+    sent_as = dtype_name(dtype) if codec is RAW else _SENT_AS.get(codec.name, codec.name)
     recorder.add(TRANSFER_BYTES, size, direction=direction, transport=transport, dtype=sent_as)
     recorder.add(TRANSFER_RAW_BYTES, numel * dtype.itemsize, direction=direction)
 
 
-_SENT_AS = {"bf16": dtype_name(torch.bfloat16), "int8": dtype_name(torch.int8)}  # by codec
+_SENT_AS = {"fp16": dtype_name(torch.float16), "bf16": dtype_name(torch.bfloat16), "int8": dtype_name(torch.int8)}
 
 
 def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:

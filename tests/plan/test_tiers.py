@@ -78,6 +78,20 @@ def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_co
     assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + 4 * UNIT))
 
 
+def test_cpu_ranks_decode_what_is_kept_encoded_into_memory_of_their_own() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        model[:3].requires_grad_(False)
+        layout = build_layout(model, min_unit_bytes=1, compute_dtype=torch.bfloat16, frozen_codec="int8").layout
+    two = ScalingConfig(num_workers=2, num_optimizers=2)
+    for budget, decoded in ((1 << 20, 3 * UNIT), (2 * UNIT, 2 * UNIT)):
+        zero = BF16.replace(gpu_param_memory_budget=budget)
+        run = plan_bytes(layout, WORK, zero, two, CPU_HOST.hosts, state_bytes=8, programs=NOTHING)
+        assert run.hosts[0].compute == 2 * (7100 + decoded)
+    coded = 64 * 64 // 256 * 260 + 64  # a record with its header
+    assert sum(owner.params for owner in run.owners) == 3 * coded + UNIT
+
+
 def test_activations_that_leave_a_gpu_wait_in_host_memory_and_on_cpus_they_only_move() -> None:
     offloaded = replace(WORK, backward_peak_bytes=3000, forward_peak_bytes=2000, offloaded_host_bytes=4500)
     two = ScalingConfig(num_workers=2, num_optimizers=2)

@@ -132,6 +132,7 @@ def _unit(described: Mapping[str, Any], names: set[str]) -> None:
         raise _wrong(described["trainable"], "trainable", "true or false")
     if not isinstance(described.get("frozen_master", False), bool):
         raise _wrong(described["frozen_master"], "frozen_master", "true or false")
+    text(described.get("codec", "none"), "codec")
     for param in sequence(get(described, "params"), "params"):
         if len(sequence(param, "a parameter")) != 2:
             raise _wrong(param, "a parameter", "a name and a shape")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -60,8 +60,22 @@ class TensorDecl:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def declare(tensor: Tensor) -> TensorDecl:
-    """The declaration of an existing tensor."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredTensor:
+    """A 1D tensor that is made when it is written, and freed afterwards: values that are kept encoded."""
+
+    numel: int
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def shape(self) -> tuple[int]:
+        """As a tensor's."""
+        return (self.numel,)
+
+
+def declare(tensor: Tensor | DeferredTensor) -> TensorDecl:
+    """The declaration of a tensor."""
     return TensorDecl(tuple(tensor.shape), tensor.dtype)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rayzero.codecs import codec_for
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, dtype_from_name, dtype_name, lay_out_unit, loses_bits
 
@@ -51,6 +52,7 @@ def build_layout(
     compute_dtype: torch.dtype = torch.float32,
     keep_fp32: Sequence[str] = (),
     frozen_masters: bool = True,
+    frozen_codec: str = "none",
 ) -> UnitPlan:
     """Lay out every parameter of ``model`` once, in units: root first, then in registration order.
 
@@ -61,6 +63,7 @@ def build_layout(
     compute_dtype: dtype of units, except modules whose name, or an enclosing module's, matches ``keep_fp32``.
     frozen_masters: frozen parameters whose values the units' dtype does not hold exactly are units of their own, of
         which owners keep fp32 masters.
+    frozen_codec: how owners keep the published parameters of frozen units whose dtype it takes (codecs/).
 
     A tied parameter is laid out under its first name. Raises UnsupportedError, naming the parameter, for complex,
     integer, float64, sparse, lazy, expanded and overlapping ones; ConfigError for settings that match nothing.
@@ -79,6 +82,7 @@ def build_layout(
                 key.trainable,
                 [(p.name, tuple(p.tensor.shape)) for p in group],
                 frozen_master=group[0].frozen_master,
+                codec="none" if key.trainable else codec_for(frozen_codec, key.dtype).name,
             )
             for i, (key, group) in enumerate(groups.items())
         ),

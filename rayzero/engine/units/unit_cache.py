@@ -25,6 +25,7 @@ from concurrent.futures import wait as wait_for
 import torch
 from torch import Tensor
 
+from rayzero.codecs.record import codec_of
 from rayzero.config import ZeroConfig
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import Fetching, Waited
@@ -355,6 +356,8 @@ class UnitCache:
                 continue
             if not self._is_published(unit, values):
                 self._write(unit, COMPUTE, values)
+                if codec_of(unit.layout).lossy and unit.state is UnitState.UNSHARDED:
+                    self._refresh(unit)  # what was written, as the owners keep it
             if unit.buffer is not None and unit.buffer.mapped:
                 self._store.revert(unit.index)
             self.writes.settle(unit)

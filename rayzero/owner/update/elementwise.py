@@ -34,6 +34,7 @@ class ElementwiseRule:
     itself at a parameter's first update, as in torch, so they are outside the planned memory."""
 
     kernel = "elementwise"
+    packs = ""
     state_kinds: tuple[str, ...] = ()
 
     def __init__(self, spec: ModelSpec, cls: type[torch.optim.Optimizer]) -> None:
@@ -55,7 +56,8 @@ class ElementwiseRule:
         stamps = owned.stamps(work.version)
         with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
             self._of(owned).step(work)
-            owned.publish_master()
+            assert owned.master is not None
+            owned.publish(owned.master)
         on_tile(1, 1)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:

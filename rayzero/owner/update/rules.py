@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
+from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
 from rayzero.owner.shard import OwnedShard, ShardWork
@@ -24,6 +27,7 @@ class UpdateRule(Protocol):
     """A run's optimizer, applied to one shard at a time. Only the updater thread uses it."""
 
     kernel: str  # name of the kernel, for handshakes and reports
+    packs: str  # how moments are kept, if checkpoints get them so (``ModelSpec.checkpoint_moments``); "": as fp32
     state_kinds: tuple[str, ...]  # fp32 states that live in the owner's planned memory
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
@@ -34,7 +38,7 @@ class UpdateRule(Protocol):
         """Kind -> 1D fp32, the shard's elements; copies of the states outside planned memory."""
         ...
 
-    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
+    def slice_states(self, owned: OwnedShard, index: int) -> Mapping[str, Tensor | DeferredTensor]:
         """Kind -> 1D fp32 state of slice ``index``, for a checkpoint."""
         ...
 
@@ -67,6 +71,7 @@ class AdamRule:
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
         self.kernel = host.name
+        self.packs = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
         self.state_kinds = adam_states(amsgrad=any(options.amsgrad for options in self._options(spec.hyper)))
 
     def _options(self, hyper: tuple[Hyper, ...]) -> list[AdamOptions]:
@@ -92,10 +97,18 @@ class AdamRule:
         """Decoded copies of moments in codes."""
         return {kind: owned.read(kind) for kind, state in owned.states.items() if state.coded}
 
-    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
-        """Views of the moments, or decoded copies."""
-        part = owned.slices[index]
-        return {kind: state.read(part.start, part.stop) for kind, state in owned.states.items()}
+    def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor | DeferredTensor]:
+        """Views of the moments; those in codes are decoded, or packed, when they are written."""
+        part, found = owned.slices[index], dict[str, Tensor | DeferredTensor]()
+        for kind, state in owned.states.items():
+            read = partial(state.read, part.start, part.stop)
+            if isinstance(state, CodedMoment) and self.packs:
+                size, pack = packed_bytes(self.packs, part.numel), partial(state.packed, part.start, part.stop)
+                found[kind] = DeferredTensor(numel=size, dtype=torch.uint8, make=pack)
+            else:
+                deferred = DeferredTensor(numel=part.numel, dtype=torch.float32, make=read)
+                found[kind] = deferred if state.coded else read()
+        return found
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""

@@ -13,8 +13,25 @@ from rayzero.owner.memory import Sizes
 from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
+from rayzero.slabs.slab import Slab
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
+
+
+class SlabRoom:
+    """The memory of one record in a slab. A ``ShardRoom`` (owner/memory.py)."""
+
+    def __init__(self, slab: Slab, offset: int, size: int) -> None:
+        """``offset``: of the record, in bytes from the slab's start; ``size``: the most that it can need."""
+        self._slab, self._offset, self._size = slab, offset, size
+
+    def restore(self) -> None:
+        """See ``ShardRoom.restore``."""
+        self._slab.allocate(self._offset, self._size)
+
+    def give_back(self, used: int) -> None:
+        """See ``ShardRoom.give_back``."""
+        self._slab.punch(self._offset + used, self._size - used)
 
 
 class OwnerSlabs:
@@ -73,6 +90,11 @@ class OwnerSlabs:
     def journal(self, shard: int) -> LineJournal | None:
         """See ``HostMemory.journal``."""
         return self._lines.journal(shard) if self._lines is not None else None
+
+    def room(self, shard: int) -> SlabRoom:
+        """See ``HostMemory.room``."""
+        place = self._params.plan.places[shard]
+        return SlabRoom(self._params.slabs[place.slab], place.offset, place.numel)
 
     def close(self) -> None:
         """Remove the files; memory that another process still maps lasts until that process unmaps it."""

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
+from rayzero.codecs.record import kept_bytes
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels.stamps import STAMP, STAMP_BYTES
-from rayzero.layout.model_layout import Shard, runs
+from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
@@ -89,7 +92,7 @@ class SharedPlan:
         unit's shards from several owners side by side (slabs/windows.py)."""
         units = self.spec.layout.units
         groups = [
-            Group(pieces=tuple(Piece(key=s.index, numel=s.numel, dtype=units[s.unit].dtype) for s in run), align=PAGE)
+            Group(pieces=tuple(_piece(units[shard.unit], shard) for shard in run), align=PAGE)
             for run in runs(self.shards_of(owner))
         ]
         return plan_arena(groups)
@@ -179,6 +182,13 @@ class SharedPlan:
         """The longest list of norm parts, or an error."""
         layout = self.spec.layout
         return _ERROR_BYTES + 32 * sum(len(layout.slices(shard)) for shard in layout.shards)
+
+
+def _piece(unit: UnitLayout, shard: Shard) -> Piece:
+    """The memory of a shard's published parameters: a record if they are kept encoded."""
+    if unit.is_coded:
+        return Piece(key=shard.index, numel=kept_bytes(unit, shard), dtype=torch.uint8)
+    return Piece(key=shard.index, numel=shard.numel, dtype=unit.dtype)
 
 
 def _cells(capacity: int, sides: int) -> tuple[int, int]:

@@ -187,12 +187,19 @@ class Assembly:
     def __init__(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
         """``out``: ``size_bytes`` bytes of memory, or None."""
         self._shard, self._size, self._out = shard, size_bytes, out
-        self._filled = 0
+        self.filled = 0  # bytes
 
     @property
     def complete(self) -> bool:
         """True once every byte is there."""
-        return self._filled == self._size
+        return self.filled == self._size
+
+    def end_at(self, size_bytes: int) -> None:
+        """The shard has that many bytes, which its first ones tell: the memory has room for more. Raises
+        ``TransferError`` if it has not, or if more have come already."""
+        if not self.filled <= size_bytes <= self._size:
+            raise TransferError(f"a shard of {size_bytes:,} bytes came {self._where()}")
+        self._size = size_bytes
 
     def take(self, message: bytes | None) -> None:
         """Verify a message's chunk and write it; None: the stream has ended. Raises ``TransferError`` if the chunk is
@@ -202,12 +209,12 @@ class Assembly:
             what = "the stream ended" if message is None else "a message without bytes came"
             raise TransferError(f"{what} {self._where()}")
         stop = chunk.offset + len(chunk.payload)
-        if chunk.shard != self._shard or chunk.offset != self._filled or stop > self._size:
+        if chunk.shard != self._shard or chunk.offset != self.filled or stop > self._size:
             raise TransferError(f"shard {chunk.shard} bytes {chunk.offset:,}..{stop:,} came {self._where()}")
         chunk.verify()
         if self._out is not None:
             self._out[chunk.offset : stop] = np.frombuffer(chunk.payload, dtype=np.uint8)  # releases the GIL
-        self._filled = stop
+        self.filled = stop
 
     def _where(self) -> str:
-        return f"after {self._filled:,} of {self._size:,} bytes of shard {self._shard}"
+        return f"after {self.filled:,} of {self._size:,} bytes of shard {self._shard}"

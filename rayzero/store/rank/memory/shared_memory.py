@@ -149,7 +149,8 @@ class SharedRank:
     # ---- parameters
 
     def shard(self, owner: int, shard: int) -> Tensor:
-        """A shard's published parameters in its owner's memory: 1D, the unit's dtype. Do not write to it."""
+        """A shard's published parameters where its owner has them: 1D, the unit's dtype, or a record
+        (codecs/record.py). Do not write to it."""
         return self._owners[owner].params.tensor(shard)
 
     # ---- the end

@@ -16,8 +16,8 @@ from rayzero.store.shm.plan import SharedPlan
 class UnitWindows:
     """One window per unit over its owners' slabs, made at first use.
 
-    Knows where shards lie; not versions. A unit has no window if an owner's slabs are not mapped here, or if shards of
-    different owners do not meet at page boundaries."""
+    Knows where shards lie; not versions. A unit has no window if an owner's slabs are not mapped here, if it is kept
+    encoded, or if shards of different owners do not meet at page boundaries."""
 
     def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: bool) -> None:
         """``params``: by owner, of this host. ``page_lock``: lock windows for copies to a CUDA device; else windows are
@@ -41,6 +41,8 @@ class UnitWindows:
         return window
 
     def _pieces(self, unit: int) -> list[WindowPiece] | None:
+        if self._plan.spec.layout.units[unit].is_coded:
+            return None
         owner_of, pieces, at, places = self._plan.shard_map.owner, [], 0, []
         itemsize = self._plan.spec.layout.units[unit].dtype.itemsize
         of_one_owner = [

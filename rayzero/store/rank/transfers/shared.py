@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from rayzero.codecs.record import codec_of, read_record, used_bytes
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
@@ -74,12 +75,12 @@ class SharedTransfers:
                 # the version is gone, or the owner is ending the run: only the owner knows which
                 self._wire.fetch(gather, unit, shards, version, kind, out)
             else:
-                self._copy_soon(gather, shards, out)
+                self._copy_soon(gather, unit, shards, out)
 
         self.published(f"{unit.name} v{version}", shards, version).add_done_callback(begin)
 
-    def _copy_soon(self, gather: Gather, shards: list[Shard], out: Tensor) -> None:
-        """Copy in several threads at once: on some machines one core does not reach the memory's speed."""
+    def _copy_soon(self, gather: Gather, unit: UnitLayout, shards: list[Shard], out: Tensor) -> None:
+        """Copy, or decode, in several threads at once: on some machines one core does not reach the memory's speed."""
         if not gather.start():
             return
         pieces = [shards[i::_COPIERS] for i in range(_COPIERS) if shards[i::_COPIERS]]
@@ -87,11 +88,19 @@ class SharedTransfers:
         left.future.add_done_callback(lambda done: gather.end(done.exception()))
         for piece in pieces:
             try:
-                self._copies.submit(left.run, partial(self._copy, piece, out))
+                self._copies.submit(left.run, partial(self._copy, unit, piece, out))
             except RuntimeError:  # the pool is shut down
                 left.end(StoreClosedError("the store was closed"))
 
-    def _copy(self, shards: list[Shard], out: Tensor) -> None:
+    def _copy(self, unit: UnitLayout, shards: list[Shard], out: Tensor) -> None:
+        size = 0
         for shard in shards:
-            out[shard.start : shard.stop].copy_(self._shared.shard(self.owner, shard.index))
-        count_bytes(self._recorder, "fetch", "shm", sum(shard.numel for shard in shards), out.dtype)
+            kept, values = self._shared.shard(self.owner, shard.index), out[shard.start : shard.stop]
+            if unit.is_coded:
+                read_record(kept, unit, shard, values)
+                size += used_bytes(kept)
+            else:
+                values.copy_(kept)
+                size += kept.nbytes
+        numel = sum(shard.numel for shard in shards)
+        count_bytes(self._recorder, "fetch", "shm", numel, out.dtype, size=size, codec=codec_of(unit))

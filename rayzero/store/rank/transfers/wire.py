@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs import RAW, Codec, codec_for
+from rayzero.codecs.record import LENGTH, codec_of, kept_bytes, read_record, used_bytes
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import Contribution
+from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.owner_link import QUICK_S, OwnerLink, Upload
 from rayzero.store.rank.publish_board import PublishBoard
@@ -79,7 +80,9 @@ class _Fetch:
     version: int
     what: str  # the tensor kind
     out: Tensor  # the whole unit
+    kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
     filled: int = 0  # shards
+    received: int = 0  # bytes
     ended: bool = False
 
     @property
@@ -91,14 +94,25 @@ class _Fetch:
         return self.version, self.what
 
     def fill(self, messages: Iterator[bytes]) -> None:
-        """Copy the next messages into ``out``, from the first shard on."""
-        self.filled = 0
+        """Copy, or decode, the next messages into ``out``, from the first shard on."""
+        self.filled = self.received = 0
         for shard in self.shards:
-            memory = byte_view(self.out[shard.start : shard.stop])
-            assembly = Assembly(shard.index, memory.nbytes, memory)
-            while not assembly.complete:
-                assembly.take(next(messages, None))
+            values = self.out[shard.start : shard.stop]
+            if self.kept is None:
+                self._receive(messages, shard, values)
+            else:
+                record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8)
+                self._receive(messages, shard, record)
+                read_record(record, self.kept, shard, values)
             self.filled += 1
+
+    def _receive(self, messages: Iterator[bytes], shard: Shard, memory: Tensor) -> None:
+        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
+        while not assembly.complete:
+            assembly.take(next(messages, None))
+            if self.kept is not None and assembly.filled >= LENGTH:
+                assembly.end_at(used_bytes(memory))
+        self.received += assembly.filled
 
     def end(self, error: Exception | None) -> None:
         self.ended = True
@@ -251,7 +265,9 @@ class WireTransfers:
     ) -> None:
         """See ``Transfers.fetch``."""
         awaited = f"{unit.name} v{version}"
-        part = _Fetch(gather=gather, awaited=awaited, shards=shards, version=version, what=kind, out=out)
+        kept = unit if kind == COMPUTE and unit.is_coded else None
+        what = kind if kept is None else STORED
+        part = _Fetch(gather=gather, awaited=awaited, shards=shards, version=version, what=what, out=out, kept=kept)
         if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
             self._fetch_early(part)
             return
@@ -376,7 +392,9 @@ class WireTransfers:
                 part.fill(messages)
                 if part is parts[-1] and next(messages, None) is not None:
                     raise TransferError(f"{self._link.name} sent more than the shards asked for")
-                self._count("fetch", part, part.out.dtype, RAW)
+                numel = sum(shard.numel for shard in part.shards)
+                codec = RAW if part.kept is None else codec_of(part.kept)
+                count_bytes(self._recorder, "fetch", "grpc", numel, part.out.dtype, codec=codec, size=part.received)
                 part.end(None)
 
     def _upload(self, method: str, parts: list[_Send]) -> None:
@@ -396,7 +414,8 @@ class WireTransfers:
 
         self._with_retries(method.lower(), stream)
         for part in parts:
-            self._count(method.lower(), part, part.values.dtype, part.codec)
+            for shard in part.shards:
+                count_bytes(self._recorder, method.lower(), "grpc", shard.numel, part.values.dtype, codec=part.codec)
             part.end(None)
 
     @contextmanager
@@ -433,10 +452,6 @@ class WireTransfers:
                     raise
                 log.warning("rank %d: repeats a %s after: %s", self._link.rank, direction, error)
                 self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
-
-    def _count(self, direction: str, part: _Fetch | _Send, dtype: torch.dtype, codec: Codec) -> None:
-        for shard in part.shards:
-            count_bytes(self._recorder, direction, "grpc", shard.numel, dtype, codec)
 
 
 def transfer_threads(num_owners: int, rank: int, direction: str) -> tuple[ThreadPoolExecutor, int]:
