@@ -65,6 +65,24 @@ def test_weights_are_those_of_plain_torch(name: str, alone: RankContext) -> None
     assert same_bits(rayzero.full_state_dict(model), expected)
 
 
+@pytest.mark.parametrize("method", ["int8", "quantization", "lossless"])
+def test_frozen_parameters_are_those_that_their_owner_keeps(method: str, alone: RankContext) -> None:
+    base = seeded(lambda: Net(num_layers=6, width=256)).cuda()
+    for name, param in base.named_parameters():
+        param.requires_grad_(name.endswith("bias"))
+    trained = [param for param in base.parameters() if param.requires_grad]
+    config = tight(base, cpu_compression=method)
+    model, optimizer = rayzero.prepare(base, torch.optim.AdamW(trained, lr=1e-3), config)
+    kept = rayzero.full_state_dict(model)
+    for step in range(3):
+        token_loss(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                assert torch.equal(param.detach().cpu(), kept[name]), name
+
+
 def test_gathered_parameters_stay_within_the_window(alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8, width=256)).cuda()
     model, optimizer = rayzero.prepare(
