@@ -65,6 +65,16 @@ PAGE = Page(
                     thresholds=((None, "green"), (1.2, "orange"), (1.5, "red")),
                 ),
                 panel(
+                    "Kept of original bytes",
+                    "1 unless moments, or cpu_compression, keep them encoded.",
+                    "percentunit",
+                    (
+                        "sum by (run, kind) (rayzero_memory_bytes{<actor>}) / "
+                        "sum by (run, kind) (rayzero_memory_original_bytes{<actor>})",
+                        "{{run}} {{kind}}",
+                    ),
+                ),
+                panel(
                     "Shards",
                     "Of each actor.",
                     "none",

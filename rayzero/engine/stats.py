@@ -18,6 +18,7 @@ from rayzero.memory.process_memory import peak_resident
 from rayzero.telemetry.names import (
     BUILD_INFO,
     MEMORY_BYTES,
+    MEMORY_ORIGINAL_BYTES,
     PREFETCH_DROPPED,
     PREFETCH_LATE_SECONDS,
     PREFETCH_REQUESTS,
@@ -171,9 +172,9 @@ def _prefetch(engine: Engine, counts: Counts) -> PrefetchStats:
 def _memory(engine: Engine) -> MemoryStats:
     up = [unit for unit in engine.units if unit.state is UnitState.UNSHARDED]
     aside = [engine.units[index] for index in engine.cache.writes.aside()]
-    held = engine.since.recorder.gauges().get(MEMORY_BYTES, {})
+    held = engine.since.recorder.gauges()
     by_kind = Counter[str]()
-    for labels, size in held.items():
+    for labels, size in held.get(MEMORY_BYTES, {}).items():
         by_kind[dict(labels)["kind"]] += int(size)
     on_gpu, now = engine.device.type == "cuda", read_memory(engine.device)
     return MemoryStats(
@@ -183,6 +184,7 @@ def _memory(engine: Engine) -> MemoryStats:
         host_parameters=_elements(aside),
         host_bytes=sum(by_kind[kind] for kind in _RANKS) + sum(unit.size_bytes for unit in aside),
         owner_bytes=_owners(engine, by_kind),
+        owner_original_bytes=int(sum(held.get(MEMORY_ORIGINAL_BYTES, {}).values())) or None,
         gathered_limit=engine.config.gpu_param_memory_budget,
         gathered_peak=engine.residency.peak,
         device_used=now.gpu_used if on_gpu else None,

@@ -41,6 +41,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.telemetry.names import (
     MEMORY_BYTES,
+    MEMORY_ORIGINAL_BYTES,
     OPTIMIZER_QUEUE_BYTES,
     OPTIMIZER_QUEUE_DEPTH,
     PARAM_VERSION,
@@ -190,8 +191,9 @@ class ShardService:
         yield Reading(PARAM_VERSION, min((owned.published for owned in shards), default=0), {})
         yield Reading(OPTIMIZER_QUEUE_DEPTH, self._updater.queued, {})
         yield Reading(OPTIMIZER_QUEUE_BYTES, sum(owned.params.nbytes for owned in shards if owned.pending), {})
-        held, memory = Counter[tuple[str, str]](), parts.model.memory
+        held, original, memory = Counter[tuple[str, str]](), Counter[str](), parts.model.memory
         for owned in shards:
+            original.update(owned.original_bytes)
             for kind, size in owned.memory_bytes.items():
                 held[kind, memory.tier if kind == "param" else memory.state_tier] += size
         for rank in list(parts.contributions.ranks.values()):
@@ -200,6 +202,8 @@ class ShardService:
         held["staging", "ram"] += parts.updates.scratch_bytes
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
+        for kind, size in original.items():
+            yield Reading(MEMORY_ORIGINAL_BYTES, size, {"kind": kind})
 
     def load(self, shard: int, values: Tensor) -> None:
         """Load a shard's initial values (1D, the shard's elements, fp32 or the unit's dtype): copies them before it

@@ -83,6 +83,16 @@ class OwnedShard:
         master = {} if self.master is None else {"master": self.master.nbytes}
         return {**apart, **master, **{kind: moment.nbytes for kind, moment in self.states.items()}}
 
+    @property
+    def original_bytes(self) -> dict[str, int]:
+        """Kind -> bytes that ``memory_bytes`` would be if nothing were encoded."""
+        wide = dict.fromkeys(self.states, self.shard.numel * torch.float32.itemsize)
+        return (
+            self.memory_bytes
+            | wide
+            | ({"param": self.shard.numel * self.unit.dtype.itemsize} if self.unit.is_coded else {})
+        )
+
     def move(self, state: ShardState) -> None:
         """Change state; raises StoreError when the table does not allow it."""
         if state not in _MOVES[self.state]:

@@ -365,6 +365,14 @@ MEMORY_BYTES = _gauge(
     "user's objects), unused (freed, but kept by malloc and resident). tier: gpu, pinned, shm, ram. Over the processes "
     "of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
 )
+MEMORY_ORIGINAL_BYTES = _gauge(
+    name="rayzero_memory_original_bytes",
+    unit="bytes",
+    labels=("kind",),
+    roles=(OPTIMIZER,),
+    help="Bytes that what this owner keeps would take unencoded: published parameters in their dtype, masters and "
+    "states in fp32. kind: as in rayzero_memory_bytes, which is what is left of them.",
+)
 PROCESS_MEMORY_BYTES = _gauge(
     name="rayzero_process_memory_bytes",
     unit="bytes",

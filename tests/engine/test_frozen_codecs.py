@@ -153,6 +153,10 @@ def test_owners_and_links_count_the_bytes_that_are_kept(method: str, dtype: torc
     else:
         assert raw - sent == pytest.approx(matrix.numel() * dtype.itemsize - exact, abs=64 * 16)
         assert stats.to_device.stored_ratio == pytest.approx(sent / raw)
+    states = 12 * (8 * 2048 + 64)  # masters and moments
+    raw_kept = (matrix.numel() + 2048) * dtype.itemsize + trained + states
+    assert stats.memory.owner_original_bytes == raw_kept
+    assert stats.memory.kept_ratio == pytest.approx((held + states) / raw_kept, rel=0.01)
 
 
 def aligned_bytes(numels: list[int], itemsize: int) -> int:

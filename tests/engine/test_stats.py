@@ -129,6 +129,7 @@ def test_bytes_are_what_the_layout_says(precision: Any, alone: RankContext) -> N
     each = 12 if precision == "fp32" else 14  # master, two moments; published parameters of their own where 16-bit
     elements = sum(unit.numel for unit in units)
     assert memory.owner_bytes == pytest.approx(each * elements, rel=0.02)
+    assert (memory.owner_original_bytes, memory.kept_ratio) == (memory.owner_bytes, 1.0)
     assert memory.gathered_peak == sum(-(-unit.size_bytes // 512) * 512 for unit in units)
 
 
@@ -390,7 +391,7 @@ def test_a_model_that_was_not_prepared_and_wrong_counts_are_refused(alone: RankC
     with pytest.raises(UnsupportedError, match="was not prepared"):
         rayzero.stats(Net())
     model, _ = prepared()
-    with pytest.raises(ConfigError, match="numbers >= 0, got -1 tokens"):
+    with pytest.raises(ConfigError, match="numbers >= 0, got tokens=-1 and samples=0"):
         rayzero.count_tokens(model, -1)
 
 
