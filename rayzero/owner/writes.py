@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import fail, failed, settle
-from rayzero.errors import StoreError
+from rayzero.errors import RayZeroError, StoreError
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
@@ -60,8 +60,10 @@ class StagedWrites:
             for owned in self._shards.values():
                 if owned.unit.index == write.unit:
                     self._make(write, owned)
-        except StoreError as exc:
+        except BaseException as exc:  # whatever it is, the ranks wait for this future
             fail(future, exc)
+            if not isinstance(exc, RayZeroError):
+                raise
         else:
             settle(future, None)
 

@@ -21,12 +21,12 @@ from rayzero.config import CpuCompressionMethod
 from rayzero.config.zero import Precision
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
-from rayzero.errors import StoreError
+from rayzero.errors import MemoryPlanError, RayZeroError, StoreError
 from rayzero.kernels import moments
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.owner import shard as shard_module
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.slab import Slab, list_slabs
 from rayzero.telemetry.names import MEMORY_BYTES, TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.testing import Transport, run_ranks
 
@@ -275,6 +275,22 @@ def test_what_is_written_into_a_frozen_parameter_is_kept_encoded_and_computed_wi
     found = [run_ranks(loop, 2, 2, transport, config=config) for transport in ("inproc", "shm")]
     assert all(same_bits(one, found[0][0]) for ranks in found for one in ranks)
     assert found[0][0]["layers.1.up.weight"][0, :3].tolist() == pytest.approx([0.3] * 3, rel=0.01)
+
+
+def test_a_record_has_its_pages_before_it_is_written_or_says_that_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(slab: Slab, offset: int, size: int) -> None:
+        raise MemoryPlanError(f"no room for {size} bytes")
+
+    with running_in(RankContext()):
+        model, optimizer = prepared(wide(), ZeroConfig(cpu_compression="lossless", units=("Linear",)))
+        model(torch.randn(4, 512)).sum().backward()
+        with torch.no_grad():
+            model[0].weight[0, 0] = 1.0
+        monkeypatch.setattr(Slab, "allocate", full)
+        with pytest.raises(RayZeroError, match=r"no room for 4,?[0-9]+ bytes"):
+            optimizer.step()
 
 
 def test_values_that_a_codec_cannot_hold_are_refused_by_name() -> None:

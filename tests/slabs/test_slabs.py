@@ -51,6 +51,41 @@ def slab(tmp_path: Path) -> Iterator[Slab]:
     made.close()
 
 
+# ---- pages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="tests pages of shared memory")
+def test_punched_pages_are_free_and_come_back_as_zeros():
+    made = Slab.create(header(), SHARED_MEMORY)
+    try:
+        whole, start = _pages(made), header_bytes(num_regions=1)
+        values = made.tensor(start, MIB, torch.uint8).fill_(7)
+        made.punch(start + 100, MIB - 200)
+        kept = range(0, 100), range(MIB - 100, MIB)
+        assert whole - MIB < _pages(made) <= whole - MIB + 4 * PAGE, "whole pages only"
+        assert all(bool((values[part.start : part.stop] == 7).all()) for part in kept)
+        made.allocate(start, MIB)
+        assert _pages(made) == whole
+        assert not values[2 * PAGE : MIB - 2 * PAGE].any()
+        made.punch(start + 1, PAGE)
+        assert _pages(made) == whole, "no whole page"
+    finally:
+        made.close()
+
+
+def test_pages_that_do_not_come_back_are_said_so(slab, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryPlanError, match=r"shared memory needs 1 MiB, but .* has .* free"):
+        slab.allocate(0, MIB)
+
+
+def _pages(slab: Slab) -> int:
+    return os.fstat(slab.fileno()).st_blocks * 512
+
+
 # ---- header -----------------------------------------------------------------------------------------------------
 
 
