@@ -16,6 +16,9 @@ shrink (tests/kernels/test_moments.py). The largest value of a block is kept exa
 changes no bit, and a checkpoint in fp32 resumes as if nothing had happened. An update uses the moments before they are
 encoded.
 
+A mean square beyond fp32 (a gradient above about 1e20) is infinite, as in plain PyTorch, and its weight stands still
+from then on: in ``bf16`` that weight alone, in ``int8``, which has no code for infinity, its whole block.
+
 Sources: block-wise quantization of optimizer states with a dynamic (floating) code, Dettmers et al., "8-bit Optimizers
 via Block-wise Quantization" (2022; bitsandbytes); torchao's low-bit optimizers keep blocks of 256 in the same way."""
 
@@ -35,6 +38,7 @@ _ONE = 0x3F800000  # the bits of 1.0
 _MEAN_SHIFT, _MEAN_TOP = 20, 127  # bits of a float below a code's last; the code of 1.0
 _ROOT_SHIFT, _ROOT_TOP = 19, 255
 _LEAST_SCALE = 0x03800000  # the bits of 2**-120: a block without a larger magnitude is zero
+_ROOT_LIMIT = 0x5F800000  # the bits of 2**64, above every root of a finite mean square
 _SIGN = -(1 << 31)
 
 
@@ -167,6 +171,8 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, *, is_root: bool) -> N
     """Write whole blocks of means, or of roots (1D fp32), as ``codes`` and ``scales``, all on one device."""
     blocks = values.contiguous().view(-1, BLOCK)
     most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1)  # magnitudes are ordered as their bits, a NaN above all
+    if is_root and codes.dtype == torch.bfloat16:
+        most = most.clamp_max(_ROOT_LIMIT)  # an infinite root, or a NaN, is a code of its own
     scales.view(torch.int32).copy_(most.where(most >= _LEAST_SCALE, 0))
     inverse = torch.where(most >= _LEAST_SCALE, 1.0 / scales, 0.0)
     relative = (blocks * inverse.unsqueeze(1)).view(-1)

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class ReferenceKernel:
@@ -63,6 +66,7 @@ def _update_element(memory: AdamMemory, i: int, grad: float, options: AdamOption
         grad += options.weight_decay * weight
     mean = options.beta1 * float(memory.exp_avg[i]) + (1 - options.beta1) * grad
     square = options.beta2 * float(memory.exp_avg_sq[i]) + (1 - options.beta2) * grad * grad
+    square = square if square <= _LARGEST else math.inf  # as fp32 has it
     memory.exp_avg[i], memory.exp_avg_sq[i] = mean, square
     if options.amsgrad and memory.max_exp_avg_sq is not None:
         square = max(float(memory.max_exp_avg_sq[i]), square)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,6 +281,36 @@ def test_moments_follow_gradients_that_shrink(moments: str, beta2: float) -> Non
     assert 0.8 < ratio.median() < 1.25
     assert ratio.min() > 0.5
     assert ratio.max() < 2.0
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
+@pytest.mark.parametrize("moments", ["fp32", *CODED])
+@needs_library
+def test_a_square_beyond_fp32_stops_its_own_weight_and_makes_no_nan(moments: str, kernel: str) -> None:
+    """As in plain PyTorch: a mean over an infinite root is no step. In 8 bits there is no code for infinity, so the
+    block's other weights stop with it."""
+    count, huge = 2 * BLOCK, 3
+    memory = make_memory(count, "bf16" if moments == "fp32" else moments, None)
+    if moments == "fp32":
+        assert memory.coded is not None
+        mean, square = (moment.read(0, count) for moment in memory.coded)
+        memory = replace(memory, exp_avg=mean, exp_avg_sq=square, scales=None)
+    kernels: dict[str, Any] = {"native": native.NativeKernel, "torch": TorchKernel, "reference": ReferenceKernel}
+    gradient = torch.full((count,), 0.1)
+    gradient[huge] = 1e30
+    before = memory.master.clone()
+    for step in (1, 2, 3):
+        update(kernels[kernel](), memory, [gradient], step=step, weight_decay=0.0)
+        gradient[huge] = 0.1
+    moved = memory.master != before
+    assert memory.master.isfinite().all()
+    assert not moved[huge]
+    assert moved[BLOCK:].all()
+    if moments != "int8":
+        moved[huge] = True
+        assert moved.all()
+    square = memory.exp_avg_sq if memory.coded is None else memory.coded[1].read(0, count)
+    assert square[huge] == math.inf
 
 
 @needs_library

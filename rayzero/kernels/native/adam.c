@@ -77,12 +77,15 @@ typedef struct {
  * bits that counts down from 1.0: code c is the float whose upper bits are those of 1.0 less (largest code - c). The mean
  * has a sign and 7 bits, 3 of them mantissa, and code 0 is zero. The root has 8 bits, 4 of them mantissa, and no zero: a
  * root much smaller than its neighbours is rounded up to 2^-15.9 of the largest, since an update divides by it. The
- * largest magnitude is kept exactly, so decoding and encoding again changes no bit. A scale below 2^-120 is zero. */
+ * largest magnitude is kept exactly, so decoding and encoding again changes no bit. A scale below 2^-120 is zero. A mean
+ * square beyond fp32 is infinite, as in torch, and so is its root: its weight stands still. BF16 has a code for it, and the
+ * scale is then 2^64, above every finite root; in CODES the whole block is infinite. */
 #define MEAN_SHIFT 20
 #define MEAN_TOP 127
 #define ROOT_SHIFT 19
 #define ROOT_TOP 255
 #define LEAST_SCALE 0x03800000u /* the bits of 2^-120 */
+#define ROOT_LIMIT 0x5f800000u  /* the bits of 2^64 */
 
 /* One segment's range of the shard as a kernel sees it. */
 typedef struct {

@@ -153,6 +153,7 @@ INLINE TARGET float V(encode)(const V(f) *values, char *codes, int dtype, int si
     V(u) largest = (V(u))values[0] & size, found[VECTORS];
     for (int i = 1; i < VECTORS; i++) largest = V(max_u)(largest, (V(u))values[i] & size);
     uint32_t most = V(most)(largest);
+    if (dtype == BF16 && !signs && most > ROOT_LIMIT) most = ROOT_LIMIT; /* an infinite root, or a NaN: a code of its own */
     float scale = most >= LEAST_SCALE ? float_of(most) : 0.0f, inverse = most >= LEAST_SCALE ? 1.0f / scale : 0.0f;
     for (int i = 0; i < VECTORS; i += 2) {
         V(f) low = V(mul)(values[i], V(set)(inverse)), high = V(mul)(values[i + 1], V(set)(inverse));
