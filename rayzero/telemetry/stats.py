@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self, cast, get_args, get_type_hints
 
+from rayzero.errors import ConfigError
 from rayzero.quantities import count, format_bytes
 from rayzero.telemetry.tally import Copies, Durations, most
 
@@ -45,9 +46,12 @@ class _Merged:
     LARGEST: ClassVar[frozenset[str]] = frozenset()  # fields of which ranks' largest value counts; others add up
 
     def merged(self, *others: Self) -> Self:
-        """All of them together; associative."""
+        """All of them together; associative. Raises ConfigError for anything of another class."""
         result = self
         for other in others:
+            if not isinstance(other, type(self)):
+                name = type(self).__name__
+                raise ConfigError(f"merged() takes {name}, one argument each, got {type(other).__name__}")
             pairs = {one.name: (getattr(result, one.name), getattr(other, one.name)) for one in fields(self)}
             result = type(self)(
                 **{name: (most if name in self.LARGEST else _together)(*pair) for name, pair in pairs.items()}
@@ -218,13 +222,16 @@ class Stats(_Merged):
         return 1 - self.exposed_seconds / self.update_seconds if self.update_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain values, by name; ratios and means follow from them."""
+        """The fields as a dict of plain values, for ``json.dumps``; ratios and means follow from them."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Stats:
-        """The inverse of ``to_json``. Raises TypeError, KeyError or AttributeError for anything else."""
-        loaded: Stats = _loaded(cls, found)
+        """The inverse of ``to_json``. Raises ConfigError for anything else."""
+        try:
+            loaded: Stats = _loaded(cls, found)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"Stats.from_json() takes the dict that to_json() returned: {error!r}") from error
         return loaded
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.errors import ConfigError
 from rayzero.telemetry.stats import Freed, LayerStats, LinkStats, PrefetchStats, Stats, StrategyStats
 from rayzero.telemetry.tally import Copies, CopyTally, Durations, Tally
 
@@ -42,6 +43,19 @@ def test_merging_does_not_depend_on_grouping(a: Stats, b: Stats, c: Stats) -> No
 @given(values(Stats))
 def test_stats_travel_as_json(stats: Stats) -> None:
     assert Stats.from_json(json.loads(json.dumps(stats.to_json()))) == stats
+
+
+def test_what_is_no_stats_is_refused_in_a_line() -> None:
+    whole = Stats().to_json()
+    wrong: list[Any] = [None, 3, [1], "{}", json.dumps(whole), {**whole, "more": 1}, {**whole, "steps": 3}]
+    for found in wrong:
+        with pytest.raises(ConfigError, match=r"from_json\(\) takes the dict that to_json\(\) returned") as said:
+            Stats.from_json(found)
+        assert "\n" not in str(said.value)
+    others: list[Any] = [None, [Stats()], whole, LayerStats()]
+    for other in others:
+        with pytest.raises(ConfigError, match=r"merged\(\) takes Stats, one argument each, got "):
+            Stats().merged(other)
 
 
 def test_sums_add_up_and_extremes_stay_extremes() -> None:
