@@ -161,7 +161,7 @@ class Engine:
         """A module's forward starts: bring its units up and make their Parameters plain. Returns whether saved-tensor
         hooks were pushed, which does not depend on the grad mode: the forward may change it. All or nothing."""
         opened: list[ParamUnit] = []
-        phase = Phase.BACKWARD if graph_task_id() >= 0 else Phase.FORWARD
+        phase = Phase.BACKWARD if self.collector.in_backward() else Phase.FORWARD
         try:
             for unit in units:
                 unit.open_calls += 1
@@ -207,14 +207,13 @@ class Engine:
 
         Under create_graph the node that unpacks the weight saves it again. Hooks pushed here see that; autograd pops
         them, because it restores its thread's state after every node."""
-        task = graph_task_id()
-        if task >= 0:
+        backward = self.collector.in_backward()
+        if backward:
             self.clock.enter("backward")
             self.passes.begin_backward()
-            self.collector.join(task)
             if torch.is_grad_enabled():
                 self._push_hooks()
-        self.cache.use(unit, Phase.BACKWARD if task >= 0 else Phase.FORWARD)
+        self.cache.use(unit, Phase.BACKWARD if backward else Phase.FORWARD)
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:

@@ -47,7 +47,7 @@ class GradientCollector:
     def _hook(self, unit: ParamUnit, slot: int, nodes: dict[int, Any]) -> Callable[..., None]:
         def after_accumulate(*_: Any) -> None:
             task = graph_task_id()
-            units = self._tasks.get(task) or self.join(task)
+            units = self._tasks.get(task) or self._join(task)
             coming = units.get(unit)
             if coming is None:
                 coming = units[unit] = {other for other, node in nodes.items() if will_execute(node)}
@@ -58,7 +58,17 @@ class GradientCollector:
 
         return after_accumulate
 
-    def join(self, task: int) -> dict[ParamUnit, set[int]]:
+    def in_backward(self) -> bool:
+        """Whether a graph task runs; if so, autograd will report its end.
+
+        A recomputation has to ask too: a reentrant checkpoint runs a graph task of its own inside the one that
+        recomputes, and only a task that is known here makes that one nested."""
+        task = graph_task_id()
+        if task >= 0:
+            self._join(task)
+        return task >= 0
+
+    def _join(self, task: int) -> dict[ParamUnit, set[int]]:
         """Ask autograd to report the end of the running graph task; returns the slots it still waits for, by unit."""
         units = self._tasks.get(task)
         if units is None:
