@@ -28,7 +28,7 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, get_context, inside
 from rayzero.engine.prepare import prepare
 from rayzero.engine.start.unit_init import Init
-from rayzero.engine.stats import measured_link, read_stats, restart_stats
+from rayzero.engine.stats import as_count, measured_link, read_stats, restart_stats
 from rayzero.engine.units.inventory import ModelParameters, ModelParameterStats
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, GradientAccessError, UnsupportedError
@@ -94,23 +94,30 @@ class OffloadManager:
         num_tokens: tokens in one forward's inputs, called with them; by default the elements of the first tensor of
             integers, as token ids are, and 0 where there is none.
 
-        Raises what ``rayzero.prepare`` raises, and ConfigError for a context that is not this rank's."""
+        Raises what ``rayzero.prepare`` raises, and ConfigError for arguments of another type and for a context that is
+        not this rank's."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"OffloadManager: model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(context, RankContext | RankMapping | None):
+            raise ConfigError(
+                f"OffloadManager: context must be a RankContext, a RankMapping or None, got {type(context).__name__}"
+            )
         chosen = context if isinstance(context, RankContext) else get_context()
         self._owns = not isinstance(context, RankContext) and chosen.connect is None
         self.context = RankContext(device=chosen.device, config=chosen.config) if self._owns else chosen
         if isinstance(context, RankMapping):
             _check_place(context, self.context)
         self.parameters: ModelParameterStats = ModelParameters.from_module(model).get_statistics()
-        with inside(self.context):
-            self.model, self.optimizer = prepare(
-                model,
-                _make_optimizer(model, optimizer, lr),
-                config,
-                units=units,
-                weights=weights,
-                init=init,
-                resume=resume,
-            )
+        made = _make_optimizer(model, optimizer, lr)
+        try:
+            with inside(self.context):
+                self.model, self.optimizer = prepare(
+                    model, made, config, units=units, weights=weights, init=init, resume=resume
+                )
+        except BaseException:
+            if self._owns:
+                self.context.close("the model could not be prepared")
+            raise
         self._engine = self.optimizer.engine
         self._num_tokens = num_tokens or _token_ids
         self._output: Any = None  # of the last forward that can still have its backward
@@ -134,12 +141,17 @@ class OffloadManager:
         return await self._call_async(self._forward, *inputs, **keywords)
 
     def _forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.model(*inputs, **keywords)
+        found = self._num_tokens(*inputs, **keywords)
+        tokens = as_count(found)
+        if tokens is None:
+            raise ConfigError(f"OffloadManager: num_tokens() must return a whole number >= 0, got {found!r}")
         output = self.model(*inputs, **keywords)
-        if torch.is_grad_enabled():
-            self._engine.clock.count(self._num_tokens(*inputs, **keywords), 0)
-            self._output = output
-            self._forwards += 1
-            self._waiting += 1
+        self._engine.clock.count(tokens, 0)
+        self._output = output
+        self._forwards += 1
+        self._waiting += 1
         return output
 
     def backward_pass(self, loss_or_grad: Tensor) -> None:
@@ -150,7 +162,8 @@ class OffloadManager:
 
         Several forwards and backwards before a step add up (under bf16 and fp16 say so by
         ``gradient_accumulation_steps``). Raises GradientAccessError for a backward without a forward before it, and for
-        a second one of the same forward: add losses, and call it once."""
+        a second one of the same forward: add losses, and call it once. If an exception ends autograd's backward, the
+        open step is discarded, all its forwards and gradients, because some of these may have left: begin it again."""
         self._call(self._backward, loss_or_grad)
 
     async def backward_pass_async(self, loss_or_grad: Tensor) -> None:
@@ -167,10 +180,20 @@ class OffloadManager:
                 "backward_pass() was called again for a forward that has had its backward; add the losses and call it "
                 "once, or run another forward_pass()"
             )
-        if loss_or_grad.requires_grad:
-            torch.autograd.backward(loss_or_grad)
-        else:
-            torch.autograd.backward(self._output_for(loss_or_grad), loss_or_grad)
+        root, grad = loss_or_grad, None
+        if not loss_or_grad.requires_grad:
+            root, grad = self._output_for(loss_or_grad), loss_or_grad
+        elif loss_or_grad.numel() != 1:
+            shape = tuple(loss_or_grad.shape)
+            raise ConfigError(
+                f"backward_pass() got a loss of shape {shape}, but a loss is one number; take its mean or sum"
+            )
+        try:
+            torch.autograd.backward(root, grad)
+        except BaseException:
+            self._forget_step()
+            self.optimizer.zero_grad()
+            raise
         self._output = None
         self._waiting -= 1
         self._backwards += 1
@@ -206,6 +229,9 @@ class OffloadManager:
                 group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._output = None
         self._forwards = self._waiting = self._backwards = 0
 
@@ -301,7 +327,8 @@ class OffloadManager:
     # ---- end
 
     def close(self) -> None:
-        """Leave the run; in a run, its context does so too. Parameters can then no longer be read. Idempotent."""
+        """Leave the run; in a run, its context does so too. Parameters that are not up can then no longer be read.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -365,11 +392,20 @@ def _check_place(mapping: RankMapping, context: RankContext) -> None:
 def _make_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerFactory | None, lr: float | None
 ) -> torch.optim.Optimizer:
+    if next(model.parameters(), None) is None:
+        raise ConfigError(f"{type(model).__name__} has no parameters to train")
     if optimizer is None:
         return torch.optim.AdamW(model.parameters(), lr=_LR if lr is None else _checked_rate(lr))
     if lr is not None:
         raise ConfigError("OffloadManager: lr is that of the default AdamW; give it to the optimizer instead")
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise ConfigError(
+            "OffloadManager: optimizer must be a torch.optim.Optimizer, a function that makes one of the parameters, "
+            f"or None, got {type(optimizer).__name__}"
+        )
+    return optimizer(model.parameters())
 
 
 def _checked_rate(lr: object) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
+from typing import SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -60,14 +62,25 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     return found
 
 
-def count_tokens(model: nn.Module, tokens: int, samples: int = 0) -> None:
+def count_tokens(model: nn.Module, tokens: SupportsIndex, samples: SupportsIndex = 0) -> None:
     """Count ``tokens`` (and ``samples``, sequences) that the open step trains on; call it before ``optimizer.step()``.
 
-    From these come the tokens per second of ``rayzero.stats`` and of the dashboards. Raises ConfigError for negative
-    numbers, UnsupportedError for a model that was not prepared."""
-    if tokens < 0 or samples < 0:
-        raise ConfigError(f"count_tokens() takes numbers >= 0, got tokens={tokens} and samples={samples}")
-    engine_of(model).clock.count(tokens, samples)
+    Both are ints or tensors of one integer, as ``mask.sum()`` is. From these come the tokens per second of
+    ``rayzero.stats`` and of the dashboards. Raises ConfigError for anything but whole numbers >= 0, UnsupportedError
+    for a model that was not prepared."""
+    clock, found = engine_of(model).clock, (as_count(tokens), as_count(samples))
+    if None in found:
+        raise ConfigError(f"count_tokens() takes whole numbers >= 0, got tokens={tokens!r} and samples={samples!r}")
+    clock.count(*cast(tuple[int, int], found))
+
+
+def as_count(value: object) -> int | None:
+    """``value`` as an int; None if it is no whole number >= 0."""
+    try:
+        count = operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        return None
+    return count if count >= 0 else None
 
 
 def read_stats(engine: Engine) -> Stats:

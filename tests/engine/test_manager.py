@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -283,6 +284,50 @@ def test_a_gradient_that_fits_no_output_is_refused(manager: OffloadManager) -> N
     manager.backward_pass(torch.ones_like(output))
 
 
+def test_a_loss_that_is_no_scalar_is_refused_and_leaves_the_step_as_it_was(manager: OffloadManager) -> None:
+    loss = forward(manager)
+    with pytest.raises(ConfigError, match=r"a loss of shape \(2,\), but a loss is one number; take its mean or sum"):
+        manager.backward_pass(torch.stack([loss, loss]))
+    manager.backward_pass(loss)
+    manager.optimizer_step()
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("a fault in the middle of backward")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("budget", CONFIGS)
+def test_a_backward_that_fails_in_its_middle_discards_the_step(
+    precision: Precision, budget: str, alone: RankContext
+) -> None:
+    """What it had pushed would be added to the gradients of the next try."""
+    base, config = seeded(Net), CONFIGS[budget](precision)
+    expected = plain(base, config)
+    with OffloadManager(config, None, copy.deepcopy(base), adamw) as manager:
+        for step in range(STEPS):
+            inputs, targets = tokens(step)
+            if step in (0, 2):
+                broken = manager.model.layers[0].register_forward_hook(lambda *call: Fails.apply(call[2]))
+                loss = loss_of(manager.forward_pass(inputs), targets)
+                broken.remove()
+                with pytest.raises(ArithmeticError, match="in the middle of backward"):
+                    manager.backward_pass(loss)
+                with pytest.raises(UnsupportedError, match="without a backward_pass"):
+                    manager.optimizer_step()
+            manager.backward_pass(loss_of(manager.forward_pass(inputs), targets))
+            manager.optimizer_step()
+        assert same_bits(rayzero.full_state_dict(manager.model), expected)
+
+
 class Pair(nn.Module):
     """Returns two tensors."""
 
@@ -439,6 +484,38 @@ def test_tokens_are_the_ids_of_the_inputs_or_what_the_caller_counts(manager: Off
         counted.backward_pass(counted.forward_pass(x=torch.ones(2, 4))[0].sum())
         counted.optimizer_step()
         assert counted.get_performance_stats().tokens.tokens == 2
+
+
+@pytest.mark.parametrize("count", [None, "many", 2.5, -1, math.nan])
+def test_a_count_of_tokens_that_is_none_is_refused_before_the_forward(count: Any, alone: RankContext) -> None:
+    with OffloadManager(None, None, Pair(), num_tokens=lambda x: count) as manager:
+        with pytest.raises(ConfigError, match=r"num_tokens\(\) must return a whole number >= 0, got "):
+            manager.forward_pass(torch.ones(2, 4))
+        assert manager.get_performance_stats().forwards == 0
+
+
+def test_what_a_manager_cannot_be_made_of_is_refused_in_a_line(alone: RankContext) -> None:
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        ("model must be a torch.nn.Module, got NoneType", (None, None, None)),
+        ("context must be a RankContext, a RankMapping or None, got int", (None, 0, Pair())),
+        (
+            "optimizer must be a torch.optim.Optimizer, a function that makes one .* got str",
+            (None, None, Pair(), "adam"),
+        ),
+        ("ReLU has no parameters to train", (None, None, nn.ReLU())),
+    ]
+    for said, arguments in wrong:
+        with pytest.raises(ConfigError, match=said) as found:
+            OffloadManager(*arguments)
+        assert "\n" not in str(found.value)
+
+
+def test_a_manager_that_cannot_be_made_leaves_no_thread(alone: RankContext) -> None:
+    before, model = set(threading.enumerate()), Pair()
+    with pytest.raises(UnsupportedError, match="LBFGS cannot run on shards"):
+        OffloadManager(None, None, model, torch.optim.LBFGS)
+    assert set(threading.enumerate()) == before
+    OffloadManager(None, None, model).close()
 
 
 def test_documented_vectors_of_a_new_manager(alone: RankContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -249,6 +250,38 @@ def test_layers_count_passes_and_not_recomputation(alone: RankContext) -> None:
     assert counts == {"root": (3, 2), "layers.0": (3, 2), "layers.1:frozen": (3, 0), "layers.2": (3, 2)}
 
 
+class Checkpointed(nn.Module):
+    """Has no parameter outside of its checkpoints: autograd meets the first inside a backward of a checkpoint's own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("budget", ["all up", "tight"])
+def test_backwards_of_checkpoints_are_a_part_of_the_loops(budget: str, reentrant: bool, alone: RankContext) -> None:
+    base = seeded(lambda: Checkpointed(reentrant))
+    config = (
+        ZeroConfig(gradient_accumulation_steps=2) if budget == "all up" else tight(base, gradient_accumulation_steps=2)
+    )
+    model, optimizer = prepared(config, base)
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = rayzero.stats(model)
+    assert (found.forwards, found.backwards, found.steps.count) == (4, 4, 2)
+    assert {layer.backward.count for layer in found.layers.values()} == {4}
+
+
 def test_a_whole_model_that_is_recomputed_has_one_forward(alone: RankContext) -> None:
     model, _ = prepared(tight(Net()))
     inputs, targets = tokens(0)
@@ -390,9 +423,24 @@ def test_over_a_network_bytes_are_measured_and_the_links_limit_is_not() -> None:
 def test_a_model_that_was_not_prepared_and_wrong_counts_are_refused(alone: RankContext) -> None:
     with pytest.raises(UnsupportedError, match="was not prepared"):
         rayzero.stats(Net())
-    model, _ = prepared()
-    with pytest.raises(ConfigError, match="numbers >= 0, got tokens=-1 and samples=0"):
-        rayzero.count_tokens(model, -1)
+    model, optimizer = prepared()
+    wrong: list[tuple[Any, Any]] = [
+        (-1, 0),
+        (1, -2),
+        (2.5, 0),
+        (math.nan, 0),
+        ("many", 0),
+        (None, 0),
+        (torch.ones(2), 0),
+    ]
+    for tokens_, samples in wrong:
+        with pytest.raises(ConfigError, match=r"count_tokens\(\) takes whole numbers >= 0, got ") as found:
+            rayzero.count_tokens(model, tokens_, samples)
+        assert "\n" not in str(found.value)
+    rayzero.count_tokens(model, torch.tensor([True, True]).sum())  # as a mask's sum is
+    model(tokens(0)[0]).sum().backward()
+    optimizer.step()
+    assert repr(rayzero.stats(model).tokens.tokens) == "2"
 
 
 def test_a_rank_that_records_nothing_still_knows_its_own_clock() -> None:
