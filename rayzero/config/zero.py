@@ -130,7 +130,8 @@ class ZeroConfig(ConfigModel):
     """How shards are distributed over owners (layout/shard_map.py)."""
 
     units: Literal["auto"] | tuple[str, ...] = "auto"
-    """"auto": the blocks of every ModuleList and Sequential are units; or a list of module classes that are units."""
+    """"auto": the blocks of every ModuleList and Sequential are units; or a list of names of classes
+    whose modules are units, such as "LlamaDecoderLayer"."""
 
     min_unit_bytes: Size = MIB
     """Bytes: with units="auto", a module outside the blocks is a unit of its own if its own parameters take more than

@@ -52,7 +52,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
         print(rayzero.stats(model))                    # a table; .to_json() for programs
 
     Works in any loop, with or without an exporter, and waits for nobody. Ranks' values come together with
-    ``mine.merged(others)``. Call it from the thread that trains. Bytes on the way and prefetch results are the rank's:
+    ``mine.merged(*others)``. Call it from the thread that trains. Bytes on the way and prefetch results are the rank's:
     where a rank has prepared several models, they include the others'. Raises UnsupportedError for a model that was not
     prepared."""
     engine = engine_of(model)
