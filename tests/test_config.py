@@ -112,6 +112,7 @@ def test_compression_ratios_and_losses() -> None:
 
 def test_memory_strategies() -> None:
     table = {s.name: (s.pressure_threshold, s.aggressiveness) for s in AutoMemoryStrategy}
+    assert table.pop("OFF") == (1, 0), "never above its threshold"
     assert table == {"CONSERVATIVE": (0.9, 0.2), "BALANCED": (0.75, 0.5), "AGGRESSIVE": (0.6, 0.8), "EXTREME": (0.4, 1)}
     assert len({s.description() for s in AutoMemoryStrategy}) == len(AutoMemoryStrategy)
 

@@ -106,6 +106,55 @@ PAGE = Page(
             ),
         ),
         Row(
+            title="Pressure",
+            panels=(
+                panel(
+                    "How full, by resource",
+                    "Used over limit at the end of a forward, the fullest rank's. auto_memory_management acts on it; "
+                    "near 100 % the kernel or Ray kills, except for max_*_memory_mb, which are limits of the config.",
+                    "percentunit",
+                    (
+                        "max by (run, node, resource) (rayzero_memory_pressure_ratio{<run>})",
+                        "{{resource}} {{run}} {{node}}",
+                    ),
+                    thresholds=FULL_IS_BAD,
+                    at_most=1,
+                ),
+                panel(
+                    "Waiting for memory",
+                    "Share of the last ten seconds in which some or all processes waited for pages, by the kernel's "
+                    "count. Not 0: it reclaims while the run computes; take work off this node.",
+                    "percentunit",
+                    ("max by (run, node, kind) (rayzero_memory_stall_ratio{<run>})", "{{kind}} {{run}} {{node}}"),
+                ),
+                panel(
+                    "What was done",
+                    "Actions of auto_memory_management and of the loop. Often and without bytes beside it: a stricter "
+                    "strategy costs time and frees nothing; look at what memory is for.",
+                    "ops",
+                    ("sum by (run, action) (rate(rayzero_memory_actions_total{<run>}[<i>]))", "{{action}} {{run}}"),
+                ),
+                panel(
+                    "What it freed",
+                    "Bytes a second that the actions gave back.",
+                    "Bps",
+                    (
+                        "sum by (run, action) (rate(rayzero_memory_freed_bytes_total{<run>}[<i>]))",
+                        "{{action}} {{run}}",
+                    ),
+                ),
+                panel(
+                    "What it cost",
+                    "Share of the ranks' time in each action. Above 1 %: choose a milder strategy or less memory use.",
+                    "percentunit",
+                    (
+                        "max by (run, action) (rate(rayzero_memory_action_seconds_total{<run>}[<i>]))",
+                        "{{action}} {{run}}",
+                    ),
+                ),
+            ),
+        ),
+        Row(
             title="GPU",
             panels=(
                 panel(

@@ -218,6 +218,12 @@ class ActivationOffload:
         """Offload nothing from the next group on. What has left still comes back."""
         self._enabled = False
 
+    def offload_all(self, on: bool) -> None:
+        """Offload everything eligible from the next chunk on, or again ``policy.fraction`` of it. Values stay exactly
+        as they are, unless ``policy.compress`` rounds. With ``device_budget_bytes``, cost still decides."""
+        with self._lock:
+            self._chunks.all = on
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Offload nothing inside this context."""

@@ -52,8 +52,9 @@ _COMPRESSION = {
 
 
 class AutoMemoryStrategy(_NamedChoice):
-    """How early and how much memory pressure reduces the prefetch depth (memory/pressure.py)."""
+    """How early and how much is done about memory pressure (memory/strategy.py)."""
 
+    OFF = "off"
     CONSERVATIVE = "conservative"
     BALANCED = "balanced"
     AGGRESSIVE = "aggressive"
@@ -75,8 +76,25 @@ class AutoMemoryStrategy(_NamedChoice):
 
 
 _STRATEGY = {
-    AutoMemoryStrategy.CONSERVATIVE: (0.9, 0.2, "acts late, gives up a fifth of the prefetch depth"),
-    AutoMemoryStrategy.BALANCED: (0.75, 0.5, "acts at three quarters, gives up half of the prefetch depth"),
-    AutoMemoryStrategy.AGGRESSIVE: (0.6, 0.8, "acts early, gives up most of the prefetch depth"),
-    AutoMemoryStrategy.EXTREME: (0.4, 1.0, "acts first, and reduces the depth to nothing"),
+    AutoMemoryStrategy.OFF: (1.0, 0.0, "measures memory pressure and leaves everything as it is"),
+    AutoMemoryStrategy.CONSERVATIVE: (
+        0.9,
+        0.2,
+        "acts late: garbage above 75 %, little of depth and residency",
+    ),
+    AutoMemoryStrategy.BALANCED: (
+        0.75,
+        0.5,
+        "acts above 60 %: at most half of the depth, most of the residency",
+    ),
+    AutoMemoryStrategy.AGGRESSIVE: (
+        0.6,
+        0.8,
+        "acts above 50 %: most of the depth and of the residency",
+    ),
+    AutoMemoryStrategy.EXTREME: (
+        0.4,
+        1.0,
+        "acts above 30 %: all of the depth, nearly all of the residency",
+    ),
 }

@@ -81,10 +81,11 @@ class ZeroConfig(ConfigModel):
     False: it is always prefetch_buffer_size."""
 
     max_gpu_memory_mb: Mebibytes = 8192
-    """MiB of device memory that count as full: memory pressure is measured device memory over this."""
+    """MiB of device memory that count as full, beside what the device has: pressure is what torch has allocated over
+    this."""
 
     max_cpu_memory_mb: Mebibytes = 65536
-    """MiB of host memory that count as full: memory pressure is the process's RSS over this."""
+    """MiB of host memory that count as full, beside RAM and cgroup: pressure is the process's RSS over this."""
 
     async_prefetch: Flag = True
     """True: units are fetched before they are used. False: a unit is fetched only at its use."""
@@ -104,7 +105,8 @@ class ZeroConfig(ConfigModel):
     ``ActivationOffload`` activations."""
 
     auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
-    """How measured memory pressure reduces the prefetch depth (memory/pressure.py)."""
+    """What is done about measured memory pressure, and how early: garbage, prefetch depth, gathered units, activations
+    (memory/strategy.py). It never changes a value of the training. "off": pressure is only measured."""
 
     precision: Precision = "fp32"
     """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" needs a loss scale: use

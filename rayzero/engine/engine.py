@@ -21,7 +21,7 @@ from rayzero.engine.autograd.gradients import GradientCollector
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_times import PassTimes
-from rayzero.engine.memory import HeapPeak, RankMemory
+from rayzero.engine.memory import HeapPeak, MemoryStrategy, RankMemory, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
@@ -37,7 +37,6 @@ from rayzero.engine.values.unit_values import UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.pressure import PressureGauge, scaled_depth
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS
@@ -105,9 +104,9 @@ class Engine:
         self.loading = StateDictLoad()
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
-        self.pressure = PressureGauge(device, config.max_cpu_memory_mb, config.max_gpu_memory_mb)
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
         self.memory: RankMemory
+        self.strategy: MemoryStrategy
         self.trained: TrainedSlots
         self.cache: UnitCache
         self.values: UnitValues
@@ -142,7 +141,8 @@ class Engine:
         self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version)
         self.registered = Registered(self.model, units)
-        self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap)
+        self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
+        self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
         self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
@@ -256,11 +256,7 @@ class Engine:
         self.step_state.raise_if_failed()
         if self.registered is not None:
             self.registered.check()
-        self.cache.begin_pass(self._more_backwards, self.most_ahead)
-
-    def most_ahead(self, depth: int) -> int:
-        """The prefetch depth that memory pressure leaves of ``depth``."""
-        return scaled_depth(depth, self.pressure.read(), self.config.auto_memory_management)
+        self.cache.begin_pass(self._more_backwards, self.strategy.most_ahead)
 
     @property
     def _more_backwards(self) -> bool:
@@ -272,6 +268,7 @@ class Engine:
         self._in_forward = False
         self.passes.end_forward()
         self._heap.look(self.step_state.step)
+        self.strategy.look()
         self.cache.prefetch()
         if not torch.is_grad_enabled():
             self.clock.enter("data")
@@ -388,6 +385,7 @@ class Engine:
         self._note("finish")
         self._backwards = 0
         self.cache.advance()
+        self.strategy.act(self.activations)
         if self.config.offload_params:
             self.cache.prefetch_first()
         else:

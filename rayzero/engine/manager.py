@@ -287,7 +287,7 @@ class OffloadManager:
         return engine.memory.free(None if saved else engine.cache, engine.activations)
 
     def adapt_performance(self) -> Adaptation:
-        """Measure memory pressure and set the prefetch depth, as the start of every forward does.
+        """Measure memory pressure and set the prefetch depth by it.
 
         The first call also measures the link between host and device, for a few tens of milliseconds."""
         return self._call(self._adapt)
@@ -298,8 +298,8 @@ class OffloadManager:
 
     def _adapt(self) -> Adaptation:
         engine = self._engine
-        before, pressure = engine.cache.depth, engine.pressure.measure()
-        engine.cache.adapt(engine.most_ahead)
+        before, pressure = engine.cache.depth, engine.strategy.measure().share
+        engine.cache.adapt(engine.strategy.most_ahead)
         link = measured_link(engine)
         return Adaptation(
             pressure=pressure,

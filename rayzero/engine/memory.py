@@ -1,32 +1,53 @@
-"""A rank's memory: what metrics show of it (what the engine holds, the heap's peak, torch's allocator on CUDA), and
-giving back what nothing uses."""
+"""A rank's memory: what metrics show of it (what the engine holds, the heap's peak, torch's allocator on CUDA), giving
+back what nothing uses, and doing so between steps when memory is full.
+
+[Note: when] Pressure is measured at the end of a forward, when the activations are there. Nothing is done before the
+step: only then does no graph need a unit, and is no gradient on its way. Values never change, because units are fetched
+again and activations leave without loss.
+"""
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from rayzero.activations.offload import ActivationOffload
+from rayzero.config import AutoMemoryStrategy, ZeroConfig
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.memory.heap import heap_use
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.page_lock import locked_bytes
-from rayzero.memory.pressure import read_memory
+from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, read_memory, read_pressure
+from rayzero.memory.strategy import Held, Measures, Relief, Retry, fullest, measures
+from rayzero.quantities import format_bytes
 from rayzero.telemetry.names import (
     GPU_ALLOC_RETRIES,
     GPU_MEMORY_BYTES,
     GPU_OOMS,
     HEAP_BYTES,
+    MEMORY_ACTION_SECONDS,
+    MEMORY_ACTIONS,
     MEMORY_BYTES,
+    MEMORY_FREED_BYTES,
+    MEMORY_PRESSURE_RATIO,
+    MEMORY_STALL_RATIO,
     PINNED_BYTES,
 )
-from rayzero.telemetry.recorder import Reading
+from rayzero.telemetry.recorder import Reading, Recorder
 from rayzero.telemetry.stats import Freed
+
+log = logging.getLogger(__name__)
+
+ACTIONS = ("garbage", "units", "buffers", "malloc", "device", "prefetch", "activations")
+"""What can be done about memory: see ``RankMemory.free`` for the first five; the prefetch gets shorter, and more
+activations leave the device."""
 
 _STEPS = 3  # later steps are like them, and mallinfo2 takes up to a millisecond on a large heap
 _ALLOCATOR = {
@@ -56,14 +77,29 @@ class RankMemory:
 
     Knows who holds memory; not what for."""
 
-    def __init__(self, device: torch.device, residency: Residency, transfers: UnitTransfers, heap: HeapPeak) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        residency: Residency,
+        transfers: UnitTransfers,
+        heap: HeapPeak,
+        recorder: Recorder,
+    ) -> None:
         """``device``: the one that the rank computes on."""
-        self._device, self._residency, self._transfers, self._heap = device, residency, transfers, heap
-        self.freed: dict[str, Freed] = {}  # by action, all calls of ``free``
+        self.device, self._residency, self._transfers, self._heap = device, residency, transfers, heap
+        self._recorder = recorder
+        self.freed: dict[str, Freed] = {}  # by action, since the start or the last reset of stats
+        for action in ACTIONS:
+            self._record(action, Freed(bytes=0))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some units are gathered into buffers of this rank, not read from the owners' memory."""
+        return self._residency.has_buffers
 
     def readings(self) -> Iterator[Reading]:
         """Bytes of gathered parameters and of gradients in flight, and what the device's allocator reports."""
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         held = {("param", "gpu" if on_gpu else "ram"): self._residency.allocated, **self._transfers.allocated()}
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
@@ -72,7 +108,7 @@ class RankMemory:
         if on_gpu:
             pinned = sum(size for (_, tier), size in held.items() if tier == "pinned")
             yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})
-            yield from _allocator(self._device)
+            yield from _allocator(self.device)
 
     def free(self, cache: UnitCache | None, activations: ActivationOffload | None) -> dict[str, Freed]:
         """Free what nothing uses; returns what each action gave back and took, in this order:
@@ -83,19 +119,46 @@ class RankMemory:
         - ``buffers``: pools drop buffers that are not in use. Bytes of these.
         - ``malloc``: freed memory goes back to the kernel. Bytes that are resident less.
         - ``device``: on CUDA, torch's allocator gives back what it keeps. Bytes that it has reserved less."""
-        residency, transfers = self._residency, self._transfers
         done = {"garbage": _freeing(gc.collect, _heap_used)}
         if cache is not None:
-            done["units"] = _freeing(cache.release_idle, lambda: residency.used)
+            done["units"] = _freeing(cache.release_idle, lambda: self._residency.used)
+        done |= self._give_back(activations)
+        self._count(done)
+        return done
+
+    def shrink(self, cache: UnitCache, share: float) -> Freed:
+        """Let gathered units keep at most ``share`` of their budget from now on; idle ones beyond it are resharded, and
+        their buffers dropped. Bytes of units and buffers."""
+        before, start = self._residency.used + self._residency.allocated, time.perf_counter()
+        cache.shrink(share)
+        after = self._residency.used + self._residency.allocated
+        done = Freed(count=1, bytes=max(0, before - after), seconds=time.perf_counter() - start)
+        self._count({"units": done})
+        return done
+
+    def count(self, action: str) -> None:
+        """An action was done that frees nothing by itself."""
+        self._count({action: Freed(count=1)})
+
+    def _give_back(self, activations: ActivationOffload | None) -> dict[str, Freed]:
+        residency, transfers = self._residency, self._transfers
         before = time.perf_counter()
         dropped = residency.trim() + transfers.trim() + (activations.trim() if activations is not None else 0)
-        done["buffers"] = Freed(count=1, bytes=dropped, seconds=time.perf_counter() - before)
+        done = {"buffers": Freed(count=1, bytes=dropped, seconds=time.perf_counter() - before)}
         done["malloc"] = _freeing(give_back_freed, lambda: read_memory().cpu_used)
-        if self._device.type == "cuda":
-            done["device"] = _freeing(torch.cuda.empty_cache, lambda: torch.cuda.memory_reserved(self._device))
+        if self.device.type == "cuda":
+            done["device"] = _freeing(torch.cuda.empty_cache, lambda: torch.cuda.memory_reserved(self.device))
+        return done
+
+    def _count(self, done: dict[str, Freed]) -> None:
         for action, freed in done.items():
             self.freed[action] = self.freed.get(action, Freed()).merged(freed)
-        return done
+            self._record(action, freed)
+
+    def _record(self, action: str, freed: Freed) -> None:
+        self._recorder.add(MEMORY_ACTIONS, freed.count, action=action)
+        self._recorder.add(MEMORY_FREED_BYTES, freed.bytes or 0, action=action)
+        self._recorder.add(MEMORY_ACTION_SECONDS, freed.seconds, action=action)
 
 
 def _freeing(act: Callable[[], object], held: Callable[[], int | None]) -> Freed:
@@ -120,3 +183,150 @@ def _allocator(device: torch.device) -> Iterator[Reading]:
     yield Reading(GPU_MEMORY_BYTES, torch.cuda.get_device_properties(device).total_memory, {"kind": "total"})
     yield Reading(GPU_ALLOC_RETRIES, stats.get("num_alloc_retries", 0), {})
     yield Reading(GPU_OOMS, stats.get("num_ooms", 0), {})
+
+
+# ---- under pressure ----------------------------------------------------------------------------------------------
+
+
+class MemoryStrategy:
+    """One rank's reaction to memory pressure, on the training thread.
+
+    Knows pressures, and which measures are in force; not how to free anything (``RankMemory``), nor what is worth
+    keeping (``UnitCache``)."""
+
+    def __init__(
+        self,
+        strategy: AutoMemoryStrategy,
+        gauge: PressureGauge,
+        relief: Relief,
+        memory: RankMemory,
+        cache: UnitCache,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gauge = gauge
+        self.changes = 0  # of the measures in force, since the start or the last reset of stats
+        self._strategy = strategy
+        self._relief = relief
+        self._memory = memory
+        self._cache = cache
+        self._recorder = recorder
+        self._clock = clock
+        self._held = Held()
+        self._retry = Retry()
+        self._seen = 0  # readings that were acted on
+        self.now = Measures(depth=cache.most_ahead)
+
+    def look(self) -> Pressure:
+        """Measure, unless the last reading is less than a second old."""
+        before = self.gauge.taken
+        pressure = self.gauge.read()
+        if self.gauge.taken != before:
+            self._take(pressure)
+        return pressure
+
+    def measure(self) -> Pressure:
+        """Measure in any case."""
+        pressure = self.gauge.measure()
+        self._take(pressure)
+        return pressure
+
+    def _take(self, pressure: Pressure) -> None:
+        self._held.read(pressure)
+        for resource, share in pressure.shares.items():
+            self._recorder.set(MEMORY_PRESSURE_RATIO, share, resource=resource.value)
+        if pressure.stalls is not None:
+            self._recorder.set(MEMORY_STALL_RATIO, pressure.stalls.some, kind="some")
+            self._recorder.set(MEMORY_STALL_RATIO, pressure.stalls.full, kind="full")
+
+    def act(self, activations: ActivationOffload | None) -> None:
+        """A step is committed: do what the readings since the last one ask for. Without a reading it costs a
+        comparison."""
+        if self._seen == self.gauge.taken or self.gauge.pressure is None:
+            return
+        self._seen = self.gauge.taken
+        wanted, before = self._measures(self._cache.most_ahead), self.now
+        if activations is None:
+            wanted = replace(wanted, activations=False)
+        due = self._retry.due(self._clock(), fullest(self.gauge.pressure.shares, self._relief.collect))
+        done: dict[str, Freed] = {}
+        if wanted.collect and due:
+            done |= self._memory.free(None, activations)
+            self._retry.done(self._clock())
+        if wanted.depth < before.depth:
+            self._memory.count("prefetch")
+        if wanted.residency != before.residency:
+            self._cache.adapt(self.most_ahead)  # the window that shrink() keeps follows the depth
+            freed = self._memory.shrink(self._cache, wanted.residency)
+            done |= {"units": freed} if wanted.residency < before.residency else {}
+        if activations is not None and wanted.activations != before.activations:
+            activations.offload_all(wanted.activations)
+            self._memory.count("activations")
+        self.now = wanted
+        if self._state(wanted) != self._state(before):
+            self.changes += 1
+            self._tell(self.gauge.pressure, wanted, before, done)
+
+    def most_ahead(self, depth: int) -> int:
+        """The prefetch depth that the held pressure leaves of ``depth``."""
+        return self._measures(depth).depth
+
+    def _measures(self, depth: int) -> Measures:
+        return measures(self._strategy, self._held.shares, depth, self._relief)
+
+    def restart(self) -> None:
+        """Forget readings and counts; measures stay in force."""
+        self.gauge.restart()
+        self.changes = self._seen = 0
+
+    def _state(self, wanted: Measures) -> tuple[bool, float, bool, bool]:
+        """What a change of is worth a line: larger under more pressure. A depth follows pressure in small steps."""
+        shortened = wanted.depth < self._cache.most_ahead
+        return (wanted.activations, 1 - wanted.residency, shortened, wanted.collect)
+
+    def _tell(self, pressure: Pressure, wanted: Measures, before: Measures, done: Mapping[str, Freed]) -> None:
+        freed = ", ".join(
+            f"{action} {'-' if one.bytes is None else format_bytes(one.bytes)} in {one.seconds * 1e3:.0f} ms"
+            for action, one in done.items()
+        )
+        log.log(
+            logging.WARNING if self._state(wanted) > self._state(before) else logging.INFO,
+            "memory pressure: %s is %.0f %% full; strategy %s: %s%s",
+            pressure.fullest.value,
+            100 * pressure.share,
+            self._strategy.value,
+            _described(wanted, self._cache.most_ahead),
+            f"; freed: {freed}" if freed else "",
+        )
+
+
+def make_strategy(
+    config: ZeroConfig, memory: RankMemory, cache: UnitCache, recorder: Recorder, *, resident: bool
+) -> MemoryStrategy:
+    """The strategy of ``config``. ``resident``: all units stay up from first use to step, because autograd saves the
+    Parameters themselves."""
+    limits = PressureLimits(
+        max_cpu_memory_mb=config.max_cpu_memory_mb,
+        max_gpu_memory_mb=config.max_gpu_memory_mb,
+        slab_dir=config.shared_directory,
+    )
+    device = memory.device
+    return MemoryStrategy(
+        config.auto_memory_management,
+        PressureGauge(lambda: read_pressure(device, limits)),
+        Relief.of_rank(cuda=device.type == "cuda", own_buffers=memory.gathers and not resident),
+        memory,
+        cache,
+        recorder,
+    )
+
+
+def _described(wanted: Measures, depth: int) -> str:
+    """The measures in force, for people."""
+    parts = [
+        "garbage is collected" if wanted.collect else "",
+        f"prefetch depth {wanted.depth} of {depth}" if wanted.depth < depth else "",
+        f"gathered units keep {wanted.residency:.0%} of their budget" if wanted.residency < 1 else "",
+        "all activations of offload_activations leave" if wanted.activations else "",
+    ]
+    return ", ".join(part for part in parts if part) or "nothing is held back any more"

@@ -33,6 +33,7 @@ from rayzero.telemetry.stats import (
     LinkStats,
     MemoryStats,
     PrefetchStats,
+    ResourceStats,
     Stats,
     StrategyStats,
     TokenStats,
@@ -119,7 +120,7 @@ def restart_stats(engine: Engine) -> None:
     engine.cache.evictions = 0
     engine.step_state.sent.restart()
     engine.residency.restart_peak()
-    engine.pressure.restart()
+    engine.strategy.restart()
     engine.memory.freed.clear()
 
 
@@ -218,17 +219,31 @@ def _owners(engine: Engine, by_kind: Counter[str]) -> int | None:
 
 
 def _strategy(engine: Engine) -> StrategyStats:
-    strategy, gauge = engine.config.auto_memory_management, engine.pressure
-    pressures = gauge.readings.value
+    strategy, acting = engine.config.auto_memory_management, engine.strategy
+    gauge, readings = acting.gauge, acting.gauge.readings.value
+    now = gauge.pressure
+    stalls = None if now is None else now.stalls
     return StrategyStats(
         strategy=strategy.value,
         threshold=strategy.pressure_threshold,
-        pressure=gauge.pressure,
-        readings=pressures.count,
-        pressure_peak=pressures.longest,
-        pressure_sum=pressures.total,
+        pressure=None if now is None else now.share,
+        fullest="" if now is None else now.fullest.value,
+        resources={
+            resource.value: ResourceStats(now=now.shares.get(resource), peak=tally.value.longest)
+            for resource, tally in gauge.resources.items()
+            if now is not None
+        },
+        stalled_some=None if stalls is None else stalls.some,
+        stalled_full=None if stalls is None else stalls.full,
+        readings=readings.count,
+        pressure_peak=readings.longest,
+        pressure_sum=readings.total,
         reading_seconds=gauge.seconds.value.total,
+        changes=acting.changes,
+        collecting=int(acting.now.collect),
         depth_allowed=engine.cache.allowed,
+        residency_given_up=1 - acting.now.residency,
+        offloading_all=int(acting.now.activations),
         evictions=engine.cache.evictions,
         freed=dict(engine.memory.freed),
     )

@@ -1,17 +1,32 @@
-"""Measures how full memory is, and reduces the prefetch depth accordingly."""
+"""Measures how full memory is, resource by resource. What is done about it: memory/strategy.py."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
 import psutil
 import torch
 
-from rayzero.config import MIB, AutoMemoryStrategy
+from rayzero.config import MIB
+from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, tightest_cgroup
 from rayzero.telemetry.tally import Tally
+
+
+class Resource(StrEnum):
+    """What can be full. The last two are limits that the config sets for this process alone."""
+
+    DEVICE = "device"  # a CUDA device, used by anybody
+    HOST = "host"  # the RAM
+    CGROUP = "cgroup"  # the cgroup of this process that leaves it the least
+    SHM = "shm"  # the file system of slab_dir
+    MAX_CPU = "max_cpu_memory_mb"
+    MAX_GPU = "max_gpu_memory_mb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +35,6 @@ class MemoryReading:
 
     cpu_used: int  # resident set of the process
     gpu_used: int  # torch's allocated bytes on the rank's device; 0 on a CPU rank
-
-    def pressure(self, *, max_cpu_memory_mb: int, max_gpu_memory_mb: int) -> float:
-        """The share of its limit that the fuller of the two uses, at most 1.0. The limits are in MiB."""
-        cpu = self.cpu_used / (max_cpu_memory_mb * MIB)
-        gpu = self.gpu_used / (max_gpu_memory_mb * MIB)
-        return min(1.0, max(cpu, gpu))
 
 
 def read_memory(device: torch.device | str = "cpu") -> MemoryReading:
@@ -37,55 +46,103 @@ def read_memory(device: torch.device | str = "cpu") -> MemoryReading:
     )
 
 
-def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> int:
-    """The prefetch depth to use: ``depth`` up to the strategy's threshold of pressure, and then less in proportion.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """How full memory was at one moment."""
 
-    At full pressure, the depth falls by the strategy's ``aggressiveness``, a share of it. The result is rounded up, so
-    only ``extreme`` ever reaches 0."""
-    above = min(1.0, pressure) - strategy.pressure_threshold
-    if above <= 0:
-        return depth
-    given_up = strategy.aggressiveness * above / (1 - strategy.pressure_threshold)
-    return math.ceil(round(depth * (1 - given_up), 9))  # 8.000000001 is 8
+    shares: Mapping[Resource, float]  # used over limit, 0 to 1, of each resource that there is
+    stalls: Stalls | None = None  # None: the kernel counts none
+
+    @property
+    def fullest(self) -> Resource:
+        """The resource with the largest share."""
+        return max(self.shares, key=lambda resource: self.shares[resource])
+
+    @property
+    def share(self) -> float:
+        """The share of the fullest resource."""
+        return self.shares[self.fullest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PressureLimits:
+    """What full means where no kernel says so."""
+
+    max_cpu_memory_mb: int  # MiB of the process's resident set
+    max_gpu_memory_mb: int  # MiB that torch has allocated on the device
+    slab_dir: Path | None = None  # its file system holds shared memory; None: there is none
+
+
+def read_pressure(device: torch.device, limits: PressureLimits) -> Pressure:
+    """Measure now. Page cache that the kernel drops first, and blocks that torch keeps free, do not count as used."""
+    memory, own, cgroup = psutil.virtual_memory(), read_memory(device), tightest_cgroup()
+    shares = {
+        Resource.HOST: 1 - memory.available / memory.total,
+        Resource.MAX_CPU: own.cpu_used / (limits.max_cpu_memory_mb * MIB),
+    }
+    if cgroup is not None:
+        shares[Resource.CGROUP] = cgroup_share(cgroup)
+    if limits.slab_dir is not None and limits.slab_dir.is_dir():
+        shares[Resource.SHM] = _file_system_share(limits.slab_dir)
+    if device.type == "cuda":
+        shares[Resource.DEVICE] = _device_share(device)
+        shares[Resource.MAX_GPU] = own.gpu_used / (limits.max_gpu_memory_mb * MIB)
+    bounded = {resource: min(1.0, max(0.0, share)) for resource, share in shares.items()}
+    return Pressure(shares=bounded, stalls=memory_stalls())
+
+
+def cgroup_share(limits: HostLimits) -> float:
+    """The part of a cgroup's limit that is in use and not reclaimable."""
+    return 1 - limits.available / limits.total if limits.total else 1.0
+
+
+def _file_system_share(folder: Path) -> float:
+    found = os.statvfs(folder)
+    return 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0
+
+
+def _device_share(device: torch.device) -> float:
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch frees it before it fails
+    return (total - free - kept) / total
 
 
 class PressureGauge:
     """A rank's memory pressure, measured at most once a second.
 
-    Knows limits and the last reading; not what is done about it. A reading opens files, which costs milliseconds while
+    Knows limits and readings; not what is done about them. A reading opens files, which costs up to a millisecond while
     other threads wait for the interpreter, and pressure builds up over seconds."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        max_cpu_memory_mb: int,
-        max_gpu_memory_mb: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``max_*_memory_mb``: MiB, see ``MemoryReading.pressure``."""
-        self._device = device
-        self._limits = {"max_cpu_memory_mb": max_cpu_memory_mb, "max_gpu_memory_mb": max_gpu_memory_mb}
+    def __init__(self, read: Callable[[], Pressure], clock: Callable[[], float] = time.monotonic) -> None:
+        """``read()``: measures now."""
+        self._read = read
         self._clock = clock
         self._due = -math.inf
-        self.pressure: float | None = None  # at the last reading
-        self.readings = Tally()  # of pressures, not of seconds
+        self.pressure: Pressure | None = None  # at the last reading
+        self.taken = 0  # readings ever
+        self.resources: dict[Resource, Tally] = {}  # shares at all readings, in place of seconds
+        self.readings = Tally()  # of the fullest resource's share
         self.seconds = Tally()  # that readings took
 
-    def read(self) -> float:
-        """The present pressure, 0.0 to 1.0; at most a second old."""
+    def read(self) -> Pressure:
+        """The present pressure, at most a second old."""
         return self.measure() if self.pressure is None or self._clock() >= self._due else self.pressure
 
-    def measure(self) -> float:
+    def measure(self) -> Pressure:
         """Measure the pressure now."""
         self._due = self._clock() + 1.0
         began = time.perf_counter()
-        self.pressure = read_memory(self._device).pressure(**self._limits)
+        self.pressure = self._read()
+        self.taken += 1
         self.seconds.add(time.perf_counter() - began)
-        self.readings.add(self.pressure)
+        self.readings.add(self.pressure.share)
+        for resource, share in self.pressure.shares.items():
+            self.resources.setdefault(resource, Tally()).add(share)
         return self.pressure
 
     def restart(self) -> None:
         """Forget the readings so far."""
         self.pressure, self._due = None, -math.inf
+        self.resources = {}
         self.readings.restart()
         self.seconds.restart()

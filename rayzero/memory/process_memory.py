@@ -119,19 +119,24 @@ def tightest_cgroup(
 
 def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[HostLimits]:
     """The memory limits of this process's cgroup and of each one above it. A cgroup without a limit is left out."""
-    try:
-        lines = proc_cgroup.read_text().splitlines()
-    except OSError:  # not Linux
-        return []
     found = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
+    for hierarchy, controllers, path in _own_cgroups(proc_cgroup):
         if hierarchy == "0":
             found += _limits_up(root, path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             found += _limits_up(root / "memory", path, *names)
     return found
+
+
+def _own_cgroups(proc_cgroup: Path) -> list[tuple[str, str, str]]:
+    """This process's cgroups: hierarchy ("0" is version 2), its controllers by comma, and the path in it."""
+    try:
+        lines = proc_cgroup.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    fields = [line.split(":", 2) for line in lines]
+    return [(hierarchy, controllers, path) for hierarchy, controllers, path in fields]
 
 
 def _limits_up(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[HostLimits]:
@@ -161,3 +166,37 @@ def _read_int(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalls:
+    """Shares of the last ten seconds, 0 to 1, in which processes waited for memory (the kernel's pressure stall
+    information)."""
+
+    some: float  # at least one waited
+    full: float  # all waited: nothing was computed
+
+
+def memory_stalls(
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    proc_cgroup: Path = Path("/proc/self/cgroup"),
+    host: Path = Path("/proc/pressure/memory"),
+) -> Stalls | None:
+    """Read now: of this process's cgroup where the kernel counts them (version 2), else of the host; None where it
+    counts none."""
+    own = [path.lstrip("/") for hierarchy, _, path in _own_cgroups(proc_cgroup) if hierarchy == "0"]
+    for file in (*(cgroup_root / path / "memory.pressure" for path in own), host):
+        try:
+            return parse_stalls(file.read_text())
+        except OSError:  # the kernel counts none here
+            continue
+    return None
+
+
+def parse_stalls(text: str) -> Stalls:
+    """``text``: lines such as "some avg10=1.50 avg60=0.70 avg300=0.20 total=12345", in percent."""
+    found = {}
+    for line in text.splitlines():
+        kind, *fields = line.split()
+        found[kind] = float(dict(field.split("=") for field in fields)["avg10"]) / 100
+    return Stalls(some=found["some"], full=found["full"])

@@ -422,6 +422,48 @@ HOST_MEMORY_HEADROOM_BYTES = _gauge(
     roles=EVERY,
     help="Bytes left on this node up to the first of the rayzero_host_memory_limit_bytes. Take one process of a node.",
 )
+MEMORY_PRESSURE_RATIO = _gauge(
+    name="rayzero_memory_pressure_ratio",
+    unit="ratio",
+    labels=("resource",),
+    roles=(RANK,),
+    help="Used over limit at the last reading, at most once a second, at the end of a forward. resource: device (a "
+    "CUDA device, used by anybody, without what torch keeps free), host (RAM), cgroup (the tightest one of this "
+    "process; both without page cache that the kernel drops first), shm (the file system of slab_dir), "
+    "max_cpu_memory_mb and max_gpu_memory_mb (this process, over the config's limits).",
+)
+MEMORY_STALL_RATIO = _gauge(
+    name="rayzero_memory_stall_ratio",
+    unit="ratio",
+    labels=("kind",),
+    roles=(RANK,),
+    only="a kernel that counts stalls (PSI)",
+    help="Share of the last ten seconds in which processes waited for memory, by the kernel's count for this process's "
+    "cgroup or else for the host. kind: some (at least one waited), full (all waited).",
+)
+MEMORY_ACTIONS = _counter(
+    name="rayzero_memory_actions_total",
+    unit="actions",
+    labels=("action",),
+    roles=(RANK,),
+    help="What was done about memory, by auto_memory_management or at the loop's wish. action: garbage (collected), "
+    "units (idle ones resharded), buffers (free ones dropped), malloc, device (freed memory given back), prefetch "
+    "(made shorter), activations (all leave the device, or again their fraction).",
+)
+MEMORY_FREED_BYTES = _counter(
+    name="rayzero_memory_freed_bytes_total",
+    unit="bytes",
+    labels=("action",),
+    roles=(RANK,),
+    help="Bytes that these actions gave back, each by the measure that it changes.",
+)
+MEMORY_ACTION_SECONDS = _counter(
+    name="rayzero_memory_action_seconds_total",
+    unit="s",
+    labels=("action",),
+    roles=(RANK,),
+    help="Seconds of this rank's loop that these actions took.",
+)
 GPU_MEMORY_BYTES = _gauge(
     name="rayzero_gpu_memory_bytes",
     unit="bytes",

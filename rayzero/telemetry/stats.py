@@ -170,19 +170,39 @@ class Freed(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyStats(_Merged):
-    """Memory pressure, and what was done about it."""
+class ResourceStats(_Merged):
+    """How full one resource was, 0 to 1. Of several ranks, the fullest one's."""
 
-    LARGEST = frozenset({"threshold", "pressure", "pressure_peak", "depth_allowed"})
+    LARGEST = frozenset({"now", "peak"})
+
+    now: float | None = None  # at the last reading
+    peak: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyStats(_Merged):
+    """Memory pressure, and what was done about it. Pressures are those of the rank under the most."""
+
+    LARGEST = frozenset({"threshold", "pressure", "pressure_peak", "depth_allowed"}) | frozenset(
+        {"stalled_some", "stalled_full", "residency_given_up"}
+    )
 
     strategy: str = ""
     threshold: float = 0.0  # pressure above which the prefetch gets shorter
-    pressure: float | None = None  # at the last reading
+    pressure: float | None = None  # of the fullest resource at the last reading
+    fullest: str = ""  # that resource: a key of ``resources``
+    resources: Mapping[str, ResourceStats] = field(default_factory=dict)  # by memory/pressure.py's names
+    stalled_some: float | None = None  # share of the last 10 s in which a process waited for memory (the kernel's PSI)
+    stalled_full: float | None = None  # in which all waited
     readings: int = 0
     pressure_peak: float | None = None
     pressure_sum: float = 0.0  # over readings
     reading_seconds: float = 0.0  # that they took
+    changes: int = 0  # of what follows, depths aside: one log line each
+    collecting: int = 0  # ranks that collect garbage and give freed memory back
     depth_allowed: int = 0  # units ahead that pressure leaves of prefetch_buffer_size
+    residency_given_up: float = 0.0  # share of gpu_param_memory_budget that gathered units no longer use
+    offloading_all: int = 0  # ranks whose offload_activations send all activations, not only their fraction
     evictions: int = 0  # units resharded because others needed their room
     freed: Mapping[str, Freed] = field(default_factory=dict)  # by action
 
@@ -264,6 +284,7 @@ def _lines(stats: Stats) -> list[str]:
         f"device peak {_bytes(memory.device_peak)}, process peak {_bytes(memory.host_peak)}",
         f"pressure   {_share(stats.strategy.pressure)}, peak {_share(stats.strategy.pressure_peak)} "
         f"({stats.strategy.strategy}, from {stats.strategy.threshold:.0%}); {stats.strategy.evictions} evictions",
+        "           " + ", ".join(f"{name} {_share(one.now)}" for name, one in stats.strategy.resources.items()),
     ]
     lines += [
         f"freed      {name}: {_bytes(one.bytes)} in {_s(one.seconds)} ({one.count})"

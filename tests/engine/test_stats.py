@@ -75,6 +75,12 @@ NOT_HERE = {
     "phases.fetch_wait": "as fast as the owners are",
     "waits": "as fast as the owners are",
     "exposed_seconds": "as fast as the owners are",
+    "strategy.stalled_some": "nobody waits for memory",
+    "strategy.stalled_full": "nobody waits for memory",
+    "strategy.changes": "no pressure: tests/engine/test_memory_strategy.py",
+    "strategy.collecting": "no pressure",
+    "strategy.residency_given_up": "no pressure",
+    "strategy.offloading_all": "no pressure",
     "strategy.freed.garbage.bytes": "other threads take memory meanwhile",
     "strategy.freed.malloc.bytes": "malloc may keep nothing",
 }

@@ -1,31 +1,105 @@
-"""Memory pressure is measured, and shortens the prefetch by the strategy's numbers."""
+"""Memory pressure is measured, resource by resource."""
 
 from __future__ import annotations
 
 import mmap
+import os
+import statistics
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rayzero.config import AutoMemoryStrategy
-from rayzero.memory.pressure import MemoryReading, PressureGauge, read_memory, scaled_depth
+from rayzero.memory.pressure import (
+    MemoryReading,
+    Pressure,
+    PressureGauge,
+    PressureLimits,
+    Resource,
+    cgroup_share,
+    read_memory,
+    read_pressure,
+)
+from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, parse_stalls
 
 MIB = 1 << 20
-A = AutoMemoryStrategy
+CPU = torch.device("cpu")
+LIMITS = PressureLimits(max_cpu_memory_mb=64 * 1024, max_gpu_memory_mb=8 * 1024, slab_dir=Path("/dev/shm"))
 
 
-def test_pressure_is_that_of_the_fuller_side_and_at_most_one() -> None:
-    def pressure(cpu: int, gpu: int) -> float:
-        return MemoryReading(cpu_used=cpu * MIB, gpu_used=gpu * MIB).pressure(
-            max_cpu_memory_mb=2048, max_gpu_memory_mb=1024
-        )
+def test_pressure_is_that_of_the_fullest_resource() -> None:
+    found = Pressure(shares={Resource.HOST: 0.3, Resource.SHM: 0.7, Resource.MAX_CPU: 0.5})
+    assert (found.fullest, found.share) == (Resource.SHM, 0.7)
 
-    assert pressure(1024, 512) == 0.5  # the documented vector
-    assert (pressure(1024, 768), pressure(1843, 0)) == (0.75, 1843 / 2048)
-    assert pressure(9999, 0) == 1.0
-    assert pressure(0, 0) == 0.0
+
+@pytest.mark.parametrize(
+    ("cpu", "gpu", "expected"),
+    [(1024, 512, 0.5), (1024, 768, 0.75), (1843, 0, 1843 / 2048), (9999, 0, 1.0), (0, 0, 0.0)],  # the documented vector
+)
+def test_pressure_is_that_of_the_fuller_side_and_at_most_one(
+    cpu: int, gpu: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the config's limits, with a device and a host that are empty."""
+    read = MemoryReading(cpu_used=cpu * MIB, gpu_used=gpu * MIB)
+    monkeypatch.setattr("rayzero.memory.pressure.read_memory", lambda _: read)
+    monkeypatch.setattr("rayzero.memory.pressure._device_share", lambda _: 0.0)
+    limits = PressureLimits(max_cpu_memory_mb=2048, max_gpu_memory_mb=1024)
+    shares = read_pressure(torch.device("cuda"), limits).shares
+    assert max(shares[Resource.MAX_CPU], shares[Resource.MAX_GPU]) == expected
+
+
+def test_a_rank_without_a_device_reads_what_the_host_has() -> None:
+    found = read_pressure(CPU, LIMITS)
+    assert set(found.shares) - {Resource.CGROUP} == {Resource.HOST, Resource.SHM, Resource.MAX_CPU}
+    assert all(0 <= share < 1 for share in found.shares.values())
+    assert 0 < found.shares[Resource.MAX_CPU] == pytest.approx(read_memory().cpu_used / (64 << 30), rel=0.1)
+    assert Resource.SHM not in read_pressure(CPU, PressureLimits(max_cpu_memory_mb=1, max_gpu_memory_mb=1)).shares
+
+
+def test_shared_memory_is_as_full_as_its_file_system(tmp_path: Path) -> None:
+    """A file of 256 MiB, of which every page is written, in the real /dev/shm."""
+    size, total = 256 * MIB, os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+    before = read_pressure(CPU, LIMITS).shares[Resource.SHM]
+    path = Path(f"/dev/shm/rayzero-test-pressure-{os.getpid()}")
+    try:
+        path.write_bytes(b"x" * size)
+        after = read_pressure(CPU, LIMITS).shares[Resource.SHM]
+    finally:
+        path.unlink()
+    assert after - before == pytest.approx(size / total, rel=0.3)
+
+
+def test_a_cgroups_share_is_what_is_not_free() -> None:
+    assert cgroup_share(HostLimits(available=256, total=1024, source="memory.max")) == 0.75
+    assert cgroup_share(HostLimits(available=0, total=0, source="memory.max")) == 1.0
+
+
+# ---- stalls -----------------------------------------------------------------------------------------------------
+
+STALLS = """\
+some avg10=12.50 avg60=0.70 avg300=0.20 total=123456
+full avg10=1.25 avg60=0.00 avg300=0.00 total=456
+"""
+
+
+def test_stalls_are_shares_of_ten_seconds() -> None:
+    assert parse_stalls(STALLS) == Stalls(some=0.125, full=0.0125)
+
+
+def test_stalls_are_the_cgroups_where_it_has_them_else_the_hosts(tmp_path: Path) -> None:
+    own, host, proc = tmp_path / "cgroup/pod/memory.pressure", tmp_path / "host", tmp_path / "proc_cgroup"
+    proc.write_text("4:memory:/docker/abc\n0::/pod\n")
+    assert memory_stalls(tmp_path / "cgroup", proc, host) is None
+    host.write_text(STALLS)
+    assert memory_stalls(tmp_path / "cgroup", proc, host) == Stalls(some=0.125, full=0.0125)
+    own.parent.mkdir(parents=True)
+    own.write_text(STALLS.replace("12.50", "50.00"))
+    assert memory_stalls(tmp_path / "cgroup", proc, host) == Stalls(some=0.5, full=0.0125)
+    proc.unlink()  # not Linux
+    assert memory_stalls(tmp_path / "cgroup", proc, host) == Stalls(some=0.125, full=0.0125)
+
+
+# ---- readings ---------------------------------------------------------------------------------------------------
 
 
 def test_the_reading_follows_the_process() -> None:
@@ -45,43 +119,43 @@ def test_the_reading_follows_the_device() -> None:
     assert read_memory("cuda").gpu_used - before.gpu_used == held.numel()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "pressure", "depth"),
-    [
-        (A.CONSERVATIVE, 0.9, 16),
-        (A.CONSERVATIVE, 1.0, 13),  # a fifth of 16 given up, rounded in favour of prefetching
-        (A.BALANCED, 0.75, 16),
-        (A.BALANCED, 0.875, 12),
-        (A.BALANCED, 1.0, 8),
-        (A.AGGRESSIVE, 0.6, 16),
-        (A.AGGRESSIVE, 0.64, 15),
-        (A.AGGRESSIVE, 0.8, 10),
-        (A.AGGRESSIVE, 1.0, 4),
-        (A.EXTREME, 0.4, 16),
-        (A.EXTREME, 0.7, 8),
-        (A.EXTREME, 1.0, 0),
-    ],
-)
-def test_depth_16_under_pressure(strategy: AutoMemoryStrategy, pressure: float, depth: int) -> None:
-    assert scaled_depth(16, pressure, strategy) == depth
-
-
-@given(st.integers(1, 64), st.floats(0, 2), st.floats(0, 2), st.sampled_from(A))
-def test_more_pressure_never_means_more_depth(depth: int, p: float, q: float, strategy: AutoMemoryStrategy) -> None:
-    low, high = sorted((p, q))
-    assert depth >= scaled_depth(depth, low, strategy) >= scaled_depth(depth, high, strategy) >= 0
-    assert strategy is A.EXTREME or scaled_depth(depth, high, strategy) >= 1
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_devices_share_counts_what_torch_has_given_out_and_not_what_it_keeps() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.empty_cache()
+    before = read_pressure(device, LIMITS).shares[Resource.DEVICE]
+    held = torch.ones(total // 10, dtype=torch.uint8, device=device)
+    full = read_pressure(device, LIMITS).shares[Resource.DEVICE]
+    assert full - before == pytest.approx(0.1, abs=0.01)
+    del held  # torch keeps the block
+    assert read_pressure(device, LIMITS).shares[Resource.DEVICE] == pytest.approx(before, abs=0.01)
 
 
 def test_pressure_is_measured_at_most_once_a_second() -> None:
     now = 0.0
-    gauge = PressureGauge(torch.device("cpu"), 64 * 1024, 8 * 1024, clock=lambda: now)
+    gauge = PressureGauge(lambda: read_pressure(CPU, LIMITS), clock=lambda: now)
     first = gauge.read()
-    assert 0 < first < 1
+    assert 0 < first.share < 1
     ballast = mmap.mmap(-1, 64 << 20)  # a thousandth of the limit, in pages that nobody had before
     ballast.write(b"x" * len(ballast))
     now = 0.9
-    assert gauge.read() == first
+    assert gauge.read() is first
     now = 1.0
-    assert gauge.read() > first
+    assert gauge.read().shares[Resource.MAX_CPU] > first.shares[Resource.MAX_CPU]
     ballast.close()
+    assert (gauge.taken, gauge.readings.value.count, gauge.resources[Resource.HOST].value.count) == (2, 2, 2)
+    gauge.restart()
+    assert (gauge.pressure, gauge.readings.value.count, gauge.resources) == (None, 0, {})
+    assert gauge.taken == 2, "who acts on readings counts them all"
+
+
+def test_a_reading_costs_at_most_two_thousandths_of_its_second() -> None:
+    gauge = PressureGauge(lambda: read_pressure(CPU, LIMITS))
+    seconds = []
+    for _ in range(50):
+        before = gauge.seconds.value.total
+        gauge.measure()
+        seconds.append(gauge.seconds.value.total - before)
+    assert statistics.median(seconds) < 2e-3, seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rayzero.activations.policy import OffloadPolicy
@@ -29,6 +31,7 @@ class Chunks:
     ) -> None:
         self._policy, self._protected = policy, protected
         self._order, self._reload, self._book = order, reload, book
+        self.all = False  # whether chunks offload all eligible bytes, whatever the policy's fraction
         self._current: Chunk | None = None
         self._depth = 0  # running forwards of models, one inside the other
         self._last_bytes: dict[int, ChunkBytes] = {}  # stage -> the last chunk's
@@ -68,7 +71,8 @@ class Chunks:
         self._protected.refresh()
         key = self._order.forward_began(stage)
         margin = self._policy.margin if self._order.comes_next(key) else 0
-        chunk = Chunk(key, ChunkQuota(self._policy, self._last_bytes.get(stage), margin=margin))
+        policy = replace(self._policy, fraction=1.0) if self.all else self._policy
+        chunk = Chunk(key, ChunkQuota(policy, self._last_bytes.get(stage), margin=margin))
         self._current = chunk
         self._reload.chunk_began(chunk)
         if self._book is not None:

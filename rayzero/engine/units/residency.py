@@ -1,5 +1,8 @@
 """Keeps gathered parameters within their budget of bytes on the device, and owns the buffers they lie in.
 
+[Note: the target] Under memory pressure, units aim at less than the budget (memory/strategy.py). The target is a wish:
+what computes gets its memory up to the budget. So a lower target evicts earlier, and never fails.
+
 [Note: the budget] Every gathered unit leases its bytes from ``gpu_param_memory_budget``, whether they are in a buffer
 of the pool or (on CPU ranks of the owners' host) in memory that the owners write. So the transport does not change
 which units may be up. Gathered parameters never exceed the budget, except that one oversize unit is admitted alone. The
@@ -86,6 +89,7 @@ class Residency:
         """``budget``: bytes. ``poison``: fill released buffers with NaN. ``mapped``: unit -> 1D tensor over the owners'
         memory (``ParameterStore.mapped``), which is used in place of a buffer."""
         self._budget = MemoryBudget(budget)
+        self._limit = self.target = budget  # bytes; units stay below the target where they can, see ``shrink``
         self._pool = BufferPool(device, budget=self._budget, poison=poison)
         self._layouts = layouts
         numbers: dict[Shape, int] = {}  # one object per shape: shapes are slow to hash
@@ -118,18 +122,36 @@ class Residency:
         """Free the buffers that are not in use; returns their bytes."""
         return self._pool.trim()
 
+    def window(self, root: Iterable[int], count: int) -> int:
+        """The bytes of the units ``root`` and of ``count`` more, each as large as the largest."""
+        sizes = [buffer_bytes(layout.size_bytes) for layout in self._layouts]
+        return sum(sizes[unit] for unit in root) + count * max(sizes)
+
+    def shrink(self, target: int) -> None:
+        """Aim at no more than ``target`` bytes from now on, and drop free buffers beyond it."""
+        self.target = min(self._limit, target)
+        if self.target < self._limit:
+            self._pool.trim(max(0, self.target - self.used))
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether some units are gathered into buffers, not read from the owners' memory."""
+        return len(self._mapped) < len(self._layouts)
+
     def is_mapped(self, unit: int) -> bool:
         """Whether the unit is read from the owners' memory."""
         return unit in self._mapped
 
-    def acquire(self, unit: int) -> UnitBuffer | None:
-        """Lease memory for a unit; None if the budget has no room now. Its content is undefined (mapped: the
-        owners')."""
+    def acquire(self, unit: int, *, beyond: bool = False) -> UnitBuffer | None:
+        """Lease memory for a unit; None if the target has no room now, or the budget if ``beyond`` the target. Its
+        content is undefined (mapped: the owners')."""
+        if self.target < self._limit and not self._fits(unit, beyond):
+            return None
         if unit in self._mapped:
             return self._map(unit)
         if torch.is_inference_mode_enabled():  # a buffer created in inference mode could not be filled outside it
             with torch.inference_mode(False):
-                return self.acquire(unit)
+                return self.acquire(unit, beyond=beyond)
         lease = self._pool.acquire(self._layouts[unit].size_bytes)
         if lease is None:
             return None
@@ -139,6 +161,14 @@ class Residency:
             lease.made[shape] = (flat, self._slices(unit, flat))
         flat, slices = lease.made[shape]
         return UnitBuffer(flat=flat, slices=slices, lease=lease)
+
+    def _fits(self, unit: int, beyond: bool) -> bool:
+        """Whether the target leaves room, or need not. Drops free buffers that would go beyond it."""
+        used = self.used
+        if used and not beyond and used + buffer_bytes(self._layouts[unit].size_bytes) > self.target:
+            return False
+        self._pool.trim(max(0, self.target - used))
+        return True
 
     def _map(self, unit: int) -> UnitBuffer | None:
         lease = self._budget.reserve(buffer_bytes(self._layouts[unit].size_bytes))

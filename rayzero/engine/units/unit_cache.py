@@ -87,8 +87,8 @@ class UnitCache:
         check: Callable[[], None],
     ) -> None:
         """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others.
-        ``keeps``: keep out-of-date memory for the next version. ``groups``: each unit's label in metrics. ``check``
-        raises if the run has failed."""
+        ``keeps``: keep out-of-date memory for the next version. ``groups``: labels in metrics. ``check`` raises if the
+        run has failed."""
         self.version = self._first = version
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()
@@ -184,11 +184,12 @@ class UnitCache:
         if buffer is None:
             buffer = self._residency.acquire(unit.index)
         while buffer is None:
-            if not self._make_room(unit, ahead):
-                if ahead:
-                    return False
+            if self._make_room(unit, ahead):
+                buffer = self._residency.acquire(unit.index)
+            elif ahead:
+                return False
+            elif (buffer := self._residency.acquire(unit.index, beyond=True)) is None:
                 raise MemoryPlanError(self._no_room(unit))
-            buffer = self._residency.acquire(unit.index)
         arrived = self._recorder.spans.begin("fetch", unit.name, self.version)
         published = self._published(unit.index)
         fetching = self._transfers.fetch(unit.layout, self.version, buffer, published=published, held=held, ahead=ahead)
@@ -331,6 +332,15 @@ class UnitCache:
         """Reshard every unit that nothing uses, and drop prefetches and kept memory; uses fetch again."""
         for unit in self._units:
             self._release(unit, ahead=True)
+
+    def shrink(self, share: float) -> None:
+        """Aim at ``share`` of the budget, but at no less than the window that is in use and prefetched, so that uses do
+        not begin to wait. Idle units beyond it are resharded, those with the farthest next use first."""
+        target = max(int(share * self._budget), self._residency.window(self._root, 1 + self.depth))
+        for _, unit in sorted(zip(self._ranks(), self._units, strict=True), key=lambda pair: pair[0], reverse=True):
+            if self._residency.used > target:
+                self._release(unit, ahead=True)
+        self._residency.shrink(target)
 
     def _no_room(self, wanted: ParamUnit) -> str:
         held = [
