@@ -49,6 +49,7 @@ ACTIONS = ("garbage", "units", "buffers", "malloc", "device", "prefetch", "activ
 """What can be done about memory: see ``RankMemory.free`` for the first five; the prefetch gets shorter, and more
 activations leave the device."""
 
+_WORTH = 0.01  # of a process's resident bytes: freeing less is not worth a collection, which takes 0.2 to 0.8 s
 _STEPS = 3  # later steps are like them, and mallinfo2 takes up to a millisecond on a large heap
 _ALLOCATOR = {
     "allocated": "allocated_bytes.all.current",
@@ -252,7 +253,8 @@ class MemoryStrategy:
         done: dict[str, Freed] = {}
         if wanted.collect and due:
             done |= self._memory.free(None, activations)
-            self._retry.done(self._clock())
+            gained = sum(one.bytes or 0 for one in done.values())
+            self._retry.done(self._clock(), helped=gained >= _WORTH * read_memory().cpu_used)
         if wanted.depth < before.depth:
             self._memory.count("prefetch")
         if wanted.residency != before.residency:

@@ -22,7 +22,8 @@ from rayzero.memory.pressure import Pressure, Resource
 
 MARGIN = 0.05
 _LEAST_RISE = 0.02  # of pressure, before an action that was just done is tried again
-_REPEAT_S = 60.0  # after which it is tried again in any case
+_REPEAT_S = 60.0  # after which it is tried again in any case, twice as late each time that it did not help
+_LATEST_S = 3840.0
 
 _HOST = frozenset({Resource.HOST, Resource.CGROUP})
 _LIMITS = frozenset({Resource.MAX_CPU, Resource.MAX_GPU})
@@ -133,12 +134,14 @@ class Held:
 
 class Retry:
     """When an action that was done may be done again: once a fifth of the room that was left is used up, or after a
-    minute. So a pressure that swings costs nothing, and one that climbs is met ever more often.
+    minute; after two, four and up to 64 minutes if it did not help. So a pressure that stays or swings costs little,
+    and one that climbs is met ever more often.
 
     The room is that at the lowest reading since the action, because the action itself lowers them."""
 
     def __init__(self) -> None:
         self._again = -math.inf  # seconds
+        self._wait = _REPEAT_S
         self._lowest = 0.0  # reading since the action
 
     def due(self, now: float, pressure: float) -> bool:
@@ -146,6 +149,8 @@ class Retry:
         self._lowest = min(self._lowest, pressure)
         return now >= self._again or pressure >= self._lowest + max(_LEAST_RISE, (1 - self._lowest) / 5)
 
-    def done(self, now: float) -> None:
-        """The action was done."""
-        self._again, self._lowest = now + _REPEAT_S, math.inf
+    def done(self, now: float, *, helped: bool) -> None:
+        """The action was done. ``helped``: it freed something worth its time."""
+        wait = _REPEAT_S if helped else self._wait
+        self._again, self._lowest = now + wait, math.inf
+        self._wait = _REPEAT_S if helped else min(2 * wait, _LATEST_S)

@@ -113,7 +113,7 @@ def test_forced_at_random_steps_the_training_keeps_its_bits(
     assert same_bits(rayzero.full_state_dict(model), weights)
     found = rayzero.stats(model).strategy
     assert found.changes > 4
-    assert found.freed["garbage"].count > 3
+    assert found.freed["garbage"].count > 2
     assert ("units" in found.freed) is not engine.resident
     assert ("activations" in found.freed) is (config == "half offloaded")
     assert pressed.now > 0

@@ -196,13 +196,24 @@ def test_a_resource_that_is_gone_is_forgotten() -> None:
 def test_what_freed_nothing_is_tried_again_after_a_minute_or_when_pressure_has_risen() -> None:
     retry = Retry()
     assert retry.due(0.0, 0.8)
-    retry.done(0.0)
+    retry.done(0.0, helped=False)
     assert [retry.due(now, 0.8) for now in (1.0, 30.0, 59.9, 60.0)] == [False, False, False, True]
     assert retry.due(2.0, 0.85), "a fifth of the room that was left"
-    retry.done(3.0)
+    retry.done(3.0, helped=False)
     assert [retry.due(4.0, share) for share in (0.83, 0.5, 0.59, 0.61)] == [False, False, False, True]
-    retry.done(5.0)
+    retry.done(5.0, helped=False)
     assert [retry.due(6.0, share) for share in (0.97, 0.98, 0.992)] == [False, False, True], "at least 2 %"
+
+
+def test_what_does_not_help_is_tried_ever_later_until_it_helps_again() -> None:
+    retry, now, waits = Retry(), 0.0, []
+    for helped in (False, False, False, True, False, *[False] * 9):
+        began = now
+        retry.done(now, helped=helped)
+        while not retry.due(now, 0.8):
+            now += 1.0
+        waits.append(now - began)
+    assert waits == [60, 120, 240, 60, 60, 120, 240, 480, 960, 1920, 3840, 3840, 3840, 3840]
 
 
 def test_a_pressure_that_climbs_is_met_before_it_is_full() -> None:
@@ -210,7 +221,7 @@ def test_a_pressure_that_climbs_is_met_before_it_is_full() -> None:
     for second in range(400):
         if retry.due(float(second), reading):
             met.append(reading)
-            retry.done(float(second))
+            retry.done(float(second), helped=False)
         reading = min(1.0, reading + 0.01)
     assert len([share for share in met if share < 1]) >= 5
     assert met[1] == pytest.approx(0.62, abs=0.02)
@@ -219,5 +230,5 @@ def test_a_pressure_that_climbs_is_met_before_it_is_full() -> None:
 @given(st.floats(0, 1 - 0.02), st.lists(st.floats(0, 0.0199), max_size=60))
 def test_pressure_that_stands_is_acted_on_once_a_minute(low: float, swings: list[float]) -> None:
     retry = Retry()
-    retry.done(0.0)
+    retry.done(0.0, helped=False)
     assert not any(retry.due(float(second), low + swing) for second, swing in enumerate(swings[:59]))
