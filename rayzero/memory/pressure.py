@@ -74,21 +74,29 @@ class PressureLimits:
 
 
 def read_pressure(device: torch.device, limits: PressureLimits) -> Pressure:
-    """Measure now. Page cache that the kernel drops first, and blocks that torch keeps free, do not count as used."""
-    memory, own, cgroup = psutil.virtual_memory(), read_memory(device), tightest_cgroup()
-    shares = {
-        Resource.HOST: 1 - memory.available / memory.total,
-        Resource.MAX_CPU: own.cpu_used / (limits.max_cpu_memory_mb * MIB),
-    }
-    if cgroup is not None:
-        shares[Resource.CGROUP] = cgroup_share(cgroup)
-    if limits.slab_dir is not None and limits.slab_dir.is_dir():
-        shares[Resource.SHM] = _file_system_share(limits.slab_dir)
+    """Measure a rank's resources now. Page cache that the kernel drops first, and blocks that torch keeps free, do not
+    count as used."""
+    own, host = read_memory(device), read_host_pressure(limits.slab_dir)
+    shares = {Resource.MAX_CPU: own.cpu_used / (limits.max_cpu_memory_mb * MIB)}
     if device.type == "cuda":
         shares[Resource.DEVICE] = _device_share(device)
         shares[Resource.MAX_GPU] = own.gpu_used / (limits.max_gpu_memory_mb * MIB)
-    bounded = {resource: min(1.0, max(0.0, share)) for resource, share in shares.items()}
-    return Pressure(shares=bounded, stalls=memory_stalls())
+    return Pressure(shares={**host.shares, **_bounded(shares)}, stalls=host.stalls)
+
+
+def read_host_pressure(slab_dir: Path | None) -> Pressure:
+    """Measure now what all processes of a host share. ``slab_dir``: see ``PressureLimits``."""
+    memory, cgroup = psutil.virtual_memory(), tightest_cgroup()
+    shares = {Resource.HOST: 1 - memory.available / memory.total}
+    if cgroup is not None:
+        shares[Resource.CGROUP] = cgroup_share(cgroup)
+    if slab_dir is not None and slab_dir.is_dir():
+        shares[Resource.SHM] = _file_system_share(slab_dir)
+    return Pressure(shares=_bounded(shares), stalls=memory_stalls())
+
+
+def _bounded(shares: Mapping[Resource, float]) -> dict[Resource, float]:
+    return {resource: min(1.0, max(0.0, share)) for resource, share in shares.items()}
 
 
 def cgroup_share(limits: HostLimits) -> float:

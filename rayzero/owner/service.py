@@ -169,8 +169,10 @@ class ShardService:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes that this owner's plan needs; 0 before the first attach."""
-        return 0 if self._parts is None else self._parts.model.plan.total
+        """Bytes that this owner's plan needs, without the room that records turn out not to need; 0 before the first
+        attach."""
+        spare = sum(owned.spare_bytes for owned in self._shards().values())
+        return 0 if self._parts is None else self._parts.model.plan.total - spare
 
     @property
     def is_loaded(self) -> bool:

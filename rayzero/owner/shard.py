@@ -84,6 +84,12 @@ class OwnedShard:
         return {**apart, **master, **{kind: moment.nbytes for kind, moment in self.states.items()}}
 
     @property
+    def spare_bytes(self) -> int:
+        """The room of a record that it does not need; 0 before it is written."""
+        used = used_bytes(self.params) if self.unit.is_coded else 0
+        return self.params.nbytes - used if used else 0
+
+    @property
     def original_bytes(self) -> dict[str, int]:
         """Kind -> bytes that ``memory_bytes`` would be if nothing were encoded."""
         wide = dict.fromkeys(self.states, self.shard.numel * torch.float32.itemsize)

@@ -426,8 +426,9 @@ MEMORY_PRESSURE_RATIO = _gauge(
     name="rayzero_memory_pressure_ratio",
     unit="ratio",
     labels=("resource",),
-    roles=(RANK,),
-    help="Used over limit at the last reading, at most once a second, at the end of a forward. resource: device (a "
+    roles=(RANK, OPTIMIZER),
+    help="Used over limit, measured at most once a second: by a rank at the end of a forward, by an owner when it is "
+    "asked (host, cgroup and shm: its host may have no rank). resource: device (a "
     "CUDA device, used by anybody, without what torch keeps free), host (RAM), cgroup (the tightest one of this "
     "process; both without page cache that the kernel drops first), shm (the file system of slab_dir), "
     "max_cpu_memory_mb and max_gpu_memory_mb (this process, over the config's limits).",

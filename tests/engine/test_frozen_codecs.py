@@ -185,15 +185,31 @@ def test_no_page_of_shared_memory_is_kept_for_nothing(method: str) -> None:
 def test_the_plan_says_what_owners_keep(method: str, dtype: torch.dtype) -> None:
     precision: Precision = "fp32" if dtype is torch.float32 else "bf16"
     config = ZeroConfig(precision=precision, cpu_compression=method, units=("Linear",))
-    with running_in(RankContext()) as context:
-        prepared(wide(dtype), config)
-        held = context.recorder.gauge(MEMORY_BYTES, kind="param", tier="shm")
+    held, _ = kept_and_planned(dtype, config)
     layout = plan_units(wide(dtype), config).layout
     plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1)
     if method == "lossless":
         assert held < plan.params
     else:
         assert held == pytest.approx(plan.params, abs=64 * 16)
+
+
+def kept_and_planned(dtype: torch.dtype, config: ZeroConfig) -> tuple[float, int]:
+    """Bytes of published parameters that the owner keeps, and what it says that it needs in all."""
+    with running_in(RankContext()) as context:
+        _, optimizer = prepared(wide(dtype), config)
+        held = context.recorder.gauge(MEMORY_BYTES, kind="param", tier="shm")
+        return held, optimizer.engine.store.connection.owners.services[0].planned_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loaded_owner_plans_with_the_bytes_that_it_measured(method: str, dtype: torch.dtype) -> None:
+    precision: Precision = "fp32" if dtype is torch.float32 else "bf16"
+    config = ZeroConfig(precision=precision, units=("Linear",), frozen_masters=False)
+    plain, all_of_it = kept_and_planned(dtype, config)
+    held, planned = kept_and_planned(dtype, config.replace(cpu_compression=method))
+    assert all_of_it - planned == pytest.approx(plain - held, abs=64 * 16)
 
 
 # ---- checkpoints, writes, refusals

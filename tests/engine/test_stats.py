@@ -77,6 +77,8 @@ NOT_HERE = {
     "exposed_seconds": "as fast as the owners are",
     "strategy.stalled_some": "nobody waits for memory",
     "strategy.stalled_full": "nobody waits for memory",
+    "strategy.resources.shm.now": "/dev/shm may be empty",
+    "strategy.resources.shm.peak": "/dev/shm may be empty",
     "strategy.changes": "no pressure: tests/engine/test_memory_strategy.py",
     "strategy.collecting": "no pressure",
     "strategy.residency_given_up": "no pressure",

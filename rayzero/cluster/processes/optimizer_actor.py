@@ -18,11 +18,13 @@ from rayzero.cluster.processes.process_exporter import ExporterSettings, Process
 from rayzero.cluster.run import Member, optimizer_name
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.memory.malloc import keep_message_buffers
+from rayzero.memory.pressure import PressureGauge, read_host_pressure
 from rayzero.memory.process_memory import own_bytes
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.names import (
     HOST_BANDWIDTH_LIMIT,
+    MEMORY_PRESSURE_RATIO,
     OPTIMIZER_CORES,
     OPTIMIZER_CPU_SECONDS,
     OPTIMIZER_THREADS,
@@ -78,7 +80,8 @@ class OptimizerActor:
         bandwidth = measure_bandwidth(self._settings.threads) if self._measure_bandwidth else None
         if bandwidth is not None:
             self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
-        self._recorder.watch(partial(_process_readings, self._owner.models, own_bytes()))
+        gauge = PressureGauge(partial(read_host_pressure, self._settings.share))
+        self._recorder.watch(partial(_process_readings, self._owner.models, own_bytes(), gauge))
         self._exporter = ProcessExporter(
             settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds
         )
@@ -98,9 +101,12 @@ class OptimizerActor:
         return Measurements.of(self._recorder)
 
 
-def _process_readings(models: HostedModels, before: int) -> Iterator[Reading]:
-    """Processor time and, once all of the planned memory is certainly in use, measured over planned memory."""
+def _process_readings(models: HostedModels, before: int, gauge: PressureGauge) -> Iterator[Reading]:
+    """Processor time, memory pressure and, once all of the planned memory is certainly in use, measured over planned
+    memory."""
     yield Reading(OPTIMIZER_CPU_SECONDS, time.process_time(), {})
+    for resource, share in gauge.read().shares.items():
+        yield Reading(MEMORY_PRESSURE_RATIO, share, {"resource": resource.value})
     if models.planned_bytes and models.decided_steps >= _PLAN_STEPS:
         grown = own_bytes() - before
         yield Reading(PLAN_ERROR_RATIO, grown / models.planned_bytes - 1, {"what": "host"})
