@@ -23,12 +23,12 @@ from torch import Tensor
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.moments import BLOCK
-from rayzero.kernels.stamps import STAMP
+from rayzero.kernels.stamps import STAMP, UNDO_BYTES
 from rayzero.protocol.messages import Clamp
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 7  # version of the tables below: RZ_ABI in adam.c
+ABI = 8  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -81,6 +81,9 @@ class _Memory(ctypes.Structure):
         ("params_dtype", c_int32),
         ("stamps", c_void_p),
         ("stamp", c_int64),
+        ("first_stamp", c_int64),
+        ("undo", c_void_p),
+        ("undo_entries", c_int64),
     )
 
 
@@ -95,6 +98,7 @@ class NativeLibrary:
         library = ctypes.CDLL(str(path))  # its calls release the interpreter lock
         if (abi := library.rz_abi()) != ABI:
             raise UnsupportedError(f"{path.name} has tables of version {abi}, but this rayzero has {ABI}; reinstall it")
+        assert library.rz_undo_bytes() == UNDO_BYTES
         library.rz_isa.restype = library.rz_source.restype = c_char_p
         self.source: str = library.rz_source().decode()  # digest of the C source: hatch_build.py
         self.isas = tuple(isa for isa, name in enumerate(ISAS) if library.rz_isa(isa) == name.encode())  # slowest first
@@ -215,8 +219,9 @@ class NativeKernel(_Worker):
         *,
         limit: float = math.inf,
     ) -> None:
-        """See ``Kernel.update``. A tile is what one call into the library covers. Raises UnsupportedError if segments
-        overlap or a tensor is not contiguous in host memory."""
+        """See ``Kernel.update``. A tile is what one call into the library covers. With stamps and an undo log, an
+        update during which a process was killed becomes whole. Raises UnsupportedError if segments overlap or a tensor
+        is not contiguous in host memory."""
         if not segments:
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
@@ -372,8 +377,8 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
         None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
         None if params is None else _address(params, "params", end),
         0 if params is None else _DTYPES[params.dtype],
-        None if stamps is None else stamps.words.data_ptr(),
-        0 if stamps is None else stamps.whole,
+        *((None, 0, 0) if stamps is None else (stamps.words.data_ptr(), stamps.whole, stamps.first)),
+        *((None, 0) if stamps is None or stamps.undo is None else (stamps.undo.data_ptr(), len(stamps.undo))),
     )
 
 

@@ -1,5 +1,5 @@
-"""Tile stamps say which version each tile's bytes have, so that a reader of shared memory can tell after its writer has
-died in an update.
+"""Tile stamps say which version each tile's bytes have; an undo log keeps what the native kernel is about to overwrite.
+So an update whose process was killed can be called again, in another process, and is then whole.
 
 [Note: killed between two instructions] A stamp is marked as being written before the tile's first byte changes, and as
 whole after its last one has. Stamps are read after the writer's death, when every instruction before that point has
@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rayzero.errors import StoreError
+
 STAMP = 1 << 15  # elements of a stamp's tile; a thread of the native kernel claims as many at once
 STAMP_BYTES = 8
+UNDO_BYTES = 2240  # an entry of the undo log, one for each thread: ENTRY_BYTES in native/adam.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,24 @@ class TileStamps:
 
     words: Tensor  # 1D int64, one for every STAMP elements of the shard; the last may be for fewer
     version: int  # the version that the update makes, from 1
+    first: int = 0  # number of the first among all stamps that share the undo log
+    undo: Tensor | None = None  # uint8, (entries, UNDO_BYTES); only the native kernel uses it
 
     @property
     def whole(self) -> int:
         """A tile's stamp when all its bytes have the version. While they are being written, it is one less, and odd."""
         return 2 * self.version
+
+    def are_whole(self, start: int, stop: int) -> bool:
+        """Whether a process that died has made elements ``[start, stop)`` of this version. Raises StoreError if it was
+        just writing them: without the undo log nobody knows what they are."""
+        words = self.words[start // STAMP : -(-stop // STAMP)].tolist()
+        if any(word == self.whole - 1 for word in words):
+            raise StoreError(
+                f"v{self.version} was being written when its process died, and only kernel='native' has an undo log: "
+                "resume from a checkpoint"
+            )
+        return all(word == self.whole for word in words)
 
     @contextmanager
     def writing(self, start: int, stop: int) -> Iterator[None]:

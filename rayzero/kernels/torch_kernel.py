@@ -23,7 +23,7 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.side_stream import SideStream
-from rayzero.kernels.stamps import STAMP
+from rayzero.kernels.stamps import STAMP, TileStamps
 
 Tile = tuple[Segment, int, int]  # a segment, and the first and last (excluded) of its elements in the shard
 
@@ -81,7 +81,7 @@ class TorchKernel:
         limit: float = math.inf,
     ) -> None:
         """See ``Kernel.update``. The thread that finished a tile calls ``on_tile``, one thread at a time."""
-        windows = list(self._windows(segments, memory.master.numel()))
+        windows = list(self._windows(segments, memory.master.numel(), memory.stamps))
         progress = _Progress(sum(len(window.tiles) for window in windows), on_tile)
         threads = min(self._threads or torch.get_num_threads(), len(windows))
         update = _Update(memory, gradients, scale, limit, iter(windows), progress.count)
@@ -100,12 +100,12 @@ class TorchKernel:
         for work in working:
             work.result()
 
-    def _windows(self, segments: Sequence[Segment], numel: int) -> Iterator[_Window]:
+    def _windows(self, segments: Sequence[Segment], numel: int, stamps: TileStamps | None) -> Iterator[_Window]:
         size = -(-self._tile // STAMP) * STAMP
         for begin in range(0, numel, size):
             end = min(begin + size, numel)
             tiles = [tile for segment in segments for tile in self._tiles(segment, begin, end)]
-            if tiles:
+            if tiles and not (stamps is not None and stamps.are_whole(begin, end)):
                 yield _Window(begin, end, tiles)
 
     def _tiles(self, segment: Segment, begin: int, end: int) -> Iterator[Tile]:

@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 7
+#define RZ_ABI 8
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -64,6 +64,9 @@ typedef struct {
     int32_t params_dtype;
     int64_t *stamps; /* one for each tile of the shard; NULL: none. An update makes it `stamp`, by way of `stamp` - 1 */
     int64_t stamp;
+    int64_t first_stamp; /* number of the shard's first stamp among all stamps that share the undo log */
+    void *undo;          /* the undo log: one entry for each thread that may write; NULL: none. See [Note: undo log] */
+    int64_t undo_entries;
 } rz_memory;
 
 #define GROUP 8     /* consecutive ranks that are summed together first */
@@ -87,14 +90,63 @@ typedef struct {
 #define LEAST_SCALE 0x03800000u /* the bits of 2^-120 */
 #define ROOT_LIMIT 0x5f800000u  /* the bits of 2^64 */
 
+/* [Note: undo log] What a thread overwrites must be whole again after the process is killed. So before it stores a chunk (as
+ * many elements as it computes at once), it stores the old values, which it has in registers anyway, into its entry of the
+ * undo log, and then where the chunk is. The log lies in memory that outlives the process, as the states do; a thread's
+ * entry stays in its first-level cache. (Copying some hundred elements at a time, before they are used, costs 20 to 70 %
+ * where this costs nothing that can be told from noise: benchmarks/RESULTS.md.) Killed anywhere, this is what a successor
+ * finds, and rz_adam, called again with the same arguments, makes the update whole:
+ *   - a tile whose stamp is `stamp` is done; one whose stamp is older was not begun;
+ *   - a tile whose stamp is `stamp` - 1 has an entry with its number and that stamp, which says up to which element the
+ *     tile is done, and whether the chunk there is torn and has its old values in the entry.
+ * Restoring twice changes nothing, so a successor may be killed, too. An entry is read only after the death of who wrote
+ * it: every instruction before that has taken effect and none after it, so the compiler's order is enough. */
+#define CHUNK 64 /* the most elements of one */
+
+typedef struct {
+    float master[CHUNK], exp_avg[CHUNK], exp_avg_sq[CHUNK], largest[CHUNK]; /* or codes, from the row's start */
+    float exp_avg_scale, exp_avg_sq_scale;
+    int64_t count; /* elements */
+} __attribute__((aligned(64))) rz_chunk; /* whole cache lines */
+
+typedef struct {
+    int64_t tile;  /* number of its stamp among all stamps that share the log */
+    int64_t stamp; /* the tile's stamp while this entry is its own */
+    int64_t at;    /* 4 x the first element that is not done, + 1 if the chunk there is torn, + 2 if it is in chunks[1] */
+    rz_chunk chunks[2]; /* in turn, so that one is whole while the other is filled */
+} rz_undo;
+
+/* Tests of every point at which a process may be killed define this (tests/kernels/crash_points.c). */
+#ifndef CRASH_POINT
+#define CRASH_POINT() ((void)0)
+#endif
+
 /* One segment's range of the shard as a kernel sees it. */
 typedef struct {
     float *master, *exp_avg, *exp_avg_sq, *largest;
     char *params;
-    int out; /* dtype of params */
+    int out;       /* dtype of params */
+    int64_t first; /* element of the shard */
+    rz_undo *undo;
 } span;
 
-INLINE span span_at(const rz_memory *memory, int64_t at) {
+/* Store a word that a successor reads, in this order. See [Note: undo log]. */
+INLINE void note(int64_t *word, int64_t value) {
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    __atomic_store_n(word, value, __ATOMIC_RELAXED);
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    CRASH_POINT();
+}
+
+/* The chunk to fill: the one that the entry does not point at. */
+INLINE rz_chunk *spare_chunk(rz_undo *undo) { return &undo->chunks[~undo->at >> 1 & 1]; }
+
+/* The chunk's old values are kept: from here on, the elements from `at` on may be overwritten. */
+INLINE void note_chunk(rz_undo *undo, const rz_chunk *kept, int64_t at) {
+    note(&undo->at, 4 * at + 2 * (kept - undo->chunks) + 1);
+}
+
+INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
     return (span){
         memory->master + at,
         (float *)memory->exp_avg + at,
@@ -102,6 +154,8 @@ INLINE span span_at(const rz_memory *memory, int64_t at) {
         memory->max_exp_avg_sq ? memory->max_exp_avg_sq + at : 0,
         memory->params ? (char *)memory->params + size_of(memory->params_dtype) * at : 0,
         memory->params ? memory->params_dtype : NONE,
+        at,
+        undo,
     };
 }
 
@@ -112,7 +166,7 @@ INLINE span span_at(const rz_memory *memory, int64_t at) {
 
 typedef struct {
     const char *name;
-    void (*update)(const rz_memory *, const rz_segment *, int64_t, int64_t);
+    void (*update)(const rz_memory *, rz_undo *, const rz_segment *, int64_t, int64_t);
     double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t, float, float);
 } instructions;
 
@@ -128,6 +182,9 @@ static const instructions TABLE[NUM_ISAS] = {
 
 /* Version of the tables and functions of this file. */
 EXPORT int32_t rz_abi(void) { return RZ_ABI; }
+
+/* Bytes of an entry of the undo log. */
+EXPORT int32_t rz_undo_bytes(void) { return sizeof(rz_undo); }
 
 /* Digest of the source text that the library was built from. */
 EXPORT const char *rz_source(void) { return RZ_SOURCE; }
@@ -162,43 +219,94 @@ typedef struct {
     const rz_memory *memory;
     const rz_segment *segments;
     int64_t count, start, stop, tile;
-    int64_t next; /* tile to claim */
+    int64_t next, entry; /* tile, and entry of the undo log, to claim */
 } adam_job;
 
-/* Stamp a tile. It is read only after this process has died, so the compiler's fence is enough (kernels/stamps.py). */
-INLINE void stamp_tile(const rz_memory *memory, int64_t tile, int64_t stamp) {
-    if (!memory->stamps) return;
-    __atomic_signal_fence(__ATOMIC_SEQ_CST);
-    __atomic_store_n(&memory->stamps[tile], stamp, __ATOMIC_RELAXED);
-    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+/* Put back the old values of a torn chunk. */
+static void restore(const rz_memory *memory, const rz_chunk *kept, int64_t at) {
+    int64_t bytes = memory->moments_dtype == F32 ? 4 : memory->moments_dtype == BF16 ? 2 : 1;
+    memcpy(memory->master + at, kept->master, 4 * kept->count);
+    CRASH_POINT();
+    memcpy((char *)memory->exp_avg + bytes * at, kept->exp_avg, bytes * kept->count);
+    CRASH_POINT();
+    memcpy((char *)memory->exp_avg_sq + bytes * at, kept->exp_avg_sq, bytes * kept->count);
+    CRASH_POINT();
+    if (memory->max_exp_avg_sq) memcpy(memory->max_exp_avg_sq + at, kept->largest, 4 * kept->count);
+    if (memory->exp_avg_scale) memory->exp_avg_scale[at / SCALED] = kept->exp_avg_scale;
+    if (memory->exp_avg_sq_scale) memory->exp_avg_sq_scale[at / SCALED] = kept->exp_avg_sq_scale;
+    CRASH_POINT();
+}
+
+/* Update elements [from, to) of a tile whose stamp says that it is being written; the entry is the tile's own. */
+static void update_tile(const adam_job *job, rz_undo *undo, int64_t from, int64_t to) {
+    for (int64_t i = first_after(job->segments, job->count, from); i < job->count; i++) {
+        const rz_segment *s = &job->segments[i];
+        if (s->offset >= to) break;
+        TABLE[job->isa].update(job->memory, undo, s, most(from, s->offset), least(to, s->offset + s->length));
+    }
+}
+
+/* The bounds of a tile within the job; returns whether there is anything of it. */
+INLINE int bounds(const adam_job *job, int64_t tile, int64_t *from, int64_t *to) {
+    *from = most(tile * job->tile, job->start), *to = least((tile + 1) * job->tile, job->stop);
+    return *from < *to;
+}
+
+/* Finish the tiles that a predecessor was writing when it was killed. See [Note: undo log]. */
+static void finish_torn(const adam_job *job) {
+    const rz_memory *memory = job->memory;
+    for (int64_t i = 0; i < memory->undo_entries; i++) {
+        rz_undo *undo = (rz_undo *)memory->undo + i;
+        int64_t tile = undo->tile - memory->first_stamp, from, to;
+        if (undo->stamp != memory->stamp - 1 || tile < 0 || !bounds(job, tile, &from, &to)) continue;
+        if (memory->stamps[tile] != memory->stamp - 1) continue;
+        if (undo->at & 1) {
+            restore(memory, &undo->chunks[undo->at >> 1 & 1], undo->at >> 2);
+            note(&undo->at, undo->at - 1);
+        }
+        update_tile(job, undo, undo->at >> 2, to);
+        note(&memory->stamps[tile], memory->stamp);
+    }
 }
 
 /* One thread's share: tiles, counted from the shard's start, until none is left. All its stores are done when it
- * returns. */
+ * returns. With an undo log, a thread for which there is no entry does nothing. */
 static void share_adam(void *shared) {
     adam_job *job = shared;
+    const rz_memory *memory = job->memory;
+    rz_undo nowhere, *undo = &nowhere;
+    if (memory->undo) {
+        int64_t entry = __atomic_fetch_add(&job->entry, 1, __ATOMIC_RELAXED);
+        if (entry >= memory->undo_entries) return;
+        undo = (rz_undo *)memory->undo + entry;
+    }
     rounding before = plain_rounding();
     for (;;) {
-        int64_t tile = job->start / job->tile + __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        int64_t from = most(tile * job->tile, job->start), to = least((tile + 1) * job->tile, job->stop);
-        if (from >= job->stop) break;
-        stamp_tile(job->memory, tile, job->memory->stamp - 1);
-        for (int64_t i = first_after(job->segments, job->count, from); i < job->count; i++) {
-            const rz_segment *s = &job->segments[i];
-            if (s->offset >= to) break;
-            TABLE[job->isa].update(job->memory, s, most(from, s->offset), least(to, s->offset + s->length));
-        }
-        stamp_tile(job->memory, tile, job->memory->stamp);
+        int64_t tile = job->start / job->tile + __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED), from, to;
+        if (!bounds(job, tile, &from, &to)) break;
+        if (memory->stamps && memory->stamps[tile] == memory->stamp) continue; /* a predecessor did it */
+        undo->at = 4 * from, undo->tile = memory->first_stamp + tile;
+        note(&undo->stamp, memory->stamp - 1);
+        if (memory->stamps) note(&memory->stamps[tile], memory->stamp - 1);
+        update_tile(job, undo, from, to);
+        if (memory->stamps) note(&memory->stamps[tile], memory->stamp);
     }
     finish_stores();
     restore_rounding(before);
 }
 
 /* Update the segments' elements within [start, stop), in tiles of `tile` elements that the team's threads share (with a
- * NULL team, the caller works alone). All stores are done when it returns. */
+ * NULL team, the caller works alone). All stores are done when it returns. With stamps, tiles that have `stamp` already
+ * stay as they are, so that an update which was cut can be called again. */
 EXPORT void rz_adam(rz_team *team, int32_t isa, const rz_memory *memory, const rz_segment *segments, int64_t count,
                     int64_t start, int64_t stop, int64_t tile) {
-    adam_job job = {isa, memory, segments, count, start, stop, tile, 0};
+    adam_job job = {isa, memory, segments, count, start, stop, tile, 0, 0};
+    if (memory->undo) {
+        rounding before = plain_rounding();
+        finish_torn(&job);
+        finish_stores();
+        restore_rounding(before);
+    }
     rz_team_run(team, share_adam, &job);
 }
 

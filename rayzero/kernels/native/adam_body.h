@@ -11,25 +11,42 @@ INLINE TARGET V(f) V(clamp)(V(f) x, float limit) { /* a NaN stays */
     return V(min)(V(set)(limit), V(max)(V(set)(-limit), x));
 }
 
-/* One vector of the update; returns the new master. */
-INLINE TARGET V(f) V(adam)(const rz_segment *s, const span *q, V(f) grad, int64_t at) {
+typedef struct {
+    V(f) master, mean, square, largest;
+} V(states);
+
+/* One vector of the update: its new states. Keeps the old ones in `kept`, from element `lane` on. */
+INLINE TARGET V(states) V(adam)(const rz_segment *s, const span *q, rz_chunk *kept, int lane, V(f) grad, int64_t at) {
     V(f) master = V(load)(q->master + at), mean = V(load)(q->exp_avg + at), square = V(load)(q->exp_avg_sq + at);
+    V(f) largest = {0};
+    V(store)(kept->master + lane, master);
+    V(store)(kept->exp_avg + lane, mean);
+    V(store)(kept->exp_avg_sq + lane, square);
     grad = V(mul)(grad, V(set)(s->scale));
     if (s->flags & CLAMP) grad = V(clamp)(grad, s->limit);
     if (s->flags & L2) grad = V(fma)(master, V(set)(s->weight_decay), grad);
     if (s->flags & DECAY) master = V(mul)(master, V(set)(s->weight_decay));
     mean = V(fma)(V(set)(s->lerp), V(sub)(grad, mean), s->flags & FROM_GRADIENT ? grad : mean);
     square = V(fma)(V(mul)(V(set)(s->one_minus_beta2), grad), grad, V(mul)(square, V(set)(s->beta2)));
-    V(store)(q->exp_avg + at, mean);
-    V(store)(q->exp_avg_sq + at, square);
+    V(f) most = square;
     if (s->flags & AMSGRAD) {
-        square = V(max)(V(load)(q->largest + at), square);
-        V(store)(q->largest + at, square);
+        largest = V(load)(q->largest + at);
+        V(store)(kept->largest + lane, largest);
+        most = largest = V(max)(largest, square);
     }
-    V(f) denominator = V(add)(V(div)(V(sqrt)(square), V(set)(s->bias2_sqrt)), V(set)(s->eps));
+    V(f) denominator = V(add)(V(div)(V(sqrt)(most), V(set)(s->bias2_sqrt)), V(set)(s->eps));
     master = V(sub)(master, V(div)(V(mul)(V(set)(s->step_size), mean), denominator));
-    V(store)(q->master + at, master);
-    return master;
+    return (V(states)){master, mean, square, largest};
+}
+
+INLINE TARGET void V(store_states)(const rz_segment *s, const span *q, V(states) found, int64_t at) {
+    V(store)(q->exp_avg + at, found.mean);
+    CRASH_POINT();
+    V(store)(q->exp_avg_sq + at, found.square);
+    if (s->flags & AMSGRAD) V(store)(q->largest + at, found.largest);
+    CRASH_POINT();
+    V(store)(q->master + at, found.master);
+    CRASH_POINT();
 }
 
 /* `count` elements, a multiple of PAIR; dtype, out and stream are constants where this is called. */
@@ -37,16 +54,25 @@ INLINE TARGET void V(turns)(const rz_segment *s, const span *q, const void *grad
                             int stream) {
     const rz_segment constants = *s; /* copies: no store can change them */
     const span to = *q;
+    rz_chunk *kept = spare_chunk(to.undo), *next = &to.undo->chunks[kept == to.undo->chunks];
     for (int64_t at = 0; at < count; at += PAIR) {
         ask_ahead(from(grads, dtype, at), PAIR * size_of(dtype), AHEAD / 2);
         ask_ahead(to.master + at, PAIR * 4, AHEAD);
         ask_ahead(to.exp_avg + at, PAIR * 4, AHEAD);
         ask_ahead(to.exp_avg_sq + at, PAIR * 4, AHEAD);
-        V(f) low = V(adam)(&constants, &to, V(gradient)(grads, dtype, at), at);
-        V(f) high = V(adam)(&constants, &to, V(gradient)(grads, dtype, at + WIDTH), at + WIDTH);
-        if (out == BF16) V(store_bf16)(to.params + 2 * at, low, high, stream);
-        if (out == FP16) V(store_fp16)(to.params + 2 * at, low, high, stream);
-        if (out == F32) V(store)((float *)to.params + at, low), V(store)((float *)to.params + at + WIDTH, high);
+        V(states) low = V(adam)(&constants, &to, kept, 0, V(gradient)(grads, dtype, at), at);
+        CRASH_POINT();
+        V(states) high = V(adam)(&constants, &to, kept, WIDTH, V(gradient)(grads, dtype, at + WIDTH), at + WIDTH);
+        kept->count = PAIR;
+        note_chunk(to.undo, kept, to.first + at);
+        V(store_states)(&constants, &to, low, at);
+        V(store_states)(&constants, &to, high, at + WIDTH);
+        if (out == BF16) V(store_bf16)(to.params + 2 * at, low.master, high.master, stream);
+        if (out == FP16) V(store_fp16)(to.params + 2 * at, low.master, high.master, stream);
+        if (out == F32) V(store)((float *)to.params + at, low.master);
+        if (out == F32) V(store)((float *)to.params + at + WIDTH, high.master);
+        rz_chunk *used = kept;
+        kept = next, next = used;
     }
 }
 
@@ -70,12 +96,17 @@ TARGET static void V(whole)(const rz_segment *s, const span *q, const void *grad
 TARGET static void V(rest)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
     float state[4][PAIR] = {{0}}, padded[PAIR] = {0};
     char params[4 * PAIR] __attribute__((aligned(64)));
+    rz_chunk *kept = spare_chunk(q->undo);
     float *of[4] = {q->master, q->exp_avg, q->exp_avg_sq, s->flags & AMSGRAD ? q->largest : 0};
+    float *old[4] = {kept->master, kept->exp_avg, kept->exp_avg_sq, kept->largest};
     for (int i = 0; i < 4; i++)
-        if (of[i]) memcpy(state[i], of[i], 4 * count);
+        if (of[i]) memcpy(state[i], of[i], 4 * count), memcpy(old[i], of[i], 4 * count);
+    kept->count = count;
     memcpy(padded, grads, size_of(dtype) * count);
-    span copy = {state[0], state[1], state[2], state[3], params, q->out};
+    rz_undo nowhere = {0};
+    span copy = {state[0], state[1], state[2], state[3], params, q->out, 0, &nowhere};
     V(whole)(s, &copy, padded, PAIR, dtype);
+    note_chunk(q->undo, kept, q->first);
     for (int i = 0; i < 4; i++)
         if (of[i]) memcpy(of[i], state[i], 4 * count);
     if (q->out != NONE) memcpy(q->params, params, size_of(q->out) * count);
@@ -173,8 +204,7 @@ INLINE TARGET float V(encode)(const V(f) *values, char *codes, int dtype, int si
 }
 
 /* One vector of the update; returns the new master. */
-INLINE TARGET V(f) V(adam_coded)(const rz_segment *s, float *masters, V(f) grad, V(f) *mean, V(f) *root) {
-    V(f) master = V(load)(masters);
+INLINE TARGET V(f) V(adam_coded)(const rz_segment *s, V(f) master, V(f) grad, V(f) *mean, V(f) *root) {
     grad = V(mul)(grad, V(set)(s->scale));
     if (s->flags & CLAMP) grad = V(clamp)(grad, s->limit);
     if (s->flags & L2) grad = V(fma)(master, V(set)(s->weight_decay), grad);
@@ -183,9 +213,7 @@ INLINE TARGET V(f) V(adam_coded)(const rz_segment *s, float *masters, V(f) grad,
     V(f) decayed = V(mul)(V(mul)(*root, *root), V(set)(s->beta2));
     *root = V(sqrt)(V(fma)(V(mul)(V(set)(s->one_minus_beta2), grad), grad, decayed));
     V(f) denominator = V(fma)(*root, V(set)(s->bias2_sqrt), V(set)(s->eps));
-    master = V(sub)(master, V(div)(V(mul)(V(set)(s->step_size), *mean), denominator));
-    V(store)(masters, master);
-    return master;
+    return V(sub)(master, V(div)(V(mul)(V(set)(s->step_size), *mean), denominator));
 }
 
 INLINE TARGET void V(publish)(const rz_memory *memory, int64_t at, V(f) low, V(f) high) {
@@ -198,45 +226,60 @@ INLINE TARGET void V(publish)(const rz_memory *memory, int64_t at, V(f) low, V(f
 
 /* `count` elements, a multiple of SCALED, from element `start` of the shard on; both dtypes are constants where this is
  * called. */
-INLINE TARGET void V(blocks)(const rz_memory *m, const rz_segment *s, const void *grads, int64_t start, int64_t count,
-                             int dtype, int coded) {
+INLINE TARGET void V(blocks)(const rz_memory *m, rz_undo *undo, const rz_segment *s, const void *grads, int64_t start,
+                             int64_t count, int dtype, int coded) {
     const rz_segment constants = *s;
     const rz_memory memory = *m;
     const int64_t bytes = coded == BF16 ? 2 : 1;
+    rz_chunk *kept = spare_chunk(undo), *next = &undo->chunks[kept == undo->chunks];
     for (int64_t at = start; at < start + count; at += SCALED) {
-        V(f) means[VECTORS], roots[VECTORS];
+        V(f) means[VECTORS], roots[VECTORS], masters[VECTORS];
         char *mean = (char *)memory.exp_avg + bytes * at, *root = (char *)memory.exp_avg_sq + bytes * at;
+        float *mean_scale = memory.exp_avg_scale + at / SCALED, *root_scale = memory.exp_avg_sq_scale + at / SCALED;
         ask_ahead(from(grads, dtype, at - start), SCALED * size_of(dtype), AHEAD / 2);
         ask_ahead(memory.master + at, SCALED * 4, AHEAD);
         ask_ahead(mean, SCALED * bytes, AHEAD / 2);
         ask_ahead(root, SCALED * bytes, AHEAD / 2);
-        V(decode)(mean, memory.exp_avg_scale[at / SCALED], coded, 1, means);
-        V(decode)(root, memory.exp_avg_sq_scale[at / SCALED], coded, 0, roots);
-        for (int i = 0; i < VECTORS; i += 2) {
-            int64_t low = at + i * WIDTH, high = low + WIDTH;
-            V(f) first = V(adam_coded)(&constants, memory.master + low, V(gradient)(grads, dtype, low - start), means + i,
-                                       roots + i);
-            V(f) second = V(adam_coded)(&constants, memory.master + high, V(gradient)(grads, dtype, high - start),
-                                        means + i + 1, roots + i + 1);
-            V(publish)(&memory, low, first, second);
+        memcpy(kept->exp_avg, mean, SCALED * bytes), memcpy(kept->exp_avg_sq, root, SCALED * bytes);
+        kept->exp_avg_scale = *mean_scale, kept->exp_avg_sq_scale = *root_scale;
+        V(decode)(mean, *mean_scale, coded, 1, means);
+        V(decode)(root, *root_scale, coded, 0, roots);
+        for (int i = 0; i < VECTORS; i++) {
+            V(f) master = V(load)(memory.master + at + i * WIDTH);
+            V(store)(kept->master + i * WIDTH, master);
+            V(f) grad = V(gradient)(grads, dtype, at - start + i * WIDTH);
+            masters[i] = V(adam_coded)(&constants, master, grad, means + i, roots + i);
+            CRASH_POINT();
         }
-        memory.exp_avg_scale[at / SCALED] = V(encode)(means, mean, coded, 1);
-        memory.exp_avg_sq_scale[at / SCALED] = V(encode)(roots, root, coded, 0);
+        kept->count = SCALED;
+        note_chunk(undo, kept, at);
+        for (int i = 0; i < VECTORS; i += 2) {
+            V(store)(memory.master + at + i * WIDTH, masters[i]);
+            V(store)(memory.master + at + (i + 1) * WIDTH, masters[i + 1]);
+            V(publish)(&memory, at + i * WIDTH, masters[i], masters[i + 1]);
+            CRASH_POINT();
+        }
+        *mean_scale = V(encode)(means, mean, coded, 1);
+        CRASH_POINT();
+        *root_scale = V(encode)(roots, root, coded, 0);
+        CRASH_POINT();
+        rz_chunk *used = kept;
+        kept = next, next = used;
     }
 }
 
-TARGET static void V(coded)(const rz_memory *memory, const rz_segment *s, const void *grads, int64_t start, int64_t count,
-                            int dtype) {
-    if (memory->moments_dtype == CODES && dtype == BF16) V(blocks)(memory, s, grads, start, count, BF16, CODES);
-    else if (memory->moments_dtype == CODES && dtype == FP16) V(blocks)(memory, s, grads, start, count, FP16, CODES);
-    else if (memory->moments_dtype == CODES) V(blocks)(memory, s, grads, start, count, F32, CODES);
-    else if (dtype == BF16) V(blocks)(memory, s, grads, start, count, BF16, BF16);
-    else if (dtype == FP16) V(blocks)(memory, s, grads, start, count, FP16, BF16);
-    else V(blocks)(memory, s, grads, start, count, F32, BF16);
+TARGET static void V(coded)(const rz_memory *memory, rz_undo *undo, const rz_segment *s, const void *grads, int64_t start,
+                            int64_t count, int dtype) {
+    if (memory->moments_dtype == CODES && dtype == BF16) V(blocks)(memory, undo, s, grads, start, count, BF16, CODES);
+    else if (memory->moments_dtype == CODES && dtype == FP16) V(blocks)(memory, undo, s, grads, start, count, FP16, CODES);
+    else if (memory->moments_dtype == CODES) V(blocks)(memory, undo, s, grads, start, count, F32, CODES);
+    else if (dtype == BF16) V(blocks)(memory, undo, s, grads, start, count, BF16, BF16);
+    else if (dtype == FP16) V(blocks)(memory, undo, s, grads, start, count, FP16, BF16);
+    else V(blocks)(memory, undo, s, grads, start, count, F32, BF16);
 }
 
 /* Update elements [start, stop) of one segment. */
-TARGET static void V(update)(const rz_memory *memory, const rz_segment *s, int64_t start, int64_t stop) {
+TARGET static void V(update)(const rz_memory *memory, rz_undo *undo, const rz_segment *s, int64_t start, int64_t stop) {
     float sum[BLOCK], group[BLOCK];
     int64_t present;
     const rz_gradient *only = V(only)(s->gradients, s->num_gradients, &present);
@@ -247,10 +290,10 @@ TARGET static void V(update)(const rz_memory *memory, const rz_segment *s, int64
         if (!only) V(sum)(s->gradients, s->num_gradients, at, count, sum, group);
         const void *grads = only ? from(only->data, dtype, at) : sum;
         if (memory->moments_dtype != F32) {
-            V(coded)(memory, s, grads, at, count, dtype);
+            V(coded)(memory, undo, s, grads, at, count, dtype);
             continue;
         }
-        span whole = span_at(memory, at), rest = span_at(memory, at + count - count % PAIR);
+        span whole = span_at(memory, undo, at), rest = span_at(memory, undo, at + count - count % PAIR);
         V(whole)(s, &whole, grads, count - count % PAIR, dtype);
         if (count % PAIR) V(rest)(s, &rest, from(grads, dtype, count - count % PAIR), count % PAIR, dtype);
     }
