@@ -92,18 +92,26 @@ def run_ranks(
         raise ConfigError(f'transport="shm" does not work here: {reason}; use "grpc"')
     if world_size < 1 or num_optimizers < 1:
         raise ConfigError(f"world_size and num_optimizers must be >= 1, got {world_size} and {num_optimizers}")
+    run = f"run_ranks-{secrets.token_hex(4)}"  # slabs are swept by run, so each needs a name of its own
     places = [
-        _Place(rank=rank, world_size=world_size, config=config, resume=resume, run_dir=run_dir, threads=threads)
+        _Place(
+            rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads
+        )
         for rank in range(world_size)
     ]
+    run_all = _in_processes if processes else _in_threads
     if callable(transport):
-        return _in_processes(fn, places, transport) if processes else _in_threads(fn, places, transport)
+        return run_all(fn, places, transport)
     share = SHARED_MEMORY if transport == "shm" else None
     settings = config or ZeroConfig()
     beside_ranks = device_owners(world_size, settings.host_fraction)
     owners = _local_owners if transport == "inproc" else partial(_served_owners, share, settings)
-    with owners(num_optimizers, beside_ranks, threads, stall_timeout) as connect:
-        return _in_processes(fn, places, connect) if processes else _in_threads(fn, places, connect)
+    try:
+        with owners(num_optimizers, beside_ranks, threads, stall_timeout) as connect:
+            return run_all(fn, places, connect)
+    finally:
+        if share is not None:
+            sweep()  # removes what processes that were ended in the middle have left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,7 @@ class _Place:
 
     rank: int
     world_size: int
+    run: str
     config: ZeroConfig | None
     resume: Path | None
     run_dir: Path | None
@@ -122,7 +131,7 @@ class _Place:
         context = RankContext(
             rank=self.rank,
             world_size=self.world_size,
-            run="run_ranks",
+            run=self.run,
             run_dir=self.run_dir,
             resume=self.resume,
             config=self.config,
@@ -309,7 +318,6 @@ def _in_processes(fn: Loop[T], places: list[_Place], connect: Connect) -> list[T
         return results
     finally:
         _end(children)
-        sweep()  # removes what processes that were ended in the middle have left
 
 
 def _end(children: Sequence[BaseProcess]) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from rayzero.lead.decide import clip_factor, unscaling
-from rayzero.protocol.messages import Action, Decision, Edit
+from rayzero.protocol.messages import Action, Decision, Edit, Record
 from rayzero.telemetry.names import (
     CLIP_FACTOR,
     CLIPPED_STEPS,
@@ -26,8 +26,12 @@ _ROUNDING = 1e-9  # rounding of a clip factor that is 1
 class DecisionRecord(Protocol):
     """Keeps decisions where they outlive this process."""
 
-    def record(self, decision: Decision) -> None:
-        """Record the decision; returns once it is kept."""
+    def record(self, record: Record) -> None:
+        """Keep a record; returns once it is kept."""
+        ...
+
+    def records(self) -> Sequence[Record]:
+        """What a former life of the lead has left, by step."""
         ...
 
 
@@ -39,19 +43,26 @@ class DecisionJournal:
     def __init__(self, record: DecisionRecord | None) -> None:
         """``record``: None if decisions end with this process."""
         self._record = record
-        self._decisions: dict[int, Decision] = {}  # by step
+        self._records: dict[int, Record] = {}  # by step
         self._waiting: dict[int, list[Future[Decision]]] = {}  # by step
 
-    def write(self, decision: Decision) -> None:
+    def restore(self) -> list[Record]:
+        """Take over what a former life of the lead has recorded; returns it, by step."""
+        found = [] if self._record is None else list(self._record.records())
+        self._records = {record.decision.step: record for record in found}
+        return found
+
+    def write(self, record: Record) -> None:
         """The commit point: from here on the step is decided."""
         if self._record is not None:
-            self._record.record(decision)
-        self._decisions[decision.step] = decision
-        self._decisions.pop(decision.step - _KEPT, None)
+            self._record.record(record)
+        self._records[record.decision.step] = record
+        self._records.pop(record.decision.step - _KEPT, None)
 
     def decision(self, step: int) -> Decision | None:
         """The decision of ``step``; None if it is not made yet or no longer kept."""
-        return self._decisions.get(step)
+        found = self._records.get(step)
+        return None if found is None else found.decision
 
     def wait(self, step: int) -> Future[Decision]:
         """A future of the decision of ``step``."""

@@ -35,6 +35,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     Norm,
     NormParts,
+    Record,
     StepInputs,
     Write,
 )
@@ -77,11 +78,24 @@ class StepLead:
     # ---- membership
 
     def attach(self, rank: int, spec: ModelSpec, version: int = 0) -> None:
-        """A rank has shaken hands with every owner. ``version``: the version that they start at."""
+        """A rank has shaken hands with every owner. ``version``: the version that they start at. The first one makes
+        owners act again on what a former life of the lead recorded, before a step is collected."""
         with self._lock:
             if self._spec is None:
-                self._spec, self._round = spec, Round(version)
+                records = self._journal.restore()
+                self._spec = spec
+                self._round = Round(max([version, *(record.decision.step + 1 for record in records)]))
+                if records:
+                    self._telling = []
+                    self._lock.defer(self._redo, records)
             self._check_left()
+
+    def _redo(self, records: Sequence[Record]) -> None:
+        """Let every owner act on recorded decisions, in their order."""
+        first, *rest = records
+        acks = self._told = tuple(peer.redo(first) for peer in self._peers)
+        then = partial(self._redo, rest) if rest else partial(self._tell_ranks, first.decision, None)
+        when_all(acks, lambda _: then(), self._peer_failed)
 
     def leave(self, rank: int, reason: str) -> None:
         """A rank has left. A step for which it has delivered everything is still decided; the others' next one
@@ -333,7 +347,9 @@ class StepLead:
         inputs = agreed(current.step, current.inputs)
         norms = [each.norm for each in current.passes if each.norm is not None]
         decision = decide(norms, current.reports, inputs, self._spec.world_size)
-        self._journal.write(decision)
+        self._journal.write(
+            Record(decision=decision, reports=tuple(current.reports[rank] for rank in sorted(current.reports)))
+        )
         tell_decision(self._recorder, decision, inputs.edits, self._spec.world_size)
         self._telling = list(current.commits.values())
         self._open_round(decision.step + 1)

@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rayzero.errors import StoreError
+from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
-from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.messages import FormerShard, ModelSpec
 
 Sizes = Sequence[tuple[int, int]]  # (key, elements)
 
@@ -18,14 +20,20 @@ Sizes = Sequence[tuple[int, int]]  # (key, elements)
 class ShardJournal(Protocol):
     """A write-ahead record of a trained shard's life, in memory that outlives the process."""
 
-    stamps: Tensor  # for kernels/stamps.py
+    def stamps(self, version: int) -> TileStamps:
+        """The tile stamps for what makes ``version``."""
+        ...
 
     def decided(self, version: int) -> None:
         """The decision that makes ``version`` was accepted."""
         ...
 
-    def applied(self, version: int) -> None:
-        """Every byte is of ``version``, which is not published yet."""
+    def applied(self, version: int, slices: Sequence[tuple[int, int]]) -> None:
+        """Every byte is of ``version``, which is not published yet. ``slices``: see ``FormerShard``."""
+        ...
+
+    def keep(self, slices: Sequence[tuple[int, int]]) -> None:
+        """The slices of the present version were written."""
         ...
 
 
@@ -65,6 +73,11 @@ class HostMemory(Protocol):
         """The room of a coded shard's record; None: pages that are not written take no memory anyway."""
         ...
 
+    def former(self, shard: int) -> FormerShard | None:
+        """What a former life of this owner has left of a shard in this memory; None: no values. Ask after
+        ``journal``."""
+        ...
+
     def close(self) -> None:
         """Release the memory. Idempotent."""
         ...
@@ -97,6 +110,9 @@ class PrivateMemory:
 
     def room(self, shard: int) -> None:
         """See ``HostMemory.room``."""
+
+    def former(self, shard: int) -> None:
+        """See ``HostMemory.former``."""
 
     def close(self) -> None:
         """Nothing to do: it is freed with its tensors."""
@@ -135,6 +151,14 @@ class DeviceMemory:
     def room(self, shard: int) -> ShardRoom | None:
         """See ``HostMemory.room``."""
         return self._host.room(shard)
+
+    def former(self, shard: int) -> None:
+        """See ``HostMemory.former``. Raises StoreError if there is something: its masters and states are gone."""
+        if self._host.former(shard) is not None:
+            raise StoreError(
+                f"masters and states of shard {shard} were in the memory of a device, which ended with its process: "
+                "resume from a checkpoint"
+            )
 
     def close(self) -> None:
         """See ``HostMemory.close``; the device's memory is freed with its tensors."""

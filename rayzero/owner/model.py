@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayzero.errors import HandshakeError
+from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
@@ -20,7 +20,7 @@ from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.update.elementwise import ElementwiseRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
 from rayzero.protocol.hyper import resolve_optimizer
-from rayzero.protocol.messages import Hyper, ModelSpec, canonical_json
+from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 
@@ -36,11 +36,14 @@ class OwnedModel:
     shards: Mapping[int, OwnedShard]  # by shard index, ascending
     plan: OwnerPlan
     memory: HostMemory
-    version: int  # the version that the shards start at: 0, or the checkpoint's step
+    version: int  # the version that the shards start at: 0, the checkpoint's step, or what a former life has left
+    former: Mapping[int, FormerShard]  # by shard index: what a former life has left; empty: there was none
 
     @property
     def needs_load(self) -> bool:
         """True when rank 0 must send initial weights."""
+        if self.former:
+            return len(self.former) < len(self.shards)
         return self.spec.restore_from is None
 
 
@@ -57,7 +60,8 @@ def build_model(
     measures_norms: bool,
     device: torch.device,
 ) -> OwnedModel:
-    """Plan, check and allocate; restore from a checkpoint if the spec names one.
+    """Plan, check and allocate; take over what a former life of the owner has left, or restore from a checkpoint if the
+    spec names one.
 
     ``maker``: allocates host memory. ``own_gradients``, ``measures_norms``: see ``plan_owner``. ``device``: for the
     states of an owner beside a rank (``ShardMap.on_device``).
@@ -82,6 +86,13 @@ def build_model(
     memory = maker.make_memory(spec, rule.kernel, plan)
     memory = DeviceMemory(memory, device) if on_device else memory
     shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory, spec.moments)
+    former = {index: left for index in shards if (left := memory.former(index)) is not None}
+    version = 0
+    if former:
+        _take_over(shards, former, rule, spec.optimizer)
+        version = min(left.published for left in former.values())
+    elif spec.restore_from is not None:
+        version = restore_checkpoint(spec.restore_from, shards, rule, spec.optimizer)
     return OwnedModel(
         spec=spec,
         attached_by=rank,
@@ -90,8 +101,23 @@ def build_model(
         shards=shards,
         plan=plan,
         memory=memory,
-        version=0 if spec.restore_from is None else restore_checkpoint(spec.restore_from, shards, rule, spec.optimizer),
+        version=version,
+        former=former,
     )
+
+
+def _take_over(
+    shards: Mapping[int, OwnedShard], former: Mapping[int, FormerShard], rule: UpdateRule, optimizer: str
+) -> None:
+    """Continue shards whose memory is a former life's. Raises StoreError if the optimizer's states ended with it."""
+    trained = [index for index, owned in shards.items() if owned.trainable]
+    if trained and not rule.state_kinds:
+        raise StoreError(
+            f"the states of {optimizer} ended with the process that died; only those of Adam and AdamW are where a "
+            "successor finds them: resume from a checkpoint"
+        )
+    for index, left in former.items():
+        shards[index].take_over(left)
 
 
 def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRule:

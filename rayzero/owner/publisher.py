@@ -56,6 +56,14 @@ class Publisher:
         with self._lock:
             for owned in shards:
                 owned.published = owned.content = version
+                owned.keep_slices()
+                owned.move(ShardState.PUBLISHED)
+        self._updater.submit(lambda: self._announce(shards))
+
+    def taken_over(self, shards: Sequence[OwnedShard]) -> None:
+        """A former life of this owner published what these shards have."""
+        with self._lock:
+            for owned in shards:
                 owned.move(ShardState.PUBLISHED)
         self._updater.submit(lambda: self._announce(shards))
 
@@ -78,7 +86,7 @@ class Publisher:
         """Publish ``version`` of shards, whether or not their content changed. Called in the updater's thread."""
         with self._lock:
             for owned in shards:
-                if owned.state is ShardState.UPDATING:
+                if owned.state is ShardState.UPDATING or owned.newest == version:
                     owned.content = version
                 owned.pending -= 1
                 owned.published = version

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, failed, settle
+from rayzero.concurrency.futures import DONE, chain, fail, failed, settle, when_all
 from rayzero.errors import (
     HandshakeError,
     RankLeftError,
@@ -37,6 +38,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     NormParts,
     Pushed,
+    Record,
     Write,
 )
 from rayzero.telemetry.names import (
@@ -152,7 +154,9 @@ class ShardService:
         self._parts = _Parts(model, contributions, updates, checkpoints, StagedWrites(shards, model.rule, updater))
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
-        if not model.needs_load:
+        if model.former:
+            self._publisher.taken_over([shards[index] for index in model.former])
+        elif not model.needs_load:
             self._publisher.loaded(list(shards.values()), version)
         self._unwatch = recorder.watch(self._readings)
 
@@ -316,6 +320,17 @@ class ShardService:
             return failed(exc)
         parts.contributions.retry()
         return DONE
+
+    def redo(self, record: Record) -> Future[None]:
+        """Act on a decision that a former life of this owner may not have finished: collect the pushes that it counts,
+        then apply it. Nothing happens if it was applied. Ask in the order of the steps, after the last was accepted."""
+        step = record.decision.step
+        if self._attached().contributions.open_step > step:
+            return DONE
+        done: Future[None] = Future()
+        collected = [self.collect(step, record.reports)]
+        when_all(collected, lambda _: chain(self.apply(record.decision), done), partial(fail, done))
+        return done
 
     # ---- writes and checkpoints
 

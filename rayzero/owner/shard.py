@@ -17,7 +17,7 @@ from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMome
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
-from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, Hyper, NormParts
+from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
@@ -62,6 +62,7 @@ class OwnedShard:
     state: ShardState = field(default=S.EMPTY, init=False)
     published: int = field(default=-1, init=False)
     content: int = field(default=-1, init=False)  # the version at which the published parameters last changed
+    newest: int = field(default=-1, init=False)  # the newest version of which every byte is there, published or not
     pending: int = field(default=0, init=False)  # decisions queued or being worked on
 
     def __post_init__(self) -> None:
@@ -107,7 +108,30 @@ class OwnedShard:
 
     def stamps(self, version: int) -> TileStamps | None:
         """The tile stamps for the update that makes ``version``; None if nothing outlives the process."""
-        return TileStamps(self.journal.stamps, version) if self.journal is not None else None
+        return self.journal.stamps(version) if self.journal is not None else None
+
+    def take_over(self, left: FormerShard) -> None:
+        """Continue what a former life of the owner has left in this memory."""
+        self.published, self.content, self.newest = left.published, left.content, left.applied
+        if left.slices:
+            self.steps = [count for count, _ in left.slices]
+            self.groups = tuple(group for _, group in left.slices)
+
+    def keep_slices(self) -> None:
+        """``steps`` or ``groups`` were written: let them outlive the process."""
+        if self.journal is not None:
+            self.journal.keep(self._journaled())
+
+    def applied(self, version: int, updated: Sequence[int]) -> None:
+        """Every byte is of ``version``; the slices ``updated`` (indices) were updated once more."""
+        for index in updated:
+            self.steps[index] += 1
+        self.newest = version
+        if self.journal is not None:
+            self.journal.applied(version, self._journaled())
+
+    def _journaled(self) -> list[tuple[int, int]]:
+        return list(zip(self.steps, self.groups, strict=True))
 
     def fill(self, values: Tensor) -> None:
         """Take initial values (1D, the shard's elements, any floating dtype) as the master, and round the published

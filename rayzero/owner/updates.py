@@ -64,7 +64,10 @@ class StepUpdates:
             if not changes:
                 self._publish(alike, step.version)
             for owned in alike if changes else ():
-                self._update(owned, step.shards[owned.shard.index], norms)
+                if owned.newest < step.version:
+                    self._update(owned, step.shards[owned.shard.index], norms)
+                else:  # a former life of this owner has made it, but perhaps not published it
+                    self._contributions.release(owned)
                 self._publish([owned], step.version)
         if norms is not None:  # after the last publication, so that nothing waits for it
             norms.tell(step.parts.result())
@@ -96,11 +99,7 @@ class StepUpdates:
         if norms is not None:
             norms.after(owned)
         self._progress = None
-        if owned.journal is not None:
-            owned.journal.applied(work.version)
-        updated = [index for index, ranks in enumerate(work.contributors) if ranks]
-        for index in updated:
-            owned.steps[index] += 1
+        owned.applied(work.version, [index for index, ranks in enumerate(work.contributors) if ranks])
         self._contributions.release(owned)
         _tell_update(self._recorder, owned, work)
 

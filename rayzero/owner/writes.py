@@ -78,6 +78,7 @@ class StagedWrites:
         stamps = owned.stamps(version)
         with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
             overwrite(owned, self._rule, kind, values)
+            owned.keep_slices()
 
     def fail(self, error: StoreError) -> None:
         """Refuse further writes with ``error``; queued ones are still made."""

@@ -250,6 +250,24 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What the lead records of a step: enough to act on it again where a process has died."""
+
+    decision: Decision
+    reports: tuple[FinishReport, ...]  # by rank: the pushes that the decision counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormerShard:
+    """What a former life of its owner has left of a shard."""
+
+    published: int
+    content: int
+    applied: int  # the newest version of which every byte is there; -1: none was applied
+    slices: tuple[tuple[int, int], ...]  # (count of updates, parameter group) of each; of a frozen shard empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file of a checkpoint: written and fsynced, but not yet in a manifest."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rayzero.errors import StoreError
-from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Write
+from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 
 
 class OwnerPeer(Protocol):
@@ -19,6 +19,10 @@ class OwnerPeer(Protocol):
 
     def apply(self, decision: Decision) -> Future[None]:
         """See ``ShardService.apply``; done when the owner has accepted the decision, not when it has updated."""
+        ...
+
+    def redo(self, record: Record) -> Future[None]:
+        """See ``ShardService.redo``."""
         ...
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabFacts, header_bytes, lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, SLAB_BYTES, Progress, Slab, create_slabs
 
@@ -106,6 +107,22 @@ class Arena:
             for number, size in enumerate(plan.slabs)
         ]
         return cls(plan, create_slabs(headers, directory, on_progress=on_progress))
+
+    @classmethod
+    def adopt(cls, plan: ArenaPlan, paths: Sequence[Path]) -> Arena:
+        """Take over the slabs of a dead process, in the plan's order; see ``Slab.adopt``. Raises HandshakeError unless
+        they are those of the plan."""
+        slabs: list[Slab] = []
+        try:
+            slabs += [Slab.adopt(path) for path in paths]
+            sizes = tuple(sum(region.bytes for region in slab.header.regions_of(REGION)) for slab in slabs)
+            if sizes != plan.slabs:
+                raise HandshakeError(f"slabs {[str(path) for path in paths]} have {sizes} bytes, expected {plan.slabs}")
+        except BaseException:
+            for slab in slabs:
+                slab.close(unlink=False)
+            raise
+        return cls(plan, slabs)
 
     def tensor(self, key: Hashable) -> Tensor:
         """1D, the piece's numel and dtype, in shared memory."""

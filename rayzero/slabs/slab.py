@@ -1,11 +1,12 @@
 """Slabs: files of shared memory. One process makes a slab and holds its lock; any number of processes attach it.
 
 [Note: no slab stays behind] A maker locks its file (``flock``) before it fills it, and keeps the lock while it lives.
-The kernel frees the lock when the maker dies, however it dies. ``sweep`` removes exactly the files for which it gets a
-shared lock. (An exclusive lock would fail while another process lists or sweeps the slab, so a dead maker would seem
-alive.) A sweep can hit a file that is created but not locked yet: its maker, which waits for the sweep's lock, then
-sees that the file has lost its name, and makes another one. A process that the maker forked, without exec, shares the
-lock and keeps the slab from sweeps.
+The kernel frees the lock when the maker dies, however it dies. ``sweep`` removes exactly the files for which it gets
+a shared lock, and only those of runs without a living process on this host: a dead owner's slabs wait for its
+successor (``Slab.adopt``). (An exclusive lock would fail while another process lists or sweeps the slab, so a dead
+maker would seem alive.) A sweep can hit a file that is created but not locked yet: its maker, which waits for the
+sweep's lock, then sees that the file has lost its name, and makes another one. A process that the maker forked,
+without exec, shares the lock and keeps the slab from sweeps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.errors import ConfigError, HandshakeError, StoreClosedError
+from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
@@ -48,12 +49,15 @@ class Slab:
     Knows its file, its lock and its mapping; not what the regions mean. Its tensors and ``keeper`` stay valid after
     ``close()``; the memory is freed when the last of them is gone, in every process."""
 
-    def __init__(self, header: SlabHeader, mapping: Mapping, fd: int, path: Path | None, *, made: bool) -> None:
-        """Take over an open, mapped file. ``Slab.create`` and ``Slab.attach`` call it."""
+    def __init__(
+        self, header: SlabHeader, mapping: Mapping, fd: int, path: Path | None, *, made: bool, adopted: bool = False
+    ) -> None:
+        """Take over an open, mapped file. ``Slab.create``, ``Slab.attach`` and ``Slab.adopt`` call it."""
         self.header, self.path = header, path
         self._mapping: Mapping | None = mapping
         self._fd = fd
-        self._release = weakref.finalize(self, _release, fd, path if made else None, os.getpid())  # at exit too
+        ours = path if made or adopted else None
+        self._release = weakref.finalize(self, _release, fd, ours, os.getpid(), unlink=not adopted)  # at exit too
 
     @classmethod
     def create(cls, header: SlabHeader, directory: Path | None = SHARED_MEMORY) -> Slab:
@@ -78,6 +82,29 @@ class Slab:
             os.close(fd)
             raise
         return cls(header, mapping, fd, path, made=False)
+
+    @classmethod
+    def adopt(cls, path: Path) -> Slab:
+        """Take a slab over from its maker, which must be dead: this process holds its lock from here on. The file keeps
+        its name, so who has mapped it goes on. ``close`` removes it; if this process ends without that, it stays for
+        another successor. Raises HandshakeError if it is gone or no slab, StoreError if its maker lives."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as exc:
+            raise HandshakeError(f"slab {path} is not there: it was swept before a successor took it over") from exc
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise StoreError(f"slab {path} cannot be taken over: the process that made it still runs") from exc
+            if not os.fstat(fd).st_nlink:
+                raise HandshakeError(f"slab {path} was swept before a successor took it over")
+            header = read_header(path, fd)
+            mapping = Mapping.of_file(fd, header.bytes, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(header, mapping, fd, path, made=False, adopted=True)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The bytes from ``offset`` on, counted from the slab's start, as a tensor: 1D, ``numel`` elements. Raises
@@ -122,7 +149,8 @@ class Slab:
             punch_hole(self._fd, start, stop - start)
 
     def close(self, *, unlink: bool = True) -> None:
-        """Close the file. Its maker also removes it, unless ``unlink=False`` leaves that to a ``sweep``. Idempotent."""
+        """Close the file. Who made or adopted it also removes it; ``unlink=False`` leaves that to a successor or a
+        ``sweep``. Idempotent."""
         self._mapping = None
         if (left := self._release.detach()) is not None:
             _, _, (fd, path, pid), _ = left
@@ -269,9 +297,14 @@ def _check_room(total: int, directory: Path) -> None:
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
-    """Remove the slabs whose makers are dead; returns (path, bytes) of each. Slabs of other users stay."""
+    """Remove the slabs whose makers are dead, unless another process of their run lives; returns (path, bytes) of each.
+    Slabs of other users stay."""
+    running = {found.header.facts.run for found in list_slabs(directory) if found.alive and found.header is not None}
     removed = []
     for path, fd in _opened(directory):
+        header = _header_or_none(path, fd)
+        if header is not None and header.facts.run in running:
+            continue
         if not _free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it
         try:

@@ -119,9 +119,10 @@ def inputs(spec: ModelSpec) -> StepInputs:
 def test_the_record_is_written_before_any_owner_is_told() -> None:
     spec = make_spec(2)
     with lead_of(spec) as (lead, peers):
+        deciding = lead.decision(0)  # asked before it is made: done once every owner has it
         norms = [lead.finish(report(rank), inputs(spec)) for rank in range(2)]
         assert [norm.result(WAIT).total for norm in norms] == [0.0, 0.0]
-        decision = lead.decision(0).result(WAIT)
+        decision = deciding.result(WAIT)
         for peer in peers:
             assert peer.calls == ["collect 0", "apply 0"]
             assert peer.recorded == [decision]

@@ -27,7 +27,7 @@ from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
 from rayzero.owner.updater import Task, Updater
-from rayzero.protocol.messages import MASTER, Action, FileEntry, Published, Write
+from rayzero.protocol.messages import MASTER, Action, FileEntry, Published, Record, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -260,6 +260,41 @@ def test_apply_is_idempotent_by_step() -> None:
         assert all(map(torch.equal, owner.read_all(1), once))
         owner.take_step([grads], step=1)
         assert all(map(torch.equal, owner.read_all(2), twice))
+
+
+def test_a_recorded_decision_is_redone_once_its_counted_pushes_are_there_again() -> None:
+    spec = make_spec(2)
+    grads = [random_grads(spec, rank) for rank in range(2)]
+    with owner_of(spec) as owner:
+        owner.take_step(grads)
+        expected = owner.read_all(1)
+    with owner_of(spec) as owner:
+        record = Record(decision=owner.decision(), reports=owner.reports())
+        owner.push(0, grads[0])
+        redone = owner.service.redo(record)
+        with pytest.raises(TimeoutError):
+            redone.result(0.05)
+        owner.push(1, grads[1])
+        redone.result(WAIT)
+        assert all(map(torch.equal, owner.read_all(1), expected))
+        owner.service.redo(record).result(WAIT)  # it was applied: nothing happens
+        assert all(map(torch.equal, owner.read_all(1), expected))
+        assert owner.service.decided_steps == 1
+
+
+def test_no_decision_is_made_while_an_owner_lacks_an_earlier_one() -> None:
+    """So two records are enough for any successor (``RECORDS``): norm parts come after the updates before them."""
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        gate = Gate(owner.service, hold_at=(0, 1))
+        owner.take_step([random_grads(spec, 1)])
+        gate.wait()
+        parts = owner.service.collect(1, owner.reports(1, pushes=0))
+        with pytest.raises(TimeoutError):
+            parts.result(0.05)
+        gate.release()
+        parts.result(WAIT)
+        assert min(owned.published for owned in owner.service._shards().values()) == 1
 
 
 def test_decisions_that_do_not_fit_are_refused() -> None:

@@ -19,7 +19,14 @@ import pytest
 import torch
 
 from rayzero.config.run import MAX_NAME_BYTES
-from rayzero.errors import ConfigError, HandshakeError, MemoryPlanError, StoreClosedError, UnsupportedError
+from rayzero.errors import (
+    ConfigError,
+    HandshakeError,
+    MemoryPlanError,
+    StoreClosedError,
+    StoreError,
+    UnsupportedError,
+)
 from rayzero.slabs.header import (
     SlabFacts,
     SlabHeader,
@@ -313,15 +320,16 @@ print("made", flush=True)
 """
 
 
-def maker(directory: Path, then: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", MAKER + then, str(directory)], stdout=subprocess.PIPE, text=True)
+def maker(directory: Path, then: str, run: str = FACTS.run) -> subprocess.Popen[str]:
+    code = MAKER.replace(repr(FACTS), repr(replace(FACTS, run=run))) + then
+    process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "made\n"
     return process
 
 
 def test_slabs_of_a_killed_process_are_swept_and_those_of_a_living_one_are_not(tmp_path: Path, slab: Slab) -> None:
-    with maker(tmp_path, "import time; time.sleep(100)") as process:
+    with maker(tmp_path, "import time; time.sleep(100)", run="another") as process:
         assert sweep(tmp_path) == []
         found = list_slabs(tmp_path)
         assert [(one.alive, one.header and one.header.facts.role) for one in found] == [(True, "grads")] * 3
@@ -334,6 +342,28 @@ def test_slabs_of_a_killed_process_are_swept_and_those_of_a_living_one_are_not(t
     assert slab.path is not None
     assert names(tmp_path) == [slab.path.name]
     assert sweep(tmp_path) == []
+
+
+def test_slabs_of_a_killed_process_wait_for_its_successor_while_its_run_lives(tmp_path: Path, slab: Slab) -> None:
+    with maker(tmp_path, "tensor[3] = 7; print('set', flush=True); import time; time.sleep(100)") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (theirs, other) = [one.path for one in list_slabs(tmp_path) if one.path != slab.path]
+        with pytest.raises(StoreError, match="cannot be taken over: the process that made it still runs"):
+            Slab.adopt(theirs)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert sweep(tmp_path) == []
+    adopted = [Slab.adopt(theirs), Slab.adopt(other)]
+    assert sorted(int(one.tensor(4096, 8, torch.uint8)[3]) for one in adopted) == [0, 7]
+    slab.close()
+    assert sweep(tmp_path) == []
+    assert [one.alive for one in list_slabs(tmp_path)] == [True, True]
+    for one in adopted:
+        one.close()
+    assert names(tmp_path) == []
+    with pytest.raises(HandshakeError, match="was swept before a successor took it over"):
+        Slab.adopt(theirs)
 
 
 @pytest.mark.parametrize("end", ["", "raise RuntimeError('stop')"])

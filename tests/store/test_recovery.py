@@ -68,6 +68,12 @@ MIXED = shard(1, decided=8, tiles=(16, 14, 16))
         (run(shard(0), shard(1), **DECIDED), Outcome.REDO, 8, ((0, (0, 1, 2)), (1, (0, 1, 2)))),
         (run(shard(0, decided=8), MIXED, **DECIDED), Outcome.REDO, 8, ((0, (0, 1, 2)), (1, (1,)))),
         (run(shard(0, published=8), replace(MIXED, applied=8), **DECIDED), Outcome.WHOLE, 8, ()),
+        (
+            run(shard(0, published=8), replace(MIXED, tiles=(15, 14, 16), undone=frozenset({0})), **DECIDED),
+            Outcome.REDO,
+            8,
+            ((1, (0, 1)),),
+        ),
         (run(shard(0, published=8), shard(1), records=(record(7, action=Action.SKIP),)), Outcome.REDO, 8, ((1, ()),)),
     ],
 )

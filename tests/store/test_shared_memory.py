@@ -49,7 +49,7 @@ def owner_slabs(stack: ExitStack, plan: SharedPlan, owner: int) -> OwnerSlabs:
 
 
 def control(stack: ExitStack, plan: SharedPlan, role: str) -> Slab:
-    regions = plan.owner_control(0) if role == "owner" else plan.rank_control()
+    regions = plan.owner_control(0, 1) if role == "owner" else plan.rank_control()
     slab = Slab.create(lay_out_slab(plan.facts("control", 0, "", 1), regions), None)
     stack.callback(slab.close)
     return slab
@@ -178,7 +178,7 @@ def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
 
 
 def stride_of(plan: SharedPlan, kind: str) -> int:
-    return next(stride for name, _, stride in plan.owner_control(plan.shard_map.owner(0)) if name == kind)
+    return next(stride for name, _, stride in plan.owner_control(plan.shard_map.owner(0), 1) if name == kind)
 
 
 # ---- page locks

@@ -330,6 +330,11 @@ class LeadCalls:
         """Queue a decision's update."""
         return await result_of(self._steps.begin("Apply", request))
 
+    async def redo(self, request: pb.RedoRequest, context: Context) -> pb.RedoResponse:
+        """Queue the update of a recorded decision, if it was not made."""
+        await result_of(self._service.redo(translate.record_from_pb(request.record)))
+        return pb.RedoResponse()
+
     async def overwrite(self, request: pb.OverwriteRequest, context: Context) -> Any:
         """Apply a write."""
         return await result_of(self._steps.begin("Overwrite", request))

@@ -36,9 +36,11 @@ class HostedModels:
         recorder: Recorder | None = None,
         norms_every: int | None = None,
         device: torch.device = CPU,
+        succeeds: bool = False,
     ) -> None:
-        """``share``: the directory for memory shared with ranks of this host; None: share none. For the other arguments
-        see ``ShardService``."""
+        """``share``: the directory for memory shared with ranks of this host; None: share none. ``succeeds``: take over
+        what a dead process of this owner has left there. For the other arguments see ``ShardService``."""
+        self._succeeds = succeeds
         self._owner, self._num_owners, self._share = owner, num_owners, share
         self._threads, self._memory_budget = threads, memory_budget
         self._recorder, self._norms_every, self._device = recorder or NullRecorder(), norms_every, device
@@ -49,7 +51,11 @@ class HostedModels:
         return self._models[number]
 
     def _make(self, number: int) -> Hosted:
-        shared = SharedOwner(self._owner, self._num_owners, self._share) if self._share is not None else None
+        shared = None
+        if self._share is not None:
+            shared = SharedOwner(
+                self._owner, self._num_owners, self._share, threads=self._threads, succeeds=self._succeeds
+            )
         service = ShardService(
             self._owner,
             self._num_owners,

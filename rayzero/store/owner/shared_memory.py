@@ -14,21 +14,21 @@ from pathlib import Path
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import Decision, ModelSpec, Published, SharedPaths
+from rayzero.protocol.messages import ModelSpec, Published, Record, SharedPaths
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
-from rayzero.slabs.header import lay_out_slab
+from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
-from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.owner.slabs import FormerSlabs, OwnerSlabs
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.mailbox import Answerer, Asker
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.plan import SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines
-from rayzero.store.shm.signals import Bell
-from rayzero.store.shm.words import Stamps, bell_of, cells_of, write_record
+from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
+from rayzero.store.shm.words import Stamps, bell_of, cells_of, check_regions, read_records, region, write_record
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,19 @@ class SharedOwner:
 
     Knows slabs, bells and mailboxes; not what a step is. One thread listens; it waits for nothing but its bell."""
 
-    def __init__(self, owner: int, num_owners: int, directory: Path = SHARED_MEMORY) -> None:
+    def __init__(
+        self,
+        owner: int,
+        num_owners: int,
+        directory: Path = SHARED_MEMORY,
+        *,
+        threads: int = 1,
+        succeeds: bool = False,
+    ) -> None:
+        """``threads``: how many update shards. ``succeeds``: this process takes over the slabs that a dead process of
+        the same owner has left, if there are values in them."""
+        self._threads, self._succeeds = threads, succeeds
+        self._taken_over = self._published = False
         self.owner, self._num_owners, self.directory = owner, num_owners, directory
         self.host = host_identity(directory)
         self._life = secrets.randbits(63)
@@ -68,22 +80,52 @@ class SharedOwner:
     # ---- memory
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> OwnerSlabs:
-        """Make the slabs for this owner's tensors and signals; see ``MemoryMaker``. Sweeps slabs of dead runs first.
+        """Make the slabs for this owner's tensors and signals, or take over those of a former life; see
+        ``MemoryMaker``. Sweeps slabs of dead runs first.
 
         Raises MemoryPlanError, before anything is allocated, if they and the ranks' gradients do not fit."""
-        swept = sweep(self.directory)
+        self._plan = SharedPlan(spec, owner_map(spec, self._num_owners))
+        former = self._take_over(spec) if self._succeeds else None
+        swept = sweep(self.directory)  # not before the run has a living process again
         if swept:
             size = format_bytes(sum(size for _, size in swept))
             log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
-        check_shared(plan.total - plan.norms, self.directory)
-        shared = self._plan = SharedPlan(spec, owner_map(spec, self._num_owners))
-        facts = shared.facts("control", self.owner, kernel, self._life)
-        self._control = Slab.create(lay_out_slab(facts, shared.owner_control(self.owner)), self.directory)
-        self._lines = ShardLines(self._control, shared.shards_of(self.owner))
-        self._lines.describe(shared.first_tiles(self.owner))
-        self._memory = OwnerSlabs(shared, facts, self.directory, self._lines)
-        self._bell = bell_of(self._control)
+        if former is None:
+            check_shared(plan.total - plan.norms, self.directory)
+            facts = self._plan.facts("control", self.owner, kernel, self._life)
+            self._control = Slab.create(lay_out_slab(facts, self._regions()), self.directory)
+            self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
+            self._lines.describe(self._plan.first_tiles(self.owner))
+        control = self._own_control()
+        self._memory = OwnerSlabs(self._plan, control.header.facts, self.directory, self._lines, former)
+        self._bell = bell_of(control)
         return self._memory
+
+    def _regions(self) -> Sequence[Wanted]:
+        assert self._plan is not None
+        return self._plan.owner_control(self.owner, self._threads)
+
+    def _take_over(self, spec: ModelSpec) -> FormerSlabs | None:
+        """Take over the control slab of a former life; its other slabs. None: there are none, or they held nothing and
+        are removed. Raises HandshakeError if they are of another model."""
+        former = FormerSlabs.find(spec.run, self.owner, self.directory)
+        if former is None or self._plan is None:
+            return None
+        control = former.control()
+        try:
+            check_header(str(control.path), control.header, run=spec.run, layout_digest=spec.layout.digest)
+            check_regions(control, self._regions(), but="undo")  # of which each life has as many as threads
+            lines = ShardLines(control, self._plan.shards_of(self.owner))
+            lines.check(str(control.path))
+        except BaseException:
+            control.close(unlink=False)
+            raise
+        if not lines.news():
+            control.close(unlink=False)
+            former.remove()
+            return None
+        self._control, self._lines, self._taken_over = control, lines, True
+        return former
 
     def offer(self) -> SharedPaths:
         """The files that a rank of this host has to map, after the service has attached."""
@@ -95,9 +137,13 @@ class SharedOwner:
         self._service, self._steps = service, steps
         service.on_publish(self._publish)
 
-    def record(self, decision: Decision) -> None:
+    def record(self, record: Record) -> None:
         """On the lead: record a decision where it outlives this process."""
-        write_record(self._own_control(), decision)
+        write_record(self._own_control(), record)
+
+    def records(self) -> list[Record]:
+        """On the lead: what is recorded, by step."""
+        return read_records(self._own_control())
 
     # ---- joining
 
@@ -114,7 +160,9 @@ class SharedOwner:
         bell = bell_of(control)
         questions = cells_of(control, "questions", 0, plan.question_bytes)
         answers = cells_of(self._own_control(), "answers", rank, plan.answer_bytes)
-        joined = _Rank(rank, bell, Stamps(control, plan), Answerer(questions, answers, bell), (control, *slabs))
+        resumes = self._note_life(rank, control.header.facts.incarnation)
+        answerer = Answerer(questions, answers, bell, resumes=resumes)
+        joined = _Rank(rank, bell, Stamps(control, plan), answerer, (control, *slabs))
         flats = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
         self._service.map_gradients(rank, flats)
         with self._lock:
@@ -123,6 +171,14 @@ class SharedOwner:
             if self._listener is None:
                 self._listener = Listener(self._bell, self._listen, f"owner-{self.owner}-bell")
         self._bell.ring()
+
+    def _note_life(self, rank: int, life: int) -> bool:
+        """Note the life of a rank that joins; returns whether a former life of this owner has noted the same."""
+        control = self._own_control()
+        word = control.address(region(control, "joined").offset + 8 * rank)
+        known = load_acquire_64(word) == life
+        store_release_64(word, life)
+        return known
 
     def _meet_owners(self, owners: Mapping[int, str]) -> None:
         """Open the mailboxes between the lead and the other owners, at the first rank's join."""
@@ -153,6 +209,7 @@ class SharedOwner:
 
     def _publish(self, published: Sequence[Published]) -> None:
         """Runs in the updater's thread: writes the lines first, then rings every rank's bell."""
+        self._published = True
         for each in published:
             self._lines.publish(each)
         for rank in list(self._ranks.values()):
@@ -226,8 +283,10 @@ class SharedOwner:
             asker.close(error)
         for rank in list(self._ranks):
             self.leave(rank)
-        for slab in (*self._others, *([self._control] if self._control is not None else ())):
+        for slab in self._others:
             slab.close()
+        if self._control is not None:  # what was taken over but refused stays for another successor
+            self._control.close(unlink=self._published or not self._taken_over)
 
 
 def _pass_on(answerer: Answerer, slot: int, number: int, done: Future[bytes]) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.shm.signals import Bell, Cell, changed
+from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64
 from rayzero.store.wire.rpc import from_failure, to_failure
 
 SLOTS = 8  # questions that may be open at once between two processes
@@ -53,11 +54,12 @@ class _News:
     A cell that changes while it is being written, and is read once it is whole, counts as changed again at the next
     look. Message numbers tell a new message from that."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: Cells, taken: Sequence[int] = (0,) * SLOTS) -> None:
+        """``taken``: by cell, the number of the last message that was taken before."""
         self._where = cells
         self._cells = cells.cells()
         self._seen = array("Q", [0] * SLOTS)
-        self._taken = [0] * SLOTS  # by cell, the number of the last message taken
+        self._taken = list(taken)
 
     def take(self) -> list[tuple[int, int, bytes]]:
         """(slot, number, message) of each whole message, once. One that is being written rings when it is done."""
@@ -68,6 +70,12 @@ class _News:
                 self._taken[slot] = read[0]
                 found.append((slot, *read))
         return found
+
+
+def _answered(cell: Cell) -> int:
+    """The number of the last question that was answered in ``cell``; 0 if there is none, or if the answer was cut."""
+    read = cell.read()
+    return 0 if read is None else int(_ANSWERED.unpack_from(read[1])[0])
 
 
 class Asker:
@@ -82,7 +90,8 @@ class Asker:
         self._news = _News(answers)
         self._bell = bell
         self._lock = threading.Lock()
-        self._numbers = [0] * SLOTS  # by cell, the number of the last question
+        self._numbers = [load_acquire_64(questions.address + i * questions.stride) // 2 for i in range(SLOTS)]
+        # by cell, the number of the last question, also of a former life of this process
         self._open: dict[int, Future[bytes]] = {}  # slot -> its answer
         self._closed: RayZeroError | None = None
 
@@ -132,10 +141,11 @@ class Answerer:
 
     Knows questions and where their answers go. Any thread may call ``answer``."""
 
-    def __init__(self, questions: Cells, answers: Cells, bell: Bell) -> None:
-        """``questions``: the other side's; ``answers``: ours; ``bell``: the other side's."""
-        self._news = _News(questions)
+    def __init__(self, questions: Cells, answers: Cells, bell: Bell, *, resumes: bool = False) -> None:
+        """``questions``: the other side's; ``answers``: ours; ``bell``: the other side's. ``resumes``: a former life of
+        this process answered the same asker, so only what it left unanswered is new."""
         self._cells = answers.cells()
+        self._news = _News(questions, [_answered(cell) for cell in self._cells] if resumes else (0,) * SLOTS)
         self._capacity = answers.capacity
         self._bell = bell
         self._locks = [threading.Lock() for _ in range(SLOTS)]

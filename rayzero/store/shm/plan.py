@@ -3,8 +3,9 @@
 An owner has ``params`` slabs (its shards' published parameters, mapped by ranks), ``state`` slabs (which nobody else
 maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
-    control of an owner   bell | version lines, one a shard | tile stamps | answers, for each rank | orders, for each
-                          owner | replies | of the lead: the decision record, two slots
+    control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
+                          shards | answers, for each rank | the lives of the ranks
+                          that joined | orders, for each owner | replies | of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions
 
 Every word has one writer, except bells: whoever has news for a bell's listener rings it.
@@ -21,7 +22,7 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.kernels.stamps import STAMP, STAMP_BYTES
+from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.protocol.gradient_sum import gradient_dtype
@@ -34,6 +35,9 @@ from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 
 LINE_BYTES = 64  # a shard's version line fills one cache line
+SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter group)
+RECORDS = 2  # slots: owners answer a collect after the updates before it, so they lack the last decision at most
+RANK = "rank"  # in place of a kernel in the facts of a rank's control slab
 _ERROR_BYTES = 9000  # the longest error text, and its name
 _REQUEST_BYTES = 256  # a mean without its names and values: rank, number, weight, a shape of 64 dimensions
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
@@ -106,15 +110,20 @@ class SharedPlan:
 
     # ---- control
 
-    def owner_control(self, owner: int) -> Sequence[Wanted]:
-        """The regions of an owner's control slab."""
+    def owner_control(self, owner: int, threads: int) -> Sequence[Wanted]:
+        """The regions of an owner's control slab. ``threads``: how many update its shards."""
         lines = len(self.shard_map.shards_of(owner)) * LINE_BYTES
-        record = (("record", 2 * self._record_bytes, self._record_bytes),) if owner == self.shard_map.owner(0) else ()
+        record = (
+            (("record", RECORDS * self._record_bytes, self._record_bytes),) if owner == self.shard_map.owner(0) else ()
+        )
         return (
             ("bell", BELL_BYTES, 0),
             ("versions", lines, LINE_BYTES),
             ("tiles", self._tiles(owner)[1] * STAMP_BYTES, STAMP_BYTES),
+            ("undo", threads * UNDO_BYTES, UNDO_BYTES),
+            ("slices", self._slices(owner)[1] * SLICE_BYTES, SLICE_BYTES),
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
+            ("joined", self.spec.world_size * 8, 8),
             ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
             ("replies", *_cells(self.reply_bytes, 1)),
             *record,
@@ -135,9 +144,21 @@ class SharedPlan:
                 count += -(-shard.numel // STAMP)
         return first, count
 
+    def first_slices(self, owner: int) -> dict[int, int]:
+        """Number of the first slice of each trained shard in the owner's "slices", by shard index."""
+        return self._slices(owner)[0]
+
+    def _slices(self, owner: int) -> tuple[dict[int, int], int]:
+        first, count = {}, 0
+        for shard in self.shards_of(owner):
+            if self.spec.layout.units[shard.unit].trainable:
+                first[shard.index] = count
+                count += len(self.spec.layout.slices(shard))
+        return first, count
+
     @cached_property
     def _record_bytes(self) -> int:
-        return Cell.bytes_for(64 + self._hyper_bytes + 10 * self.spec.world_size)
+        return Cell.bytes_for(64 + self._hyper_bytes + (16 + self._report_bytes) * self.spec.world_size)
 
     def rank_control(self) -> Sequence[Wanted]:
         """The regions of a rank's control slab."""
@@ -150,8 +171,9 @@ class SharedPlan:
 
     @cached_property
     def _hyper_bytes(self) -> int:
-        """Room for hyper-parameters, which may get longer during training, with more digits."""
-        return 4096 + 4 * len(canonical_json(self.spec.hyper))
+        """Room for hyper-parameters, which may get longer during training, with more digits. In steps, so that a run
+        that begins with other digits finds the same places."""
+        return 8192 + 4 * len(canonical_json(self.spec.hyper)) // 4096 * 4096
 
     @cached_property
     def _report_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Decides what can be recovered from a dead run's shared memory, from its files alone.
 
 An update overwrites masters and moments tile by tile. So an owner that dies in the middle leaves tiles of version n,
-tiles of n + 1, and the tiles that its threads were writing, which are of neither. The update can be finished for tiles
-of version n: the decision was recorded before any tile changed, and the ranks' gradients stay in their memory until
-n + 1 is published.
+tiles of n + 1, and the tiles that its threads were writing, which are of neither, but have an entry in the native
+kernel's undo log. The update can be finished: the decision was recorded before any tile changed, and the ranks'
+gradients stay in their memory until n + 1 is published.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
+
+import torch
 
 from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import torn
@@ -42,6 +44,7 @@ class DeadShard:
     decided: int
     applied: int
     tiles: tuple[int, ...]  # stamps (kernels/stamps.py); empty: frozen, or on_device
+    undone: frozenset[int] = frozenset()  # of the tiles that were being written, those in the undo log
     on_device: bool = False  # its masters and states were in a device's memory
 
     @property
@@ -120,8 +123,9 @@ def _refusals(run: DeadRun) -> Iterator[str]:
             yield f"shard {shard.shard} of optimizer {shard.owner} never had values"
         if shard.on_device:
             yield f"masters and states of shard {shard.shard} of optimizer {shard.owner} were in a device's memory"
-        if cut := torn(shard.tiles):
-            yield f"tiles {cut} of shard {shard.shard} of optimizer {shard.owner} were being written"
+        if cut := sorted(set(torn(shard.tiles)) - shard.undone):
+            where = f"shard {shard.shard} of optimizer {shard.owner}"
+            yield f"tiles {cut} of {where} were being written, without an undo log"
     version = _target(run)
     late = [shard for shard in run.shards if shard.version < version]
     if any(shard.version < version - 1 for shard in late):
@@ -164,7 +168,7 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
             run=run,
             num_owners=orders.bytes // orders.stride,
             shards=tuple(sorted((s for slab in owners for s in _read_lines(slab)), key=lambda s: s.shard)),
-            records=tuple(record for slab in owners for record in read_records(slab)),
+            records=tuple(record.decision for slab in owners for record in read_records(slab)),
             ranks=frozenset(slab.header.facts.index for slab in slabs if slab.header.regions_of("stamps")),
             lives=tuple(slab.header.facts.index for slab in owners),
         )
@@ -183,15 +187,19 @@ def _opened(stack: ExitStack, found: FoundSlab) -> Slab | None:
 
 def _read_lines(slab: Slab) -> Iterator[DeadShard]:
     """What an owner's control slab says of its shards. A dead owner's slab no longer changes."""
-    found = region(slab, "versions")
+    found, undo = region(slab, "versions"), region(slab, "undo")
+    words = slab.tensor(undo.offset, undo.bytes // 8, torch.int64).view(-1, undo.stride // 8)
+    entries = {(tile, stamp) for tile, stamp in words[:, :2].tolist()}
     for line in range(slab.address(found.offset), slab.address(found.offset) + found.bytes, found.stride):
         first = load_acquire_64(line + TILES) - 1
+        tiles = tuple(tile_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else ()
         yield DeadShard(
             shard=load_acquire_64(line + INDEX),
             owner=slab.header.facts.index,
             published=load_acquire_64(line + PUBLISHED) - 1,
             decided=load_acquire_64(line + DECIDED) - 1,
-            applied=load_acquire_64(line + APPLIED) - 1,
-            tiles=tuple(tile_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else (),
+            applied=load_acquire_64(line + APPLIED) // 2 - 1,
+            tiles=tiles,
+            undone=frozenset(tile for tile in torn(tiles) if (first + tile, tiles[tile]) in entries),
             on_device=first == ON_DEVICE,
         )

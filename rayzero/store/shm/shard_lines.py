@@ -1,24 +1,25 @@
 """One cache line per shard in its owner's control slab: what was decided, applied and published. Ranks read it while
 the owner lives, recovery reads it after the owner's death.
 
-Eight 64-bit words: published version + 1, content version + 1, shard index, start, stop, decided version + 1, applied
-version + 1, first tile stamp + 1. Zero means a shard without values, a version that never was, a shard without tiles.
-The owner writes all of them. The words from ``decided`` on are only read once it is dead (store/shm/recovery.py).
+Eight 64-bit words: published version + 1, content version + 1, shard index, start, stop, decided version + 1, twice
+(applied version + 1) and which copy of its slices holds, first tile stamp + 1. Zero means a shard without values, a
+version that never was, a shard without tiles. The owner writes all of them. The words from ``decided`` on are only read
+once it is dead (store/shm/recovery.py), or by its successor.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.stamps import STAMP
+from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.layout.model_layout import Shard
-from rayzero.protocol.messages import Published
+from rayzero.protocol.messages import FormerShard, Published
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE
+from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE, SLICE_BYTES
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 
@@ -36,7 +37,7 @@ class ShardLines:
         self._line = {shard.index: self._address + i * LINE_BYTES for i, shard in enumerate(shards)}
         self._seen = array("Q", [0] * len(shards))
 
-    def describe(self, first_tiles: dict[int, int]) -> None:
+    def describe(self, first_tiles: Mapping[int, int]) -> None:
         """Write which shard each line is of and where its tile stamps begin. The owner does this first."""
         for shard in self._shards:
             line, first = self._line[shard.index], first_tiles.get(shard.index, -1)
@@ -65,26 +66,63 @@ class ShardLines:
             found.append(Published(self._shards[i].index, self._seen[i] - 1, content))
         return found
 
-    def journal(self, shard: int) -> LineJournal | None:
-        """The journal of a shard; None if the shard has no tile stamps."""
+    def former(self, shard: int, journal: LineJournal | None) -> FormerShard | None:
+        """What a former life of the owner has left of a shard; None: it never had values."""
+        line = self._line[shard]
+        published, content = (load_acquire_64(line + at) - 1 for at in (PUBLISHED, CONTENT))
+        if published < 0:
+            return None
+        applied, slices = journal.left if journal is not None else (-1, ())
+        return FormerShard(published=published, content=content, applied=applied, slices=slices)
+
+    def journal(self, shard: int, first_slice: int, num_slices: int) -> LineJournal | None:
+        """The journal of a shard; None if the shard has no tile stamps. ``first_slice``: of the shard, in "slices"."""
         line = self._line[shard]
         first = load_acquire_64(line + TILES) - 1
-        return LineJournal(line, tile_stamps(self._slab, line, first)) if 0 <= first < ON_DEVICE else None
+        if not 0 <= first < ON_DEVICE:
+            return None
+        slices = self._slab.tensor(
+            region(self._slab, "slices").offset + first_slice * SLICE_BYTES, num_slices * 4, torch.int64
+        )
+        undo = region(self._slab, "undo")
+        log = self._slab.tensor(undo.offset, undo.bytes, torch.uint8).view(-1, undo.stride)
+        return LineJournal(line, tile_stamps(self._slab, line, first), first, log, slices.view(2, num_slices, 2))
 
 
 class LineJournal:
     """A ``ShardJournal`` (owner/memory.py) in a shard's line."""
 
-    def __init__(self, line: int, stamps: torch.Tensor) -> None:
-        self._line, self.stamps = line, stamps
+    def __init__(self, line: int, stamps: torch.Tensor, first: int, undo: torch.Tensor, slices: torch.Tensor) -> None:
+        """``line``: its address. ``slices``: int64, (2, slices, 2): two copies, of which the line says which holds."""
+        self._line, self._stamps, self._first, self._undo, self._slices = line, stamps, first, undo, slices
+
+    def stamps(self, version: int) -> TileStamps:
+        """See ``ShardJournal.stamps``."""
+        return TileStamps(self._stamps, version, self._first, self._undo)
 
     def decided(self, version: int) -> None:
         """See ``ShardJournal.decided``."""
         store_release_64(self._line + DECIDED, version + 1)
 
-    def applied(self, version: int) -> None:
-        """See ``ShardJournal.applied``."""
-        store_release_64(self._line + APPLIED, version + 1)
+    def applied(self, version: int, slices: Sequence[tuple[int, int]]) -> None:
+        """See ``ShardJournal.applied``: one store makes version and slices valid together."""
+        other = 1 - self._holds
+        self._slices[other] = torch.tensor(slices, dtype=torch.int64).view(-1, 2)
+        store_release_64(self._line + APPLIED, 2 * (version + 1) + other)
+
+    def keep(self, slices: Sequence[tuple[int, int]]) -> None:
+        """See ``ShardJournal.keep``."""
+        self.applied(self.left[0], slices)
+
+    @property
+    def left(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The version that a former life applied last, and the slices with it (``FormerShard``)."""
+        applied = load_acquire_64(self._line + APPLIED) // 2 - 1
+        return applied, tuple((count, group) for count, group in self._slices[self._holds].tolist())
+
+    @property
+    def _holds(self) -> int:
+        return load_acquire_64(self._line + APPLIED) % 2
 
 
 def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from rayzero.errors import HandshakeError
-from rayzero.protocol.messages import Decision, Pushed
+from rayzero.protocol.messages import Pushed, Record
 from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.plan import SharedPlan, Wanted
 from rayzero.store.shm.signals import Bell, Cell, changed
 from rayzero.store.wire import translate
 
@@ -25,6 +25,18 @@ def region(slab: Slab, kind: str) -> Region:
     if not found:
         raise HandshakeError(f"{slab.path} has no region {kind!r}: install the same rayzero in every process")
     return found[0]
+
+
+def check_regions(slab: Slab, wanted: Sequence[Wanted], *, but: str) -> None:
+    """Raise HandshakeError unless a slab's regions are those of this process's plan, ``but`` apart."""
+    there = {region.kind: (region.bytes, region.stride) for region in slab.header.regions}
+    here = {kind: (size, stride) for kind, size, stride in wanted}
+    differing = sorted(kind for kind in there.keys() | here.keys() if there.get(kind) != here.get(kind) and kind != but)
+    if differing:
+        raise HandshakeError(
+            f"{slab.path} cannot be taken over: {', '.join(differing)} has another size; continue with the same model, "
+            "number of ranks and number of optimizers"
+        )
 
 
 def bell_of(slab: Slab) -> Bell:
@@ -70,7 +82,7 @@ def _decode(stamp: bytes) -> Pushed:
 
 
 def _record_cells(slab: Slab) -> list[Cell]:
-    """The two slots of the decision record; none outside the lead's control slab."""
+    """The slots of the decision record; none outside the lead's control slab."""
     return [
         Cell(slab.address(r.offset + at), slab.keeper, Cell.capacity_in(r.stride))
         for r in slab.header.regions_of("record")
@@ -78,14 +90,14 @@ def _record_cells(slab: Slab) -> list[Cell]:
     ]
 
 
-def write_record(slab: Slab, decision: Decision) -> None:
-    """Record a decision over the one before the last, so that an interrupted write loses no other decision."""
+def write_record(slab: Slab, record: Record) -> None:
+    """Record a decision over the oldest, so that an interrupted write loses no other decision."""
     cells = _record_cells(slab)
-    cells[decision.step % len(cells)].write(translate.decision_to_pb(decision).SerializeToString())
+    cells[record.decision.step % len(cells)].write(translate.record_to_pb(record).SerializeToString())
 
 
-def read_records(slab: Slab) -> Iterator[Decision]:
-    """The decisions whose records are whole."""
-    for cell in _record_cells(slab):
-        if (read := cell.read()) is not None:
-            yield translate.decision_from_pb(pb.Decision.FromString(read[1]))
+def read_records(slab: Slab) -> list[Record]:
+    """The records that are whole, by step."""
+    read = [cell.read() for cell in _record_cells(slab)]
+    records = [translate.record_from_pb(pb.Record.FromString(each[1])) for each in read if each is not None]
+    return sorted(records, key=lambda record: record.decision.step)

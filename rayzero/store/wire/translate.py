@@ -20,6 +20,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     Norm,
     NormParts,
+    Record,
     SharedPaths,
     StepInputs,
     Write,
@@ -126,6 +127,20 @@ def decision_from_pb(decision: pb.Decision) -> Decision:
         norm=decision.norm,
         hyper=_hyper(decision.hyper),
         limit=decision.limit,
+    )
+
+
+def record_to_pb(record: Record) -> pb.Record:
+    """What the lead records."""
+    return pb.Record(
+        decision=decision_to_pb(record.decision), reports=[report_to_pb(report) for report in record.reports]
+    )
+
+
+def record_from_pb(record: pb.Record) -> Record:
+    """The inverse of :func:`record_to_pb`."""
+    return Record(
+        decision=decision_from_pb(record.decision), reports=tuple(report_from_pb(report) for report in record.reports)
     )
 
 

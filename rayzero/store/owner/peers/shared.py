@@ -8,7 +8,7 @@ from typing import Any
 
 from rayzero.concurrency.futures import settled, then
 from rayzero.errors import StoreError
-from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Write
+from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.peers.wire import RemotePeer
 from rayzero.store.owner.shared_memory import SharedOwner
@@ -38,6 +38,10 @@ class SharedPeer:
         asked = self._ask("Apply", pb.ApplyRequest(decision=translate.decision_to_pb(decision)))
         self._applied = self._remote.apply(decision) if asked is None else then(asked, lambda _: None)
         return self._applied
+
+    def redo(self, record: Record) -> Future[None]:
+        """Act on a recorded decision, over gRPC."""
+        return self._remote.redo(record)
 
     def _ask(self, method: str, request: Any) -> Future[bytes] | None:
         return self._shared.ask(self._remote.owner, method, request.SerializeToString())

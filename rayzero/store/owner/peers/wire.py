@@ -11,7 +11,7 @@ import grpc
 
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import StoreError
-from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Write
+from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
@@ -49,7 +49,7 @@ class RemotePeer:
         self.owner = owner
         self._name = f"optimizer {owner} at {address}"
         self._metadata = token_metadata(token, model)
-        self._timeout_s = timeout_s  # of Collect, Overwrite and WriteShards
+        self._timeout_s = timeout_s  # of calls that compute
         self._loop = shared_loop()
         self._aborts: list[Future[None]] = []
         self._channel = self._loop.run(_open_channel(address, tls), _QUICK_S)
@@ -69,9 +69,18 @@ class RemotePeer:
         request = pb.ApplyRequest(decision=translate.decision_to_pb(decision))
 
         async def apply() -> None:
-            await self._ask("Apply", request, _QUICK_S)
+            await self._ask("Apply", request, self._timeout_s)
 
         return self._submit(apply())
+
+    def redo(self, record: Record) -> Future[None]:
+        """Act on a recorded decision; done when the owner has queued it."""
+        request = pb.RedoRequest(record=translate.record_to_pb(record))
+
+        async def redo() -> None:
+            await self._ask("Redo", request, self._timeout_s)
+
+        return self._submit(redo())
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step`` into the staging directory."""

@@ -23,7 +23,7 @@ from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Stamps, bell_of, cells_of
@@ -74,7 +74,7 @@ class SharedRank:
             on_progress=FillProgress(f"rank {rank}"),
         )
         try:
-            header = lay_out_slab(plan.facts("control", rank, "rank", life), plan.rank_control())
+            header = lay_out_slab(plan.facts("control", rank, RANK, life), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
             self._gradients.close()

@@ -130,6 +130,14 @@ class Decision(_message.Message):
     limit: float
     def __init__(self, step: _Optional[int] = ..., attempts: _Optional[_Iterable[int]] = ..., action: _Optional[_Union[Action, str]] = ..., scale: _Optional[float] = ..., norm: _Optional[float] = ..., hyper: _Optional[bytes] = ..., limit: _Optional[float] = ...) -> None: ...
 
+class Record(_message.Message):
+    __slots__ = ("decision", "reports")
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    decision: Decision
+    reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ...) -> None: ...
+
 class FileEntry(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256", "content")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -538,6 +546,16 @@ class ApplyRequest(_message.Message):
     def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class ApplyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RedoRequest(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: Record
+    def __init__(self, record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
+
+class RedoResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
