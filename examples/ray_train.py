@@ -25,7 +25,7 @@ def loop(config: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-        done = 0 if context.loop_state is None else context.loop_state["steps"]
+        done = context.step  # 0, or the checkpoint's
         for step in range(done + 1, done + config["steps"] + 1):
             torch.manual_seed(1000 * step + train.get_context().get_world_rank())
             inputs = torch.randn(64, 32)
@@ -36,7 +36,7 @@ def loop(config: dict[str, Any]) -> None:
             last = step == done + config["steps"]
             checkpoint = None
             if last:
-                saved = rayzero.save_checkpoint(optimizer, Path(config["place"]) / f"step-{step}", {"steps": step})
+                saved = rayzero.save_checkpoint(optimizer, Path(config["place"]) / f"step-{step}")
                 checkpoint = train.Checkpoint.from_directory(saved.path) if context.rank == 0 else None
             if last or step in (1, done + 1):
                 train.report({"step": step, "loss": loss.item()}, checkpoint=checkpoint)

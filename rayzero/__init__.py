@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.engine.checkpoint.save import save_checkpoint
-    from rayzero.engine.context import RankContext, get_context, report
+    from rayzero.engine.context import RankContext, get_context, report, track
     from rayzero.engine.full_values import full_parameters, full_state_dict
     from rayzero.engine.manager import OffloadManager
     from rayzero.engine.mean import mean_over_ranks
@@ -53,6 +53,7 @@ __all__ = [
     "report",
     "save_checkpoint",
     "stats",
+    "track",
 ]
 
 _HOMES = {
@@ -79,6 +80,7 @@ _HOMES = {
     "report": "rayzero.engine.context",
     "save_checkpoint": "rayzero.engine.checkpoint.save",
     "stats": "rayzero.engine.stats",
+    "track": "rayzero.engine.context",
 }
 
 

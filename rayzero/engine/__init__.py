@@ -4,7 +4,7 @@ complete."""
 from __future__ import annotations
 
 from rayzero.engine.checkpoint.save import save_checkpoint
-from rayzero.engine.context import RankContext, get_context, report, running_in
+from rayzero.engine.context import RankContext, get_context, report, running_in, track
 from rayzero.engine.full_values import full_parameters, full_state_dict
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import engine_of, prepare
@@ -20,4 +20,5 @@ __all__ = [
     "report",
     "running_in",
     "save_checkpoint",
+    "track",
 ]

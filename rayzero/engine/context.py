@@ -17,7 +17,8 @@ import torch
 
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.engine import Engine
-from rayzero.errors import ConfigError
+from rayzero.engine.loop.tracked import Tracked
+from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
@@ -43,7 +44,8 @@ class RankContext:
     config: ZeroConfig | None = None  # the config of prepare() calls without one
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
     prepared: int = 0  # models of this rank that the run's owners hold
-    engine: Engine | None = None  # the first prepared model's; mean_over_ranks goes through its store
+    engine: Engine | None = None  # see begin()
+    tracked: Tracked | None = None  # what the loop over that model tracks
     handing_over: Callable[[int], None] | None = None  # called with the first model's bytes here, as it is prepared
     torn: str | None = None  # why a prepare() failed after the owners had begun to take its model; None: none did
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``
@@ -67,9 +69,26 @@ class RankContext:
             self.sink(plain, checkpoint)
 
     @property
-    def steps_done(self) -> int:
-        """Steps that the first prepared model has committed, those before a resume included."""
+    def step(self) -> int:
+        """The step that the loop does next: 0 on a fresh start, the checkpoint's step count after a resume, one more
+        with every ``optimizer.step()``. Of the model that ``begin`` was called with."""
         return 0 if self.engine is None else self.engine.version
+
+    def track(self, **objects: Any) -> None:
+        """See ``rayzero.track``."""
+        if self.tracked is None:
+            raise UnsupportedError(
+                "rayzero.track() was called before rayzero.prepare(), which finds their states; call it afterwards"
+            )
+        self.tracked.add(objects)
+
+    def begin(self, engine: Engine, saved: Mapping[str, Any] | None, source: str) -> None:
+        """A model was prepared. The loop's steps, means and tracked objects are those of the run's first model; in a
+        plain script, where each model has its own owners, of the model that was prepared last.
+
+        ``saved``, ``source``: see ``Tracked``."""
+        if self.engine is None or self.connect is None:
+            self.engine, self.tracked = engine, Tracked(engine, saved, source)
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Call ``close(reason)`` when the loop ends, normally or by an exception; last added, first called."""
@@ -96,6 +115,22 @@ def get_context() -> RankContext:
 def report(metrics: Mapping[str, Any], *, checkpoint: CheckpointInfo | None = None) -> None:
     """``get_context().report(metrics, checkpoint=checkpoint)``."""
     get_context().report(metrics, checkpoint=checkpoint)
+
+
+def track(**objects: Any) -> None:
+    """Keep the states of a loop's objects with its steps: ``rayzero.track(scheduler=scheduler, loader=loader)``.
+
+    Takes anything with ``state_dict()`` and ``load_state_dict()`` (schedulers, ``GradScaler``, torchdata's
+    ``StatefulDataLoader``, objects of your own), whose states are numbers, text, tensors, and lists, tuples and dicts
+    of these. ``save_checkpoint`` saves them. In a run that resumes, this call loads them, each by its name, so make the
+    objects as for a fresh start, call this once, and begin the loop at ``rayzero.get_context().step``. An object whose
+    name the checkpoint does not have starts afresh, with a warning. May be called several times; the same object under
+    the same name changes nothing.
+
+    Raises UnsupportedError before ``prepare()``; ConfigError, before anything is loaded, for a name that another object
+    has, for the prepared model or its optimizer, and for objects without the two methods; and what the object's own
+    ``load_state_dict`` raises."""
+    get_context().track(**objects)
 
 
 @contextmanager

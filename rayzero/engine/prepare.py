@@ -87,9 +87,9 @@ def prepare(
         their random generators agree afterwards.
     resume: the checkpoint to continue from; True: the newest one in the run's directory, or a fresh start if there is
         none; by default the trainer's setting. Every rank passes the same. Restores weights, moments, step counts, the
-        options of every parameter group, buffers and random number generators, and sets ``get_context().loop_state`` to
-        what this rank gave to ``save_checkpoint``. A learning rate scheduler needs its own ``load_state_dict``
-        afterwards, as in plain PyTorch.
+        options of every parameter group, buffers and random number generators. Afterwards ``get_context().step`` is
+        the step to go on with, ``rayzero.track`` loads the states of schedulers and other objects of the loop, and
+        ``get_context().loop_state`` has what this rank gave to ``save_checkpoint``.
 
     Inside a trainer the run's owners are used; in a plain script, an in-process store with one owner. Prepare several
     models of a run one after the other, in the same order on every rank. Another order is refused, except for models
@@ -140,10 +140,10 @@ def prepare(
         engine.activations = offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)
-        restore_rank(context, checkpoint, model, device)
+        tracked = restore_rank(context, checkpoint, model, device)
         _move_buffers(model, device)
     context.on_close(engine.close)
-    context.engine = context.engine or engine
+    context.begin(engine, tracked, str(checkpoint))
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
     return model, ZeroOptimizer(optimizer, engine, groups)

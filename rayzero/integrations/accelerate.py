@@ -199,7 +199,7 @@ class ZeroAccelerator(Accelerator):
             weights[:] = [state for state in weights if state is not _WITH_THE_OWNERS]
             self._optimizers.clear()
             for optimizer, place in zip(optimizers, _places(optimizers, directory), strict=True):
-                save_checkpoint(optimizer, place, {})
+                save_checkpoint(optimizer, place)
 
         optimizers = self._zero_optimizers()
         with self._around(self.register_save_state_pre_hook(save)):

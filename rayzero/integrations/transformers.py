@@ -169,7 +169,7 @@ class ZeroTraining:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.zero_optimizer
         os.makedirs(output_dir, exist_ok=True)
-        if save_checkpoint(optimizer, _owners_files(output_dir), {}) is None:
+        if save_checkpoint(optimizer, _owners_files(output_dir)) is None:
             # the Trainer would count the folder as a checkpoint, and delete older ones because of it
             raise CheckpointWriteError(
                 f"{output_dir} lacks the masters and moments, which the storage did not take; make room and resume"

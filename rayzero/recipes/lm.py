@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rayzero.checkpoint import checkpoint_name
-from rayzero.engine import get_context, prepare, report, save_checkpoint
+from rayzero.engine import get_context, prepare, report, save_checkpoint, track
 from rayzero.engine.context import RankContext
 from rayzero.engine.start.meta import empty_parameters
 from rayzero.engine.stats import count_tokens
@@ -167,6 +167,21 @@ class Unreported:
         report(asdict(made), checkpoint=self.checkpoint)
 
 
+@dataclass(slots=True)
+class TrainedTokens:
+    """Tokens that all ranks have trained on, those before a resume included."""
+
+    total: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The number, for ``rayzero.track``."""
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on counting from a saved number."""
+        self.total = state["total"]
+
+
 class LanguageModelRun:
     """One rank's training: model, optimizer, schedule and text, and the loop over them.
 
@@ -189,12 +204,13 @@ class LanguageModelRun:
         self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
         for group, options in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(options)  # the recipe's settings override the checkpoint's in a resumed run
-        earlier = context.loop_state or {"step": 0, "tokens": 0}
-        self.done, self._tokens_before = int(earlier["step"]), int(earlier["tokens"])
+        self.done = context.step
+        self.tokens = TrainedTokens()
+        track(tokens=self.tokens)
         scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not overflow
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
-        if scales and context.loop_state is not None:
-            self.scaler.load_state_dict(context.loop_state["scaler"])
+        if scales:
+            track(scaler=self.scaler)
         self.scheduler = schedule(recipe, self.optimizer, self.done)
 
     def train(self) -> None:
@@ -203,8 +219,8 @@ class LanguageModelRun:
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss = self._train_step(step)
-            total, decision = self._total_tokens(step + 1), self.optimizer.last_decision()
-            done = Unreported(step + 1, loss, lr, self._tokens, total, decision, costs.measured())
+            decision = self.optimizer.last_decision()
+            done = Unreported(step + 1, loss, lr, self._tokens, self.tokens.total, decision, costs.measured())
             self._tell(done, time.perf_counter() - began)
             if late is not None:
                 late.send()  # before a save: a checkpoint's steps are reported before it exists
@@ -228,6 +244,7 @@ class LanguageModelRun:
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
         count_tokens(self.model, self._tokens, self._tokens // self.recipe.seq_len)
+        self.tokens.total += self.context.world_size * self._tokens
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
@@ -258,10 +275,6 @@ class LanguageModelRun:
         recipe = self.recipe
         return recipe.seq_len * recipe.batch_size * recipe.zero.gradient_accumulation_steps
 
-    def _total_tokens(self, step: int) -> int:
-        """Tokens that all ranks have trained on after ``step`` steps, those before a resume included."""
-        return self._tokens_before + (step - self.done) * self.context.world_size * self._tokens
-
     @torch.no_grad()
     def validate(self) -> tuple[float | None, int]:
         """Mean loss over this rank's share of the validation batches (None: it has none), in nats, and their number.
@@ -279,9 +292,7 @@ class LanguageModelRun:
         if self.context.run_dir is None:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
-        tokens = self._total_tokens(done)
-        state = {"step": done, "tokens": tokens, "seed": self.recipe.seed, "scaler": self.scaler.state_dict()}
-        return save_checkpoint(self.optimizer, directory, state, keep_last=self.recipe.run.keep_last)
+        return save_checkpoint(self.optimizer, directory, keep_last=self.recipe.run.keep_last)
 
 
 def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:

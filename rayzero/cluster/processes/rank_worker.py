@@ -122,7 +122,7 @@ def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRec
         plain = plain_metrics(metrics)
         gauges.show(plain)
         path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
-        channel.put(Report(rank=settings.rank, step=context.steps_done, metrics=plain, checkpoint=path))
+        channel.put(Report(rank=settings.rank, step=context.step, metrics=plain, checkpoint=path))
 
     def connect(model: int) -> ParameterStore:
         return connect_store(

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import ReferenceType, ref
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.checkpoint.catalog import newest_checkpoint
 from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
@@ -27,6 +26,13 @@ from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
+from rayzero.engine.loop.rank_state import (
+    generator_states,
+    names_of,
+    persistent_buffers,
+    set_generator_states,
+    tied_names,
+)
 from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
@@ -36,29 +42,34 @@ from rayzero.protocol.messages import CheckpointInfo, FileEntry
 log = logging.getLogger(__name__)
 
 _saved_by: dict[Path, ReferenceType[Engine]] = {}  # checkpoint -> the engine of this process that saved it
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FURTHER = "model-"  # + its number: the folder for the checkpoint of a later prepared model
 
 
 def save_checkpoint(
-    optimizer: ZeroOptimizer, directory: Path | str, loop_state: Mapping[str, Any], *, keep_last: int | None = None
+    optimizer: ZeroOptimizer,
+    directory: Path | str,
+    loop_state: Mapping[str, Any] = _NOTHING,
+    *,
+    keep_last: int | None = None,
 ) -> CheckpointInfo | None:
     """Write the present version, the optimizer state and every rank's loop state as the checkpoint ``directory``.
 
-    Every rank calls it between two steps, with the same ``directory``; ``loop_state`` may differ between ranks:
-    numbers, text, tensors, and lists, tuples or dicts of these (a scheduler's ``state_dict()``, averaged weights, ...).
-    After the ``prepare()`` of a run that resumes, ``get_context().loop_state`` has it. Parameter groups and the
-    generators of Python, numpy and torch are saved with it. Returns when the checkpoint is complete; until then
-    ``directory`` does not exist. Save a run's first prepared model before the others, all with the same ``directory``,
-    in which each of the others gets a folder.
+    Every rank calls it between two steps, with the same ``directory``. It saves the objects that ``rayzero.track`` was
+    given, parameter groups, buffers and the generators of Python, numpy and torch. ``loop_state`` is what else the
+    rank's loop wants to keep: numbers, text, tensors, and lists, tuples or dicts of these (averaged weights, ...);
+    after the ``prepare()`` of a run that resumes, ``get_context().loop_state`` has it. Returns when the checkpoint is
+    complete; until then ``directory`` does not exist. Save a run's first prepared model before the others, all with the
+    same ``directory``, in which each of the others gets a folder.
 
     keep_last: once the checkpoint is complete, delete the oldest of those beside it whose names differ from its own
     in nothing but the number (``step-000100``, ``step-000200``), until this many are left; None: delete none.
 
     Raises UnsupportedError for an optimizer that prepare() did not return, ConfigError if ``loop_state`` is no mapping,
     and CheckpointError if ``directory`` exists and is not a checkpoint, if it cannot be written, or if ``loop_state``
-    holds other values. A failed save leaves no files, and may be tried again once every rank has its error. If the
-    storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``, every rank gets None and a
-    warning, and training goes on."""
+    or a tracked object's state holds other values. A failed save leaves no files, and may be tried again once every
+    rank has its error. If the storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``,
+    every rank gets None and a warning, and training goes on."""
     _check_arguments(optimizer, loop_state, keep_last)
     engine = optimizer.engine
     context = get_context()
@@ -68,7 +79,8 @@ def save_checkpoint(
         return None
     _require_first(directory, engine.number)
     _refuse_others(directory, engine, context)
-    entry = _write_rank_file(optimizer, directory, loop_state)
+    tracked = context.tracked.states() if context.tracked is not None and not engine.number else {}
+    entry = _write_rank_file(optimizer, directory, loop_state, tracked)
     try:
         saved = engine.save(directory, (entry,))
     except BaseException as error:
@@ -88,14 +100,17 @@ def save_checkpoint(
     return saved
 
 
-def _write_rank_file(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any]) -> FileEntry:
+def _write_rank_file(
+    optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any], tracked: Mapping[str, Any]
+) -> FileEntry:
     """Stage this rank's file. If the storage fails, the entry holds the reason: the other ranks wait for this one, so
     it still takes part in the save, and every rank gets the reason."""
     engine = optimizer.engine
     state, tensors = pack(
         {
             "loop_state": dict(loop_state),
-            "rng": _rng_state(engine.device),
+            "tracked": dict(tracked),
+            "rng": generator_states(engine.device),
             "groups": saved_groups(optimizer.param_groups, names_of(engine.model)),
         }
     )
@@ -106,8 +121,8 @@ def _write_rank_file(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapp
             engine.rank,
             state,
             tensors,
-            buffers=_buffers(engine.model),
-            tied=_tied(engine.model),
+            buffers=persistent_buffers(engine.model),
+            tied=tied_names(engine.model),
         )
     except CheckpointWriteError as error:
         return unwritten(engine.rank, f"rank {engine.rank}: {error}")
@@ -186,13 +201,16 @@ def _refuse_others(directory: Path, engine: Engine, context: RankContext) -> Non
         )
 
 
-def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, device: torch.device) -> None:
-    """Restore this rank's file: buffers, random number generators and ``context.loop_state``.
+def restore_rank(
+    context: RankContext, resume: Path | None, model: nn.Module, device: torch.device
+) -> dict[str, Any] | None:
+    """Restore this rank's file: buffers, random number generators and ``context.loop_state``. Returns the states of
+    tracked objects, by name; None: a fresh start.
 
-    A rank without a file in the checkpoint (fewer ranks wrote it) takes rank 0's loop state and buffers, and keeps its
-    generators."""
+    A rank without a file in the checkpoint (fewer ranks wrote it) takes rank 0's loop state, tracked states and
+    buffers, and keeps its generators."""
     if resume is None:
-        return
+        return None
     with CheckpointReader(resume) as reader:
         known = context.rank < reader.world_size
         rank = context.rank if known else 0
@@ -201,7 +219,8 @@ def restore_rank(context: RankContext, resume: Path | None, model: nn.Module, de
             fill_buffers(model, reader.buffers(rank))
             context.loop_state = dict(state["loop_state"])
             if known:
-                _set_rng_state(state["rng"], device)
+                set_generator_states(state["rng"], device)
+            return dict(state.get("tracked", {}))  # checkpoints of older versions have none
 
 
 @contextmanager
@@ -231,11 +250,6 @@ def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedG
             return ResumedGroups(saved, names_of(model), str(resume))
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """id of each Parameter -> its first name."""
-    return {id(param): name for name, param in model.named_parameters()}
-
-
 def check_resume(resume: Path | None, model: nn.Module) -> None:
     """Raise CheckpointError if the checkpoint to resume from is missing, damaged or of another model.
 
@@ -263,45 +277,3 @@ def _require_model(resume: Path) -> None:
             f"the checkpoint {whole} holds no prepared model {resume.name.removeprefix(_FURTHER)}: its run "
             "had fewer models or ended between two saves; resume from an earlier checkpoint (RunConfig(resume=DIR))"
         )
-
-
-# ---- buffers and names ------------------------------------------------------------------------------------------
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers, under each of their state_dict names."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.detach().cpu()
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> their name in the layout."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name != first[id(p)]}
-
-
-# ---- random number generators -----------------------------------------------------------------------------------
-
-
-def _rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of the rank's random number generators."""
-    kind, keys, *rest = numpy.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (kind, torch.from_numpy(numpy.asarray(keys).view(numpy.uint8).copy()), *rest),
-        "python": random.getstate(),
-    }
-
-
-def _set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().view(numpy.uint32), *rest))
-    random.setstate(state["python"])

@@ -1,0 +1,86 @@
+"""The objects of a training loop whose states go with its steps: schedulers, loaders, loss scalers, the user's own.
+
+[Note: a loop that goes on] A checkpoint holds what ``track`` was given. A run that resumes loads each object in the
+very call of ``track`` that names it, so the loop needs no line for the resume but ``range(context.step, ...)``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rayzero.engine.engine import Engine
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
+from rayzero.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """An object that can be tracked."""
+
+    def state_dict(self) -> Any:
+        """The state: numbers, text, tensors, and lists, tuples or dicts of these."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state that ``state_dict`` returned."""
+        ...
+
+
+class Tracked:
+    """What one loop tracks, by name.
+
+    Knows objects and the states that wait for them; not where states are kept."""
+
+    def __init__(self, engine: Engine, saved: Mapping[str, Any] | None, source: str) -> None:
+        """``saved``: the states to load, by name; None: a fresh start. ``source``: where they come from, for
+        messages."""
+        self._engine = engine
+        self._objects: dict[str, Stateful] = {}
+        self._saved, self._source = saved, source
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """See ``RankContext.track``."""
+        for name, each in objects.items():
+            self._check(name, each)
+        for name, each in objects.items():
+            if name in self._objects:
+                continue
+            if self._saved is not None:
+                self._load(name, each, self._saved)
+            self._objects[name] = each
+
+    def _check(self, name: str, each: Any) -> None:
+        kind = f"{type(each).__module__}.{type(each).__qualname__}".removeprefix("builtins.")
+        if isinstance(each, ZeroOptimizer) or each is self._engine.model:
+            raise ConfigError(
+                f"rayzero.track({name}=...) was given a prepared {type(each).__name__}, whose state is kept anyway; "
+                "leave it out"
+            )
+        calls = [callable(getattr(each, call, None)) for call in ("state_dict", "load_state_dict")]
+        if isinstance(each, type) or not all(calls):
+            raise ConfigError(
+                f"rayzero.track({name}=...) takes an object with state_dict() and load_state_dict(), got a {kind}"
+            )
+        if self._objects.get(name, each) is not each:
+            raise ConfigError(
+                f"rayzero.track({name}=...) was given a {kind}, but this loop already tracks another object as "
+                f"{name!r}; choose another name"
+            )
+
+    def _load(self, name: str, each: Stateful, saved: Mapping[str, Any]) -> None:
+        if name not in saved:
+            known = ", ".join(map(repr, sorted(saved))) or "nothing"
+            log.warning("%s has no state of %r (it has %s): the object starts afresh", self._source, name, known)
+            return
+        try:
+            each.load_state_dict(saved[name])
+        except Exception as error:  # the object's own, whatever it is
+            error.add_note(f"while rayzero.track({name}=...) loaded its state from {self._source}")
+            raise
+
+    def states(self) -> dict[str, Any]:
+        """The state of each object now, by name."""
+        return {name: each.state_dict() for name, each in self._objects.items()}
