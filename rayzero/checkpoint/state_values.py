@@ -6,6 +6,8 @@ text never decays) and tuples into lists. Such values are marked; everything tha
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.checkpoint.files.tensor_file import DTYPES, as_bytes
 from rayzero.errors import CheckpointError
+from rayzero.layout.model_layout import dtype_name
 
 _TUPLE, _ITEMS, _COUNTER, _TENSOR = "~tuple", "~items", "~counter", "~tensor"  # the one key of a marked value
 _MOST_NESTED = 100
@@ -34,6 +38,31 @@ def pack(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def unpack(packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The inverse of ``pack``. Raises CheckpointError if a tensor is missing or a mark is damaged."""
     return {key: _unpack(value, tensors) for key, value in packed.items()}
+
+
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """``state`` as one string of bytes: a JSON header of eight bytes' length, then the tensors' bytes. Raises as
+    ``pack``."""
+    packed, tensors = pack(state)
+    described = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    header = json.dumps([packed, described], separators=(",", ":")).encode()
+    return b"".join([len(header).to_bytes(8, "little"), header, *map(as_bytes, tensors.values())])
+
+
+def from_bytes(content: bytes) -> dict[str, Any]:
+    """The inverse of ``to_bytes``; its tensors are copies. Raises CheckpointError for other bytes."""
+    at = 8 + int.from_bytes(content[:8], "little")
+    try:
+        packed, described = json.loads(content[8:at])
+        tensors = {}
+        for name, dtype, shape in described:
+            size = math.prod(shape) * DTYPES[dtype].itemsize
+            flat = torch.frombuffer(bytearray(content[at : at + size]), dtype=DTYPES[dtype]) if size else torch.empty(0)
+            tensors[name] = flat.to(DTYPES[dtype]).view(shape)
+            at += size
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a loop's state of {len(content):,} bytes is damaged ({error!r})") from error
+    return unpack(packed, tensors)
 
 
 def is_packable(value: Any) -> bool:

@@ -17,7 +17,9 @@ import torch
 
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.engine import Engine
+from rayzero.engine.loop.keeper import LoopKeeper
 from rayzero.engine.loop.tracked import Tracked
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
@@ -82,13 +84,15 @@ class RankContext:
             )
         self.tracked.add(objects)
 
-    def begin(self, engine: Engine, saved: Mapping[str, Any] | None, source: str) -> None:
+    def begin(self, optimizer: ZeroOptimizer, saved: Mapping[str, Any] | None, source: str) -> None:
         """A model was prepared. The loop's steps, means and tracked objects are those of the run's first model; in a
         plain script, where each model has its own owners, of the model that was prepared last.
 
         ``saved``, ``source``: see ``Tracked``."""
         if self.engine is None or self.connect is None:
-            self.engine, self.tracked = engine, Tracked(engine, saved, source)
+            self.engine, self.tracked = optimizer.engine, Tracked(optimizer.engine, saved, source)
+            if self.connect is not None:  # without a run, nothing outlives this process
+                self.engine.loop = LoopKeeper(optimizer, self.tracked)
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Call ``close(reason)`` when the loop ends, normally or by an exception; last added, first called."""

@@ -24,7 +24,7 @@ from rayzero.engine.autograd.pass_times import PassTimes
 from rayzero.engine.memory import HeapPeak, MemoryStrategy, RankMemory, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.step_clock import StepClock
+from rayzero.engine.step_clock import LoopMoments, StepClock
 from rayzero.engine.trained import TrainedSlots
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, mapped_units, stays_up
@@ -112,6 +112,7 @@ class Engine:
         self.values: UnitValues
         self.saved: SavedWeights
         self.registered: Registered | None = None
+        self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
 
     def adopt(
         self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]], version: int
@@ -249,6 +250,8 @@ class Engine:
 
     def begin_forward(self) -> None:
         """The model's own forward starts."""
+        if self.loop is not None:
+            self.loop.begin_forward()
         self._in_forward = True
         self.clock.enter("forward")
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
@@ -379,6 +382,8 @@ class Engine:
         if self.config.nonfinite == "raise":
             self.step_state.averaged_norm()  # raises before anything is committed: zero_grad() starts over
         self.cache.fence()
+        if self.loop is not None:
+            self.loop.committing(self.step_state.step)
         self.clock.committing()
         self.step_state.commit(hyper, self.config.max_grad_norm)
         self.stepped_at = time.monotonic()

@@ -143,10 +143,11 @@ def prepare(
         tracked = restore_rank(context, checkpoint, model, device)
         _move_buffers(model, device)
     context.on_close(engine.close)
-    context.begin(engine, tracked, str(checkpoint))
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
-    return model, ZeroOptimizer(optimizer, engine, groups)
+    returned = ZeroOptimizer(optimizer, engine, groups)
+    context.begin(returned, tracked, str(checkpoint))
+    return model, returned
 
 
 def engine_of(model: nn.Module) -> Engine:

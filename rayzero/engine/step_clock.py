@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
@@ -59,6 +60,18 @@ class TokenRate:
         self.tokens, self.seconds, self._open = self.tokens + self._open, self.seconds + seconds, 0
         self.peak = rate if self.peak is None else max(self.peak, rate)
         self.average = rate if self.average is None else self.average + _NEWEST * (rate - self.average)
+
+
+class LoopMoments(Protocol):
+    """Whoever takes the loop's state at the moments of a step: see [Note: two moments] in loop/keeper.py."""
+
+    def committing(self, step: int) -> None:
+        """``step`` is committed next."""
+        ...
+
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        ...
 
 
 class StepClock:

@@ -105,6 +105,21 @@ class Pushed:
     presence: bytes  # bit i set: slot i has a gradient
 
 
+LOOP_PARTS = 2  # of a loop's state at a step: AT_COMMIT, then AT_FORWARD
+AT_COMMIT, AT_FORWARD = range(LOOP_PARTS)
+MOST_LOOP_STATE = 16 << 20  # bytes of a part that is kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """What a rank's loop needs to go on with ``step``, as bytes, in two parts: AT_COMMIT was taken as the step before
+    was committed, AT_FORWARD as the first forward of ``step`` began."""
+
+    step: int
+    part: int
+    content: bytes
+
+
 class Published(NamedTuple):
     """A version of one shard that its owner has published; every reader gets this value."""
 

@@ -28,6 +28,7 @@ from rayzero.protocol.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    LoopState,
     MeanInput,
     ModelSpec,
     Norm,
@@ -37,6 +38,8 @@ from rayzero.protocol.messages import (
 
 class ParameterStore(Protocol):
     """The optimizer actors as one rank sees them. One instance per rank; its calls may come from several threads."""
+
+    means: int  # calls of ``mean`` so far; a rank that is started again goes on counting
 
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.
@@ -136,6 +139,15 @@ class ParameterStore(Protocol):
         Owners write their shards beside this rank's own ``files`` (already in ``staging_path(directory)``,
         checkpoint/writer.py). When all files are there, the lead writes the manifest and renames the folder.
         """
+        ...
+
+    def keep(self, state: LoopState) -> None:
+        """Keep what this rank's loop needs to go on with a step, where it outlives this rank: of the latest two steps.
+        A commit that follows is not made before the state is kept, and fails if it cannot be."""
+        ...
+
+    def kept(self) -> list[LoopState]:
+        """What an earlier life of this rank has kept, oldest first; blocks."""
         ...
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:

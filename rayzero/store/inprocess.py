@@ -14,13 +14,14 @@ from torch import Tensor
 
 from rayzero.codecs import RAW
 from rayzero.codecs.record import codec_of, read_record
-from rayzero.concurrency.futures import fail, settle, settled, when_all
+from rayzero.concurrency.futures import DONE, fail, settle, settled, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
+from rayzero.owner.loop_states import LoopStates
 from rayzero.owner.memory import carve
 from rayzero.owner.service import CPU, ShardService
 from rayzero.protocol.gradient_sum import gradient_sizes
@@ -31,6 +32,7 @@ from rayzero.protocol.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    LoopState,
     MeanInput,
     ModelSpec,
     Norm,
@@ -84,6 +86,7 @@ class LocalOwners:
             for owner, device in enumerate(places)
         ]
         self.lead = StepLead(self.services, recorder=recorder)
+        self.loop_states = LoopStates()
 
     def close(self) -> None:
         """Stop the lead, then every owner. Idempotent."""
@@ -217,7 +220,6 @@ class LocalLead:
 
     def __init__(self, rank: int, lead: StepLead, watch: StallWatch) -> None:
         self._rank, self._lead, self._watch = rank, lead, watch
-        self._means = 0  # calls so far
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
@@ -243,10 +245,9 @@ class LocalLead:
         """See ``LeadLine.save``."""
         return self._watched(awaited, self._lead.save(self._rank, step, directory, files))
 
-    def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
+    def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
         """See ``LeadLine.mean``."""
-        self._means += 1
-        return self._watched(awaited, self._lead.mean(self._rank, self._means, given))
+        return self._watched(awaited, self._lead.mean(self._rank, number, given))
 
     def _watched(self, awaited: str, answer: Future[T]) -> Future[T]:
         return self._watch.watch(answer, awaited, lambda _: settled(self._lead.describe()))
@@ -314,6 +315,15 @@ class LocalConnection:
         """See ``Connection.announce``."""
         for service in self.owners.services:
             service.observe(self.rank, unit, pushed)
+
+    def keep(self, state: LoopState) -> Future[None]:
+        """See ``Connection.keep``."""
+        self.owners.loop_states.keep(self.rank, state)
+        return DONE
+
+    def kept(self) -> list[LoopState]:
+        """See ``Connection.kept``."""
+        return self.owners.loop_states.of(self.rank)
 
     def leave(self, reason: str) -> None:
         """See ``Connection.leave``."""

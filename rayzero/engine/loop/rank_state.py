@@ -35,11 +35,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def generator_states(device: torch.device) -> dict[str, Any]:
     """The states of the generators of Python, numpy and torch, on the CPU and on ``device``."""
     kind, keys, *rest = numpy.random.get_state()
+    version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "numpy": (kind, torch.from_numpy(numpy.asarray(keys).view(numpy.uint8).copy()), *rest),
-        "python": random.getstate(),
+        "python": (version, torch.from_numpy(numpy.array(words, dtype=numpy.uint32).view(numpy.uint8)), gauss),
     }
 
 
@@ -50,4 +51,7 @@ def set_generator_states(state: Mapping[str, Any], device: torch.device) -> None
         torch.cuda.set_rng_state(state["cuda"], device)
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().view(numpy.uint32), *rest))
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    if isinstance(words, torch.Tensor):  # checkpoints of older versions have a tuple of numbers
+        words = tuple(words.numpy().view(numpy.uint32).tolist())
+    random.setstate((version, words, gauss))

@@ -7,9 +7,10 @@ very call of ``track`` that names it, so the loop needs no line for the resume b
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from rayzero.checkpoint.state_values import pack
 from rayzero.engine.engine import Engine
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import ConfigError
@@ -40,6 +41,7 @@ class Tracked:
         self._engine = engine
         self._objects: dict[str, Stateful] = {}
         self._saved, self._source = saved, source
+        self.active = False  # the loop has called track(), perhaps with nothing
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """See ``RankContext.track``."""
@@ -50,7 +52,9 @@ class Tracked:
                 continue
             if self._saved is not None:
                 self._load(name, each, self._saved)
+            pack({f"tracked.{name}": each.state_dict()})  # raises now what every step would raise
             self._objects[name] = each
+        self.active = True
 
     def _check(self, name: str, each: Any) -> None:
         kind = f"{type(each).__module__}.{type(each).__qualname__}".removeprefix("builtins.")
@@ -81,6 +85,17 @@ class Tracked:
             error.add_note(f"while rayzero.track({name}=...) loaded its state from {self._source}")
             raise
 
-    def states(self) -> dict[str, Any]:
-        """The state of each object now, by name."""
-        return {name: each.state_dict() for name, each in self._objects.items()}
+    def states(self, *, sources: bool = True) -> dict[str, Any]:
+        """The state of each object now, by name. ``sources``: those of sources of data, too: [Note: two moments]."""
+        return {n: each.state_dict() for n, each in self._objects.items() if sources or not _is_source(each)}
+
+    def put_back(self, states: Mapping[str, Any]) -> None:
+        """Load ``states`` again into all objects but sources of data."""
+        for name, each in self._objects.items():
+            if name in states and not _is_source(each):
+                each.load_state_dict(states[name])
+
+
+def _is_source(each: Any) -> bool:
+    """Whether the object gives the loop its data: a loader, a sampler, an iterator."""
+    return isinstance(each, Iterable)

@@ -56,10 +56,15 @@ def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> li
     return [
         {
             "params": [name_of[id(param)] for param in group["params"]],
-            "options": {key: value for key, value in options_of(group).items() if is_packable(value)},
+            "options": options,
         }
-        for group in groups
+        for group, options in zip(groups, saved_options(groups), strict=True)
     ]
+
+
+def saved_options(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """Each group's options as a checkpoint keeps them; see ``saved_groups``."""
+    return [{key: value for key, value in options_of(group).items() if is_packable(value)} for group in groups]
 
 
 def _put(held: Any, value: Any) -> Any:

@@ -14,6 +14,7 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
+from rayzero.owner.loop_states import LoopStates
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
@@ -54,6 +55,7 @@ class ServedModel:
         self.spec: ModelSpec | None = None  # set by the first attach
         self.leads = False  # this owner has shard 0
         self.left: set[int] = set()  # ranks that left on purpose
+        self.loop_states = LoopStates()
         self.stopping = False
         self._number, self._terms = number, terms
         self._peers: list[RemotePeer] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import ModelSpec, Published, Record, SharedPaths
+from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
@@ -23,6 +23,7 @@ from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
 from rayzero.store.owner.slabs import FormerSlabs, OwnerSlabs
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.plan import SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
@@ -69,6 +70,7 @@ class SharedOwner:
         self._looking = threading.Lock()  # held while reading what others wrote, so that each message is taken once
         self._failed = False  # a message could not be read
         self._ranks: dict[int, _Rank] = {}
+        self._loops: dict[int, LoopSlab] = {}  # of ranks whose loops this owner keeps. freed by: close()
         self._orders: dict[int, Asker] = {}  # on the lead: its mailbox to each other owner
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
@@ -205,6 +207,22 @@ class SharedOwner:
         assert self._control is not None
         return self._control
 
+    def keep_slab(self, rank: int, path: str) -> None:
+        """Map the slab of a rank's loop, in place of an earlier one: it outlives the rank."""
+        plan = self._plan
+        assert plan is not None
+        mapped = LoopSlab(plan.attach(path, f"optimizer {self.owner}", writable=True))
+        with self._lock:
+            before, self._loops[rank] = self._loops.get(rank), mapped
+        if before is not None:
+            before.close()
+
+    def loop_states(self, rank: int) -> list[LoopState]:
+        """The states in the slab of a rank's loop; none if there is none."""
+        with self._lock:
+            found = self._loops.get(rank)
+            return [] if found is None else list(found.states())
+
     # ---- messages
 
     def _publish(self, published: Sequence[Published]) -> None:
@@ -283,6 +301,8 @@ class SharedOwner:
             asker.close(error)
         for rank in list(self._ranks):
             self.leave(rank)
+        for loop in self._loops.values():
+            loop.close()
         for slab in self._others:
             slab.close()
         if self._control is not None:  # what was taken over but refused stays for another successor

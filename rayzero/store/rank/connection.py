@@ -20,6 +20,7 @@ from rayzero.protocol.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    LoopState,
     MeanInput,
     ModelSpec,
     Norm,
@@ -103,8 +104,8 @@ class LeadLine(Protocol):
         """Ask for a checkpoint of version ``step``."""
         ...
 
-    def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
-        """Ask for a mean over all ranks."""
+    def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
+        """Ask for this rank's ``number``th mean over all ranks, counted from 1."""
         ...
 
 
@@ -138,6 +139,14 @@ class Connection(Protocol):
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the owners of this host what the unit's range of ``Joined.gradients`` holds; its bytes are there."""
+        ...
+
+    def keep(self, state: LoopState) -> Future[None]:
+        """Keep a state of this rank's loop where it outlives the rank; done when it is kept."""
+        ...
+
+    def kept(self) -> list[LoopState]:
+        """What an earlier life of this rank has kept, oldest first; blocks."""
         ...
 
     def leave(self, reason: str) -> None:

@@ -38,7 +38,7 @@ class RemoteLead:
         """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
         self._link, self._shared, self._watch = link, shared, watch
         self._rank = link.rank
-        self._writes = self._saves = self._means = 0  # calls so far
+        self._writes = self._saves = 0  # calls so far
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
@@ -77,10 +77,9 @@ class RemoteLead:
         )
         return self._ask(awaited, "Save", request, lambda answer: translate.checkpoint_from_pb(answer.checkpoint))
 
-    def mean(self, awaited: str, given: MeanInput) -> Future[tuple[float, ...]]:
+    def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
         """See ``LeadLine.mean``."""
-        self._means += 1
-        request = translate.mean_to_pb(self._rank, self._means, given)
+        request = translate.mean_to_pb(self._rank, number, given)
         return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
     def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:

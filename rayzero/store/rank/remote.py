@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from rayzero.concurrency.futures import settled
+from rayzero.concurrency.futures import DONE, fail, settle, settled
 from rayzero.errors import ConfigError, HandshakeError, RayZeroError, StoreError, UnsupportedError
 from rayzero.memory.malloc import keep_some_buffers
-from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, ModelSpec, Published, Pushed
+from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import owner_map
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
@@ -209,6 +209,40 @@ class RemoteConnection:
         """See ``Connection.announce``."""
         assert self._shared is not None
         self._shared.announce(unit, pushed)
+
+    # ---- the loop's state
+
+    def keep(self, state: LoopState) -> Future[None]:
+        """See ``Connection.keep``. Owner ``rank`` mod K keeps it: it maps this rank's slab, or gets the bytes."""
+        link = self._keeper
+        if self._shared is not None and link.owner not in self._senders:
+            new = self._shared.keep(state)
+            if new is not None:  # rare: the owner maps it before this rank may die
+                link.ask("Keep", pb.KeepRequest(rank=self.rank, slab=new))
+            return DONE
+        kept: Future[None] = Future()
+
+        def answered(call: Any) -> None:
+            try:
+                link.answer(call)
+            except RayZeroError as error:
+                fail(kept, error)
+            else:
+                settle(kept, None)
+
+        request = pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(state))
+        link.start("Keep", request).add_done_callback(answered)
+        return kept
+
+    def kept(self) -> list[LoopState]:
+        """See ``Connection.kept``."""
+        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank))
+        return [translate.loop_state_from_pb(state) for state in answer.states]
+
+    @property
+    def _keeper(self) -> OwnerLink:
+        """The owner that keeps this rank's loop state."""
+        return self._links[self.rank % len(self._links)]
 
     # ---- notices
 

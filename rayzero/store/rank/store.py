@@ -28,6 +28,7 @@ from rayzero.protocol.messages import (
     Decision,
     FileEntry,
     FinishReport,
+    LoopState,
     MeanInput,
     ModelSpec,
     Norm,
@@ -80,6 +81,8 @@ class RankStore:
         self._writer: GradientWriter | None = None  # where owners read gradients in this rank's memory
         self._unwatch: End = lambda: None  # stops reporting that memory
         self._newest = settled(0)  # the latest result of ``published``
+        self._keeping = DONE  # the latest ``keep``
+        self.means = 0
         self._closed = False
         self._close_once = threading.Lock()
         self._attaching = threading.RLock()  # held during attach, so that close() frees what it has made
@@ -263,11 +266,24 @@ class RankStore:
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """Say what was pushed; see ``ParameterStore.finish``."""
-        return self._ask_lead(lambda lead: lead.finish(f"the norm of step {report.step}", report, inputs))
+        awaited = f"the norm of step {report.step}"
+        if inputs is None:
+            return self._ask_lead(lambda lead: lead.finish(awaited, report, None))
+        return self._when_kept(lambda: self._ask_lead(lambda lead: lead.finish(awaited, report, inputs)))
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
         """Ask for the step to be decided; see ``ParameterStore.commit``."""
-        return self._ask_lead(lambda lead: lead.commit(f"the decision of step {step}", step, inputs))
+        awaited = f"the decision of step {step}"
+        return self._when_kept(lambda: self._ask_lead(lambda lead: lead.commit(awaited, step, inputs)))
+
+    def _when_kept(self, ask: Callable[[], Future[T]]) -> Future[T]:
+        """Ask the lead once the loop's state is kept: a step may be decided as soon as all ranks have committed it."""
+        keeping = self._keeping
+        if is_well(keeping):
+            return ask()
+        asked: Future[T] = Future()
+        when_all([keeping], lambda _: chain(ask(), asked), partial(fail, asked))
+        return asked
 
     def decision(self, step: int) -> Future[Decision]:
         """The recorded decision; see ``ParameterStore.decision``."""
@@ -283,7 +299,21 @@ class RankStore:
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
         """The mean over all ranks; see ``ParameterStore.mean``."""
-        return self._ask_lead(lambda lead: lead.mean(f"the mean of {given}", given))
+        self.means += 1
+        number = self.means
+        return self._ask_lead(lambda lead: lead.mean(f"the mean of {given}", number, given))
+
+    # ---- the loop's state
+
+    def keep(self, state: LoopState) -> None:
+        """Keep a loop's state; see ``ParameterStore.keep``."""
+        self._require_attached()
+        self._keeping = self.connection.keep(state)
+
+    def kept(self) -> list[LoopState]:
+        """What an earlier life has kept; see ``ParameterStore.kept``."""
+        self._require_attached()
+        return self.connection.kept()
 
     def _ask_lead(self, question: Callable[[LeadLine], Future[T]]) -> Future[T]:
         try:

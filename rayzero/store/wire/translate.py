@@ -16,6 +16,7 @@ from rayzero.protocol.messages import (
     FileEntry,
     FinishReport,
     Hyper,
+    LoopState,
     MeanInput,
     ModelSpec,
     Norm,
@@ -212,3 +213,16 @@ def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
 def paths_from_pb(files: pb.SharedFiles) -> SharedPaths:
     """The inverse of :func:`paths_to_pb`."""
     return SharedPaths(files.control, tuple(files.tensors))
+
+
+# ---- loops
+
+
+def loop_state_to_pb(state: LoopState) -> pb.LoopState:
+    """A loop's state as a message."""
+    return pb.LoopState(step=state.step, part=state.part, content=state.content)
+
+
+def loop_state_from_pb(state: pb.LoopState) -> LoopState:
+    """The inverse of :func:`loop_state_to_pb`."""
+    return LoopState(step=state.step, part=state.part, content=state.content)

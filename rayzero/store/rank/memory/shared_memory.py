@@ -14,7 +14,7 @@ from rayzero.errors import RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.gradient_sum import gradient_sizes
-from rayzero.protocol.messages import Pushed, SharedPaths
+from rayzero.protocol.messages import LoopState, Pushed, SharedPaths
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import lay_out_slab
@@ -22,6 +22,7 @@ from rayzero.slabs.slab import SHARED_MEMORY, Slab
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import ShardLines
@@ -63,7 +64,8 @@ class SharedRank:
     ) -> None:
         """Allocate the rank's gradient memory. ``page_lock``: lock it and the owners' parameters, for copies to and
         from a CUDA device. Raises MemoryPlanError if there is no room."""
-        self.rank, self._plan, self._page_lock = rank, plan, page_lock
+        self.rank, self._plan, self._page_lock, self._directory = rank, plan, page_lock, directory
+        self._loop: LoopSlab | None = None  # made at the first keep
         self._locks: list[PageLock] = []
         gradients, life = plan.gradients(), secrets.randbits(63)
         check_shared(sum(gradients.slabs), directory)
@@ -137,6 +139,21 @@ class SharedRank:
             if unit in owner.units:
                 owner.bell.ring()
 
+    def keep(self, state: LoopState) -> str | None:
+        """Write a state of the rank's loop into a slab. Returns the slab's path if it is new: an owner has to map it.
+        Raises MemoryPlanError if there is no room."""
+        grown = self._loop is None or not self._loop.takes(state)
+        if grown:
+            before = self._loop
+            self._loop = LoopSlab.create(self._plan, self.rank, len(state.content), self._directory)
+            if before is not None:
+                for older in before.states():
+                    self._loop.write(older)
+                before.close()
+        assert self._loop is not None
+        self._loop.write(state)
+        return str(self._loop.slab.path) if grown else None
+
     def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
         """Ask the lead; None where shared memory does not reach it, or does not hold the question."""
         return self._lead.ask(method, request) if self._lead is not None else None
@@ -165,5 +182,7 @@ class SharedRank:
             lock.release()
         for owner in self._owners.values():
             owner.close()
+        if self._loop is not None:
+            self._loop.close()
         self._control.close()
         self._gradients.close()

@@ -371,6 +371,42 @@ class OverwriteResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LoopState(_message.Message):
+    __slots__ = ("step", "part", "content")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    part: int
+    content: bytes
+    def __init__(self, step: _Optional[int] = ..., part: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class KeepRequest(_message.Message):
+    __slots__ = ("rank", "state", "slab")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    state: LoopState
+    slab: str
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[LoopState, _Mapping]] = ..., slab: _Optional[str] = ...) -> None: ...
+
+class KeepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetKeptRequest(_message.Message):
+    __slots__ = ("rank",)
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+
+class GetKeptResponse(_message.Message):
+    __slots__ = ("states",)
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedCompositeFieldContainer[LoopState]
+    def __init__(self, states: _Optional[_Iterable[_Union[LoopState, _Mapping]]] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ("shard", "step")
     SHARD_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,82 @@
+"""Keeps, with every step, what the loop needs to go on from there: a rank that dies is started again, and repeats only
+its last step.
+
+[Note: two moments] ``optimizer.step()`` is in the middle of a loop's iteration: the scheduler and the loss scaler are
+stepped after it, and the next batch is taken before the next forward. So no single moment has the state with which an
+iteration begins. The random generators, the buffers and the sources of data (objects that can be iterated) are taken as
+the step is committed; parameter groups and all other objects once more as the next forward with gradients begins. (What
+a loop draws or takes between ``step()`` and the end of its iteration is not seen: validation should use a generator of
+its own.)
+
+[Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
+life then does that iteration again, over a store that answers for the decided step (``store/rank/repeat.py``). When it
+comes to ``optimizer.step()``, everything is put back to what it was there, so that a loss that was computed with newer
+weights leaves no trace; from there on it is the iteration's end, done once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from rayzero.checkpoint.state_values import to_bytes
+from rayzero.engine.loop.rank_state import generator_states, persistent_buffers
+from rayzero.engine.loop.tracked import Tracked
+from rayzero.engine.optimizer.param_groups import saved_options
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState
+from rayzero.quantities import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+class LoopKeeper:
+    """Takes the state of one rank's loop and gives it to the store.
+
+    Knows when; not where it is kept. A loop that tracks nothing is not kept."""
+
+    def __init__(self, optimizer: ZeroOptimizer, tracked: Tracked) -> None:
+        self._optimizer, self._tracked = optimizer, tracked
+        self._engine = optimizer.engine
+        self._open: int | None = None  # the step whose state lacks its second part
+        self._too_large = False
+
+    def committing(self, step: int) -> None:
+        """``step`` is committed next: keep the first part of the next one's state."""
+        if not self._tracked.active:
+            return
+        rest = {
+            "tracked": self._tracked.states(),
+            "rng": generator_states(self._engine.device),
+            "buffers": persistent_buffers(self._engine.model),
+        }
+        self._keep(step + 1, AT_COMMIT, self._after_tail() | rest)
+        self._open = step + 1
+
+    def begin_forward(self) -> None:
+        """The model's forward begins: the iteration before has ended."""
+        if self._open is not None and torch.is_grad_enabled():
+            step, self._open = self._open, None
+            self._keep(step, AT_FORWARD, self._after_tail() | {"tracked": self._tracked.states(sources=False)})
+
+    def _after_tail(self) -> dict[str, Any]:
+        return {
+            "options": saved_options(self._optimizer.param_groups),
+            "means": self._engine.store.means,
+        }
+
+    def _keep(self, step: int, part: int, state: dict[str, Any]) -> None:
+        content = to_bytes(state)
+        if len(content) <= MOST_LOOP_STATE:
+            self._engine.store.keep(LoopState(step=step, part=part, content=content))
+        elif not self._too_large:
+            self._too_large = True
+            log.warning(
+                "rank %d: the loop's state has %s, and at most %s are kept with each step: if this rank dies, the run "
+                "goes on from its newest checkpoint. Track less, and give large tensors to save_checkpoint",
+                self._engine.rank,
+                format_bytes(len(content)),
+                format_bytes(MOST_LOOP_STATE),
+            )

@@ -1,0 +1,31 @@
+"""What ranks' loops need to go on from their latest steps, kept where it outlives a rank."""
+
+from __future__ import annotations
+
+import threading
+
+from rayzero.protocol.messages import LoopState
+
+_STEPS = 2  # kept of each rank: a rank may have committed a step that is not decided yet
+
+
+class LoopStates:
+    """The latest loop states of every rank. Knows bytes and steps, not what they hold. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, dict[tuple[int, int], LoopState]] = {}  # rank -> (step, part) -> state
+        self._lock = threading.Lock()
+
+    def keep(self, rank: int, state: LoopState) -> None:
+        """Keep a state; those of older steps are dropped. States may come in any order."""
+        with self._lock:
+            mine = self._states.setdefault(rank, {})
+            mine[state.step, state.part] = state
+            newest = max(step for step, _ in mine)
+            for key in [key for key in mine if key[0] <= newest - _STEPS]:
+                del mine[key]
+
+    def of(self, rank: int) -> list[LoopState]:
+        """A rank's states, oldest first."""
+        with self._lock:
+            return [state for _, state in sorted(self._states.get(rank, {}).items())]

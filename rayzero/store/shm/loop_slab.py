@@ -1,0 +1,60 @@
+"""A slab with the states of a rank's loop at its latest two steps. The rank writes; an owner maps it, so that it
+outlives the rank, and reads it when the rank is gone."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from rayzero.protocol.messages import LOOP_PARTS, LoopState
+from rayzero.slabs.header import lay_out_slab
+from rayzero.slabs.slab import Slab
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.signals import Cell
+from rayzero.store.shm.words import region
+
+_STEPS = 2
+_HEAD = struct.Struct("<qI")  # step, part
+_LEAST = 32 << 10  # bytes of a state that the first slab has room for
+
+
+class LoopSlab:
+    """One slab: a cell for each part of each of two steps."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        found = region(slab, "states")
+        self._cells = [
+            Cell(slab.address(found.offset + at), slab.keeper, Cell.capacity_in(found.stride))
+            for at in range(0, found.bytes, found.stride)
+        ]
+
+    @classmethod
+    def create(cls, plan: SharedPlan, rank: int, room: int, directory: Path) -> LoopSlab:
+        """Make a slab for states of at most ``room`` bytes. Raises MemoryPlanError if there is no room."""
+        capacity = _HEAD.size + max(_LEAST, 1 << (room - 1).bit_length())
+        stride = Cell.bytes_for(capacity)
+        facts = plan.facts("loop", rank, "rank", secrets.randbits(63))
+        return cls(Slab.create(lay_out_slab(facts, [("states", stride * _STEPS * LOOP_PARTS, stride)]), directory))
+
+    def takes(self, state: LoopState) -> bool:
+        """Whether the state fits."""
+        return _HEAD.size + len(state.content) <= self._cells[0].capacity
+
+    def write(self, state: LoopState) -> None:
+        """Keep a state over the one of two steps before."""
+        cell = self._cells[state.step % _STEPS * LOOP_PARTS + state.part]
+        cell.write(_HEAD.pack(state.step, state.part) + state.content)
+
+    def states(self) -> Iterator[LoopState]:
+        """The states that are whole."""
+        for cell in self._cells:
+            if (found := cell.read()) is not None:
+                step, part = _HEAD.unpack_from(found[1])
+                yield LoopState(step=step, part=part, content=found[1][_HEAD.size :])
+
+    def close(self) -> None:
+        """Unmap the slab; its maker removes it."""
+        self.slab.close()
