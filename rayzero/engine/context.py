@@ -17,6 +17,7 @@ import torch
 
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.engine import Engine
+from rayzero.engine.loop.comeback import Comeback
 from rayzero.engine.loop.keeper import LoopKeeper
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
@@ -37,6 +38,7 @@ class RankContext:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    life: int = 0  # how often the rank has died and was started again
     run: str = "alone"  # the run's name, the same on every rank
     run_dir: Path | None = None  # folder of the run's files; None: the run has none
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
@@ -46,6 +48,7 @@ class RankContext:
     config: ZeroConfig | None = None  # the config of prepare() calls without one
     connect: Callable[[int], ParameterStore] | None = None  # a store for the nth model; None: in-process, world size 1
     prepared: int = 0  # models of this rank that the run's owners hold
+    decided: int = 0  # after prepare(): steps before are decided, though the loop of a rank that came back may do one
     engine: Engine | None = None  # see begin()
     tracked: Tracked | None = None  # what the loop over that model tracks
     handing_over: Callable[[int], None] | None = None  # called with the first model's bytes here, as it is prepared
@@ -84,15 +87,21 @@ class RankContext:
             )
         self.tracked.add(objects)
 
-    def begin(self, optimizer: ZeroOptimizer, saved: Mapping[str, Any] | None, source: str) -> None:
+    def begin(
+        self,
+        optimizer: ZeroOptimizer,
+        saved: Mapping[str, Any] | None,
+        source: str,
+        comeback: Comeback | None = None,
+    ) -> None:
         """A model was prepared. The loop's steps, means and tracked objects are those of the run's first model; in a
         plain script, where each model has its own owners, of the model that was prepared last.
 
-        ``saved``, ``source``: see ``Tracked``."""
+        ``saved``, ``source``: see ``Tracked``. ``comeback``: of a rank that has died and come back."""
         if self.engine is None or self.connect is None:
             self.engine, self.tracked = optimizer.engine, Tracked(optimizer.engine, saved, source)
             if self.connect is not None:  # without a run, nothing outlives this process
-                self.engine.loop = LoopKeeper(optimizer, self.tracked)
+                self.engine.loop = LoopKeeper(optimizer, self.tracked, comeback)
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Call ``close(reason)`` when the loop ends, normally or by an exception; last added, first called."""
@@ -130,6 +139,12 @@ def track(**objects: Any) -> None:
     objects as for a fresh start, call this once, and begin the loop at ``rayzero.get_context().step``. An object whose
     name the checkpoint does not have starts afresh, with a warning. May be called several times; the same object under
     the same name changes nothing.
+
+    On several ranks, a loop that has called this is also kept with every step, so that a rank that dies can repeat its
+    last one. A loop with nothing to track calls it with nothing. The states are copied at every step: give large
+    tensors, such as averaged weights, to ``save_checkpoint`` instead. Objects that can be iterated are taken for
+    sources of data, whose state belongs to the moment of ``optimizer.step()``; that of the others may still change
+    until the next forward.
 
     Raises UnsupportedError before ``prepare()``; ConfigError, before anything is loaded, for a name that another object
     has, for the prepared model or its optimizer, and for objects without the two methods; and what the object's own

@@ -24,6 +24,7 @@ from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_f
 from rayzero.engine.checkpoint.save import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
+from rayzero.engine.loop.comeback import comeback_of
 from rayzero.engine.optimizer.param_groups import hyper_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import self_test
@@ -135,18 +136,27 @@ def prepare(
         raise
     with _whole_or_torn(store, context):
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
-        engine = _engine(model, store, plan, spec, config, context, device, attached.version, number, recorder)
-        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, attached.version)
+        comeback, version = None, attached.version
+        if context.life:
+            comeback = comeback_of(store, attached, rank=context.rank, number=number)
+            version, context.decided = comeback.step, comeback.decided
+            store.repeat(comeback.decided)
+        engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
+        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, version)
         engine.activations = offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)
-        tracked = restore_rank(context, checkpoint, model, device)
+        tracked, source = restore_rank(context, checkpoint, model, device), str(checkpoint)
+        if comeback is not None and comeback.state is not None:
+            comeback.restore(store, model, device)
+            tracked, source = comeback.state["tracked"], f"what was kept at step {comeback.step}"
+            groups = comeback.groups(optimizer, model)
         _move_buffers(model, device)
     context.on_close(engine.close)
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
     returned = ZeroOptimizer(optimizer, engine, groups)
-    context.begin(returned, tracked, str(checkpoint))
+    context.begin(returned, tracked, source, comeback)
     return model, returned
 
 
@@ -428,6 +438,7 @@ def _engine(
         step=version,
         clock=clock,
         spans=recorder.spans,
+        life=context.life,
     )
     return Engine(
         model,

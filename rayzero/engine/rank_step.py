@@ -21,6 +21,7 @@ from rayzero.engine.units.transfers import Grads, UnitTransfers
 from rayzero.errors import GradientAccessError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.lead.decide import edited
+from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import (
     Clamp,
     Contribution,
@@ -60,14 +61,16 @@ class RankStep:
         step: int,
         clock: StepClock,
         spans: Spans,
+        life: int = 0,
     ) -> None:
+        """``life``: how often the rank has died and come back; its attempts replace those of earlier lives."""
         self._store = store
         self._transfers = transfers
         self._rank, self._world_size = rank, world_size
         self._clock = clock
         self._spans = spans
         self.step = step
-        self.attempt = 0
+        self._first_attempt = self.attempt = life * ATTEMPTS
         self.counts = [0] * num_units  # pushes per unit in this attempt
         self.sent = CopyTally()  # gradients, from the start of a push until the owners have them
         self._flying: deque[tuple[Future[None], Over]] = deque()  # pushes that may not have landed yet, oldest first
@@ -198,7 +201,7 @@ class RankStep:
             self._deciding = self._store.finish(self._report(), inputs)
         self.step += 1
         self._spent = {unit: bits for unit, bits in self._present.items() if bits}
-        self._restart(attempt=0)
+        self._restart(self._first_attempt)
 
     # ---- gradients that were applied, or made zero
 

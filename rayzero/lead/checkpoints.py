@@ -49,6 +49,8 @@ class CheckpointRequests:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._open: CheckpointRequest | None = None
+        self._back: set[int] = set()  # ranks that have come back and may ask for the last checkpoint again
+        self._made: tuple[tuple[int, Path], CheckpointInfo] | None = None  # the last one, and what was asked for
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
 
     def ask(
@@ -64,6 +66,25 @@ class CheckpointRequests:
                 )
             request.files[rank] = files
             return request, request.futures.setdefault(rank, Future())
+
+    def forget(self, rank: int) -> None:
+        """A rank has died: it will ask again, unless the owners write already."""
+        with self._lock:
+            self._back.add(rank)
+            if self._open is not None:
+                self._open.futures.pop(rank, None)
+                if not self._open.writing:
+                    self._open.files.pop(rank, None)
+                    if not self._open.files:
+                        self._open = None
+
+    def made_again(self, rank: int, step: int, directory: Path) -> CheckpointInfo | None:
+        """The checkpoint that a rank asks for which has come back, if it was made while the rank was away."""
+        with self._lock:
+            again = rank in self._back
+            self._back.discard(rank)
+            made = self._made
+            return made[1] if again and self._open is None and made and made[0] == (step, directory) else None
 
     def holds(self, step: int) -> bool:
         """True while version ``step`` is requested and some owner has not written it yet."""
@@ -101,7 +122,7 @@ class CheckpointRequests:
             except (OSError, RayZeroError) as exc:  # the checkpoint that the run started from is gone
                 otherwise(exc)
                 return
-            self._end(request, _commit, request, spec, hyper, owner_files, self._recorder)
+            self._end(request, self._commit, request, spec, hyper, owner_files)
             over()
 
         def otherwise(error: BaseException) -> None:
@@ -128,6 +149,22 @@ class CheckpointRequests:
             self._committer.submit(action, *args)
         else:
             discard_staging(request.directory)
+
+    def _commit(
+        self,
+        request: CheckpointRequest,
+        spec: ModelSpec,
+        hyper: tuple[Hyper, ...],
+        owner_files: Sequence[FileEntry],
+    ) -> None:
+        info = _commit(request, spec, hyper, owner_files, self._recorder)
+        if info is None:
+            return
+        with self._lock:
+            self._made = (request.step, request.directory), info
+            waiting = list(request.futures.values())
+        for future in waiting:
+            settle(future, info)
 
     def abandon(self, error: BaseException) -> None:
         """Fail the ranks that wait for a checkpoint. While owners write, ``_end`` cleans up their files, so that ranks
@@ -156,7 +193,8 @@ def _commit(
     hyper: tuple[Hyper, ...],
     owner_files: Sequence[FileEntry],
     recorder: Recorder,
-) -> None:
+) -> CheckpointInfo | None:
+    """Commit a checkpoint whose files are there; None if that failed, and ranks have the error."""
     commit = partial(commit_checkpoint, request.directory, step=request.step, spec=spec, hyper=hyper)
     rank_files = [entry for rank in sorted(request.files) for entry in request.files[rank]]
     try:  # the content of each file carries its own step counts
@@ -165,7 +203,6 @@ def _commit(
     except (OSError, RayZeroError) as exc:
         recorder.add(CHECKPOINT_FAILURES)
         request.fail(exc)
-        return
+        return None
     recorder.set(CHECKPOINT_LAST_SUCCESS, time.time())
-    for future in request.futures.values():
-        settle(future, info)
+    return info

@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.writer import discard_staging
 from rayzero.concurrency.deferring_lock import DeferringLock
 from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
@@ -62,6 +63,7 @@ class StepLead:
         self._lock = DeferringLock()
         self._spec: ModelSpec | None = None
         self._left: dict[int, str] = {}  # rank -> reason
+        self._dead: set[int] = set()  # ranks that are being replaced
         self._round = Round(0)
         self._next: Round | None = None  # reports for the next attempt, from ranks that discarded before others did
         self._journal = DecisionJournal(record)
@@ -77,9 +79,10 @@ class StepLead:
 
     # ---- membership
 
-    def attach(self, rank: int, spec: ModelSpec, version: int = 0) -> None:
+    def attach(self, rank: int, spec: ModelSpec, version: int = 0) -> int:
         """A rank has shaken hands with every owner. ``version``: the version that they start at. The first one makes
-        owners act again on what a former life of the lead recorded, before a step is collected."""
+        owners act again on what a former life of the lead recorded, before a step is collected. Returns the step that
+        is open, with which a rank that comes back begins."""
         with self._lock:
             if self._spec is None:
                 records = self._journal.restore()
@@ -88,7 +91,21 @@ class StepLead:
                 if records:
                     self._telling = []
                     self._lock.defer(self._redo, records)
+            self._dead.discard(rank)
             self._check_left()
+            return self._round.step
+
+    def lose(self, rank: int) -> None:
+        """A rank has died and will come back: the others wait for it. What it asked for and is not decided or made yet
+        counts no more, because it will ask again."""
+        with self._lock:
+            self._dead.add(rank)
+            for each in (self._round, *([self._next] if self._next is not None else ())):
+                each.forget(rank)
+            self._ahead.forget(rank)
+            self._writes.forget(rank)
+            self._means.forget(rank)
+            self._checkpoints.forget(rank)
 
     def _redo(self, records: Sequence[Record]) -> None:
         """Let every owner act on recorded decisions, in their order."""
@@ -119,7 +136,7 @@ class StepLead:
         try:
             with self._lock:
                 if self._is_ahead(report.rank, report.step):
-                    return self._ahead.wait(report.step, lambda: self.finish(report, inputs))
+                    return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))
                 current = self._round_of(report)
                 asked = self._pass_of(current, report)
                 if report.rank in asked.reports:
@@ -129,6 +146,8 @@ class StepLead:
                 future = asked.norms[report.rank] = Future[Norm]()
                 if inputs is not None:
                     current.inputs[report.rank] = inputs
+                if asked.norm is not None:  # a rank that has come back: the others have had this norm
+                    self._answer(future, asked.norm, self._nonfinite(current))
                 self._advance()
                 return future
         except RayZeroError as exc:
@@ -189,7 +208,7 @@ class StepLead:
                 if (known := self._journal.decision(step)) is not None:
                     return settled(known)
                 if self._is_ahead(rank, step):
-                    return self._ahead.wait(step, lambda: self.commit(rank, step, inputs))
+                    return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs))
                 self._check_open(step, rank)
                 current = self._next if rank in self._round.discarded and self._next else self._round
                 if rank not in current.reports:
@@ -232,7 +251,7 @@ class StepLead:
         try:
             with self._lock:
                 if self._is_ahead(rank, write.version):
-                    return self._ahead.wait(write.version, lambda: self.write(rank, write))
+                    return self._ahead.wait(rank, write.version, lambda: self.write(rank, write))
                 self._check_open(write.version, rank)
                 assert self._spec is not None
                 try:
@@ -282,12 +301,13 @@ class StepLead:
             self._advance()
         elif len(current.inputs) > 1 and not self._agree(current):
             return
-        elif len(current.passes[-1].reports) == everyone and current.passes[-1].parts is None:
+        elif len(current.to_collect.reports) == everyone and current.to_collect.parts is None:
             if self._telling is not None:
                 return
-            current.passes[-1].parts = ()
-            self._collect(current, current.passes[-1])
-        elif len(current.inputs) == everyone and current.norm is not None and not self._is_held(current.step):
+            asked = current.to_collect
+            asked.parts = ()
+            self._collect(current, asked)
+        elif len(current.inputs) == everyone and current.is_collected and not self._is_held(current.step):
             self._decide(current)
         else:
             self._check_left()
@@ -308,14 +328,28 @@ class StepLead:
         reports = tuple(asked.reports[rank] for rank in sorted(asked.reports))
 
         def ask() -> None:
-            answers = asked.asked = tuple(peer.collect(current.step, reports) for peer in self._peers)
-            when_all(answers, partial(self._take_parts, current, asked), self._peer_failed)
+            answers = tuple(peer.collect(current.step, reports) for peer in self._peers)
+            with self._lock:
+                if tuple(asked.reports[rank] for rank in sorted(asked.reports)) != reports:
+                    return  # a rank has died since: it is asked again with what the rank reports then
+                asked.asked = answers
+            mine = partial(self._awaits, current, asked, answers)
+            when_all(answers, partial(self._take_parts, current, asked, mine), partial(self._no_parts, mine))
 
         self._lock.defer(ask)
 
-    def _take_parts(self, current: Round, asked: Pass, parts: list[NormParts]) -> None:
+    def _awaits(self, current: Round, asked: Pass, answers: tuple[Future[NormParts], ...]) -> bool:
+        """Whether the open round still waits for these answers: no rank has died, and not all have discarded since."""
+        return current is self._round and asked.asked is answers
+
+    def _no_parts(self, wanted: Callable[[], bool], error: BaseException) -> None:
         with self._lock:
-            if current is not self._round or self._failure is not None:
+            if wanted():
+                self._peer_failed(error)
+
+    def _take_parts(self, current: Round, asked: Pass, wanted: Callable[[], bool], parts: list[NormParts]) -> None:
+        with self._lock:
+            if self._failure is not None or not wanted():
                 return
             assert self._spec is not None
             asked.parts = tuple(parts)
@@ -391,6 +425,9 @@ class StepLead:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
+                if (made := self._checkpoints.made_again(rank, step, directory)) is not None:
+                    self._lock.defer(discard_staging, directory)
+                    return settled(made)
                 if step < self._round.step:
                     raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._round.step - 1} is decided")
                 assert self._spec is not None
@@ -469,6 +506,12 @@ class StepLead:
             return self._waits_for()
 
     def _waits_for(self) -> str:
+        if not self._dead:
+            return self._waits_for_living()
+        who = " and ".join(f"rank {rank}" for rank in sorted(self._dead))
+        return f"{who} died and {'is' if len(self._dead) == 1 else 'are'} being replaced; {self._waits_for_living()}"
+
+    def _waits_for_living(self) -> str:
         if self._spec is None:
             return "no rank has attached"
         if self._telling is not None:

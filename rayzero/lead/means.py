@@ -16,6 +16,8 @@ from rayzero.protocol.messages import MeanInput, quoted
 
 Mean = tuple[float, ...]
 
+_KEPT = 64  # results, each of a few kilobytes at most, that a rank that comes back may ask for again
+
 
 @dataclass(eq=False)
 class _Call:
@@ -50,6 +52,14 @@ class Means:
         chain(call.outcome, mine)  # a separate future, so that a rank that gives up does not fail the others'
         return mine
 
+    def forget(self, rank: int) -> None:
+        """A rank has died: what it gave to means that are not made yet counts no more."""
+        for call in self._calls.values():
+            if not call.over:
+                call.given.pop(rank, None)
+        self._calls = {number: call for number, call in self._calls.items() if call.over or call.given}
+        self._newest[rank] = max((number for number, call in self._calls.items() if call.over), default=0)
+
     def end(self, world_size: int, left: Mapping[int, str]) -> list[tuple[Future[Mean], Mean | RayZeroError]]:
         """The calls whose outcome is now known, each returned once, as (future, result or error). ``left``: rank -> why
         it has left."""
@@ -63,8 +73,9 @@ class Means:
         return ended
 
     def _forget(self, world_size: int) -> None:
-        """Drop results that no rank will ask for again, because all have made a later call."""
-        oldest = min(self._newest.get(rank, 0) for rank in range(world_size))
+        """Drop results that no rank will ask for again: all have made many later calls. (A rank that comes back asks
+        for those of its last step again.)"""
+        oldest = min(self._newest.get(rank, 0) for rank in range(world_size)) - _KEPT
         for number in [number for number, call in self._calls.items() if number < oldest and call.over]:
             del self._calls[number]
             self._forgotten = max(self._forgotten, number)

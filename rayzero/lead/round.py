@@ -59,6 +59,27 @@ class Round:
         """Every future that waits for this round, or has waited."""
         return [norm for each in self.passes for norm in each.norms.values()] + list(self.commits.values())
 
+    def forget(self, rank: int) -> None:
+        """A rank has died: what it reported, committed or discarded counts no more. Owners will be asked for the norm's
+        parts again, because another attempt of the rank will count; a norm that is known stays the norm."""
+        for each in self.passes:
+            each.reports.pop(rank, None)
+            each.norms.pop(rank, None)
+            each.asked, each.parts = (), None
+        self.passes = [each for each in self.passes if each is self.passes[0] or each.reports]
+        for what in (self.inputs, self.commits, self.discarded):
+            what.pop(rank, None)
+
+    @property
+    def to_collect(self) -> Pass:
+        """The first pass whose parts the owners have not been asked for, or else the last one."""
+        return next((each for each in self.passes if each.parts is None), self.passes[-1])
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether the owners have answered for every pass."""
+        return all(each.parts for each in self.passes)
+
     def pass_of(self, report: FinishReport) -> Pass:
         """The pass that a report belongs to: the one that it repeats, or the rank's next. Raises StepMismatchError."""
         mine = [each for each in self.passes if report.rank in each.reports]
@@ -97,24 +118,28 @@ class CallsAhead:
     Knows steps and the order of the calls; not their content. Only one thread at a time may call it."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[int, Callable[[], None]]] = []  # step, call
+        self._calls: list[tuple[int, int, Callable[[], None]]] = []  # rank, step, call
 
-    def wait(self, step: int, call: Callable[[], Future[T]]) -> Future[T]:
-        """A future of the result of ``call``, which is made when ``step`` opens."""
+    def wait(self, rank: int, step: int, call: Callable[[], Future[T]]) -> Future[T]:
+        """A future of the result of a rank's ``call``, which is made when ``step`` opens."""
         future: Future[T] = Future()
-        self._calls.append((step, lambda: chain(call(), future)))
+        self._calls.append((rank, step, lambda: chain(call(), future)))
         return future
+
+    def forget(self, rank: int) -> None:
+        """A rank has died: drop its calls."""
+        self._calls = [each for each in self._calls if each[0] != rank]
 
     def take(self, step: int) -> list[Callable[[], None]]:
         """Remove and return the calls for ``step``, which opens now."""
-        ready = [call for at, call in self._calls if at <= step]
-        self._calls = [(at, call) for at, call in self._calls if at > step]
+        ready = [call for _, at, call in self._calls if at <= step]
+        self._calls = [each for each in self._calls if each[1] > step]
         return ready
 
     def take_all(self) -> list[Callable[[], None]]:
         """Remove and return all calls: no further step will open."""
         calls, self._calls = self._calls, []
-        return [call for _, call in calls]
+        return [call for _, _, call in calls]
 
 
 def have(ranks: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from rayzero.concurrency.futures import settled
 from rayzero.errors import StepMismatchError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.lead.round import have, owing
@@ -29,10 +30,21 @@ class WriteRequests:
     def __init__(self) -> None:
         self._asked: _Asked | None = None
         self._count = 0
+        self._version = -1  # the version of the latest write
+        self._made: list[Write] = []  # writes to that version
+        self._asked_by: dict[int, int] = {}  # rank -> how many of them it has asked for
 
     def ask(self, rank: int, write: Write, layout: ModelLayout) -> Future[None]:
         """Note a rank's request. Raises StepMismatchError, naming both ranks, if another one requested something
         else."""
+        if write.version != self._version:
+            self._version, self._made, self._asked_by = write.version, [], {}
+        before = self._asked_by.get(rank, 0)
+        self._asked_by[rank] = before + 1
+        if before < len(self._made):  # made while the rank was away
+            if self._made[before] != write:
+                raise _disagreement(rank, write, rank, self._made[before], layout)
+            return settled(None)
         if self._asked is None:
             self._count += 1
             self._asked = _Asked(write, self._count)
@@ -40,6 +52,14 @@ class WriteRequests:
         if write != asked.write or rank in asked.futures:
             raise _disagreement(rank, write, min(asked.futures, default=rank), asked.write, layout)
         return asked.futures.setdefault(rank, Future())
+
+    def forget(self, rank: int) -> None:
+        """A rank has died: it will ask for the version's writes again."""
+        self._asked_by.pop(rank, None)
+        if self._asked is not None:
+            self._asked.futures.pop(rank, None)
+            if not self._asked.futures and not self._asked.begun:
+                self._asked = None
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -62,6 +82,8 @@ class WriteRequests:
     def end(self) -> list[Future[None]]:
         """The write is done, or will never be; returns the futures of the ranks that requested it."""
         asked, self._asked = self._asked, None
+        if asked is not None and asked.begun:
+            self._made.append(asked.write)
         return list(asked.futures.values()) if asked is not None else []
 
     def describe(self, layout: ModelLayout) -> str:

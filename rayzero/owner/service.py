@@ -143,7 +143,7 @@ class ShardService:
                 check_same(model, spec, rank, self.owner)
         if not own_gradients:
             self.map_gradients(rank, None)
-        return Attached(version=model.version, needs_load=model.needs_load)
+        return Attached(version=model.version, needs_load=model.needs_load and not self.is_loaded)
 
     def _start(self, model: OwnedModel) -> None:
         shards, updater, recorder, version = model.shards, self._updater, self.recorder, model.version
@@ -160,10 +160,11 @@ class ShardService:
             self._publisher.loaded(list(shards.values()), version)
         self._unwatch = recorder.watch(self._readings)
 
-    def map_gradients(self, rank: int, flats: Mapping[int, Tensor] | None) -> None:
+    def map_gradients(self, rank: int, flats: Mapping[int, Tensor] | None, back_at: int | None = None) -> None:
         """Read a rank's gradients from ``flats``: unit -> 1D, unit.numel elements, fp32 with accumulation, else the
-        unit's dtype. None: keep memory for them here. A repeat changes nothing."""
-        self._attached().contributions.add_rank(rank, flats)
+        unit's dtype. None: keep memory for them here. A repeat changes nothing. ``back_at``: the step with which a rank
+        begins that has come back; its new memory is read from there on."""
+        self._attached().contributions.add_rank(rank, flats, back_at)
 
     @property
     def decided_steps(self) -> int:

@@ -80,6 +80,7 @@ class Attached:
 
     version: int  # the version that it has published, or will publish once rank 0 has loaded every unit
     needs_load: bool  # True: rank 0 must load the initial weights
+    step: int = 0  # of a rank that has come back: the open step, with which it goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,11 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def repeat(self, decided: int) -> None:
+        """This rank has come back, and its loop repeats the last step before ``decided``, which is decided: answer for
+        it from what was decided. Reads get version ``decided``; pushes, writes and discards change nothing."""
+        ...
+
     def keep(self, state: LoopState) -> None:
         """Keep what this rank's loop needs to go on with a step, where it outlives this rank: of the latest two steps.
         A commit that follows is not made before the state is kept, and fails if it cannot be."""

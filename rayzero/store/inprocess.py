@@ -25,9 +25,11 @@ from rayzero.owner.loop_states import LoopStates
 from rayzero.owner.memory import carve
 from rayzero.owner.service import CPU, ShardService
 from rayzero.protocol.gradient_sum import gradient_sizes
+from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import (
     COMPUTE,
     STORED,
+    Attached,
     CheckpointInfo,
     Decision,
     FileEntry,
@@ -87,6 +89,14 @@ class LocalOwners:
         ]
         self.lead = StepLead(self.services, recorder=recorder)
         self.loop_states = LoopStates()
+        self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
+
+    def lose(self, rank: int, life: int) -> None:
+        """A rank has died and will come back in ``life``: nothing that it did in earlier lives counts any more, unless
+        it is decided. Idempotent."""
+        if self.lives.get(rank, 0) < life:
+            self.lives[rank] = life
+            self.lead.lose(rank)
 
     def close(self) -> None:
         """Stop the lead, then every owner. Idempotent."""
@@ -218,8 +228,14 @@ class LocalTransfers:
 class LocalLead:
     """A ``LeadLine`` (store/rank/connection.py) to the lead in this process."""
 
-    def __init__(self, rank: int, lead: StepLead, watch: StallWatch) -> None:
-        self._rank, self._lead, self._watch = rank, lead, watch
+    def __init__(self, rank: int, life: int, owners: LocalOwners, watch: StallWatch) -> None:
+        self._rank, self._life, self._owners, self._watch = rank, life, owners, watch
+
+    @property
+    def _lead(self) -> StepLead:
+        """The lead. Raises StoreClosedError for a rank that has a later life."""
+        require_life(self._rank, self._life, self._owners.lives)
+        return self._owners.lead
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
@@ -259,10 +275,17 @@ class LocalConnection:
     in_process = True
 
     def __init__(
-        self, rank: int, owners: LocalOwners, *, stall_timeout: float = 600.0, recorder: Recorder | None = None
+        self,
+        rank: int,
+        owners: LocalOwners,
+        *,
+        stall_timeout: float = 600.0,
+        recorder: Recorder | None = None,
+        life: int = 0,
     ) -> None:
-        """``stall_timeout``: seconds that a wait for a peer may last without progress."""
-        self.rank, self.owners = rank, owners
+        """``stall_timeout``: seconds that a wait for a peer may last without progress. ``life``: how often the rank has
+        died and come back."""
+        self.rank, self.owners, self.life = rank, owners, life
         self.recorder = recorder or NullRecorder()
         self._watch = StallWatch(rank, stall_timeout)
         self._copies = ThreadPoolExecutor(
@@ -270,25 +293,28 @@ class LocalConnection:
         )
         self._windows: UnitWindows | None = None
         self._gradients: GradientRegion | None = None  # after attach
-        self._lead = LocalLead(rank, owners.lead, self._watch)
+        self._lead = LocalLead(rank, life, owners, self._watch)
         self._attached = False
 
     def attach(self, spec: ModelSpec, *, page_lock: bool) -> Joined:
         """See ``Connection.attach``."""
         services = self.owners.services
+        require_life(self.rank, self.life, self.owners.lives)
+        self.owners.lose(self.rank, self.life)
         answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
         if self._gradients is None:
             self._gradients = GradientRegion(spec, _gradient_memory(spec, page_lock))
+        step = self.owners.lead.attach(self.rank, spec, answers[0].version)
         for service in services:
-            service.map_gradients(self.rank, self._gradients.flats)
+            service.map_gradients(self.rank, self._gradients.flats, step if self.life else None)
         plan = SharedPlan(spec, owner_map(spec, len(services)))
         if self._windows is None:
             arenas = {owner: memory.arena for owner, memory in self.owners.memories.items()}
             self._windows = UnitWindows(plan, arenas, page_lock=page_lock)
-        self.owners.lead.attach(self.rank, spec, answers[0].version)
         self._attached = True
+        needs_load = any(answer.needs_load for answer in answers)
         return Joined(
-            attached=answers[0],
+            attached=Attached(version=answers[0].version, needs_load=needs_load, step=step),
             spec=spec,
             shard_map=plan.shard_map,
             transfers=[self._transfers(service) for service in services],
@@ -313,11 +339,13 @@ class LocalConnection:
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
+        require_life(self.rank, self.life, self.owners.lives)
         for service in self.owners.services:
             service.observe(self.rank, unit, pushed)
 
     def keep(self, state: LoopState) -> Future[None]:
         """See ``Connection.keep``."""
+        require_life(self.rank, self.life, self.owners.lives)
         self.owners.loop_states.keep(self.rank, state)
         return DONE
 
@@ -327,7 +355,7 @@ class LocalConnection:
 
     def leave(self, reason: str) -> None:
         """See ``Connection.leave``."""
-        if self._attached:
+        if self._attached and self.owners.lives.get(self.rank, 0) <= self.life:
             for service in self.owners.services:
                 service.left(self.rank, reason)
             self.owners.lead.leave(self.rank, reason)

@@ -22,8 +22,8 @@ TOKEN = "the token of this test run"
 class Stores(list[ParameterStore]):
     """The ranks' stores of a run's first prepared model, in rank order; ``connect`` gives those of the others."""
 
-    def __init__(self, connect: Callable[[int, int], ParameterStore], world_size: int, stack: ExitStack) -> None:
-        """``connect(rank, model)`` makes one, which is closed with ``stack``."""
+    def __init__(self, connect: Callable[[int, int, int], ParameterStore], world_size: int, stack: ExitStack) -> None:
+        """``connect(rank, model, life)`` makes one, which is closed with ``stack``."""
         self._connect, self._stack = connect, stack
         super().__init__(self._open(rank, 0) for rank in range(world_size))
 
@@ -31,8 +31,12 @@ class Stores(list[ParameterStore]):
         """A rank's store of one model."""
         return self._open(rank, model) if model else self[rank]
 
-    def _open(self, rank: int, model: int) -> ParameterStore:
-        store = self._connect(rank, model)
+    def again(self, rank: int, life: int = 1) -> ParameterStore:
+        """The store of a rank that has died and comes back."""
+        return self._open(rank, 0, life)
+
+    def _open(self, rank: int, model: int, life: int = 0) -> ParameterStore:
+        store = self._connect(rank, model, life)
         self._stack.callback(store.close)
         return store
 
@@ -49,7 +53,9 @@ def inprocess(
         models = ByModel(lambda _: LocalOwners(num_owners, threads=owner_threads))
         stack.callback(lambda: [owners.close() for owners in models.close()])
         yield Stores(
-            lambda rank, model: RankStore(LocalConnection(rank, models[model], stall_timeout=stall_timeout)),
+            lambda rank, model, life: RankStore(
+                LocalConnection(rank, models[model], stall_timeout=stall_timeout, life=life)
+            ),
             world_size,
             stack,
         )
@@ -81,7 +87,7 @@ def over_grpc(
         for server in servers:
             server.connect_peers(addresses)
 
-        def connect(rank: int, model: int) -> ParameterStore:
+        def connect(rank: int, model: int, life: int) -> ParameterStore:
             return RankStore(
                 RemoteConnection(
                     rank,
@@ -92,6 +98,7 @@ def over_grpc(
                     broadcast=broadcast,
                     share=somewhere,
                     model=model,
+                    life=life,
                 )
             )
 

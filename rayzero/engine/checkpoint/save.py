@@ -77,6 +77,8 @@ def save_checkpoint(
     if engine.number and directory.parent == context.unsaved:
         log.warning("prepared model %d is not saved, because the first one was not", engine.number)
         return None
+    if engine.version < context.decided:  # a rank that has come back repeats a step: it was saved then, or not
+        return None
     _require_first(directory, engine.number)
     _refuse_others(directory, engine, context)
     tracked = context.tracked.states() if context.tracked is not None and not engine.number else {}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rayzero.checkpoint.state_values import to_bytes
+from rayzero.engine.loop.comeback import Comeback, State, put_back
 from rayzero.engine.loop.rank_state import generator_states, persistent_buffers
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import saved_options
@@ -37,16 +38,29 @@ class LoopKeeper:
 
     Knows when; not where it is kept. A loop that tracks nothing is not kept."""
 
-    def __init__(self, optimizer: ZeroOptimizer, tracked: Tracked) -> None:
-        self._optimizer, self._tracked = optimizer, tracked
+    def __init__(self, optimizer: ZeroOptimizer, tracked: Tracked, comeback: Comeback | None) -> None:
+        """``comeback``: of a rank that has come back; it may repeat a step that is decided."""
+        self._optimizer, self._tracked, self._comeback = optimizer, tracked, comeback
         self._engine = optimizer.engine
         self._open: int | None = None  # the step whose state lacks its second part
         self._too_large = False
 
     def committing(self, step: int) -> None:
         """``step`` is committed next: keep the first part of the next one's state."""
-        if not self._tracked.active:
-            return
+        if self._comeback is not None and step < self._comeback.decided:
+            self._put_back(self._comeback.at_commit)
+        elif self._tracked.active:
+            self._take(step)
+
+    def _put_back(self, state: State | None) -> None:
+        """See [Note: an unfinished iteration]."""
+        assert self._comeback is not None
+        assert state is not None
+        self._tracked.put_back(state["tracked"])
+        put_back(state, self._engine.store, self._engine.model, self._engine.device)
+        self._open = self._comeback.decided
+
+    def _take(self, step: int) -> None:
         rest = {
             "tracked": self._tracked.states(),
             "rng": generator_states(self._engine.device),

@@ -72,6 +72,7 @@ class Contributions:
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
         self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have not read a shard's gradients yet
         self._waiting: list[_Reservation] = []
+        self._back: dict[int, tuple[int, RankGradients]] = {}  # ranks that come back -> their step, their new memory
         counts = (spec.accumulation_steps,) * len(spec.layout.units)
         self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: only a hint
         self._collection: Collection | None = None  # of the open step, once its reports are here
@@ -83,16 +84,35 @@ class Contributions:
 
     # ---- memory for pushes
 
-    def add_rank(self, rank: int, own_memory: Mapping[int, Tensor] | None) -> None:
-        """A rank attached; ``own_memory``: see ``RankGradients``. A repeat changes nothing."""
+    def add_rank(self, rank: int, own_memory: Mapping[int, Tensor] | None, back_at: int | None = None) -> None:
+        """A rank attached; ``own_memory``: see ``RankGradients``. A repeat changes nothing.
+
+        back_at: the step with which a rank begins that has died and come back; its new memory counts from there on.
+            (Memory that this owner keeps stays: pushes of the rank's later attempts replace what is there.)"""
         with self._lock:
+            if rank in self.ranks and (back_at is None or own_memory is None):
+                return
+            gradients = RankGradients(
+                rank,
+                list(self._shards.values()),
+                accumulate=self._spec.accumulation_steps > 1,
+                own_memory=own_memory,
+            )
             if rank not in self.ranks:
-                self.ranks[rank] = RankGradients(
-                    rank,
-                    list(self._shards.values()),
-                    accumulate=self._spec.accumulation_steps > 1,
-                    own_memory=own_memory,
-                )
+                self.ranks[rank] = gradients
+                return
+            assert back_at is not None
+            self._back[rank] = back_at, gradients
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Read the new memory of ranks that have come back, once the decisions that count their old memory are here."""
+        for rank, (step, gradients) in list(self._back.items()):
+            if step <= self.open_step:
+                for index, landing in gradients.landings.items():  # parts of the old memory's norm are not of this one
+                    landing.generation = self.ranks[rank].landings[index].generation + 1
+                self.ranks[rank] = gradients
+                del self._back[rank]
 
     def reserve(self, push: Contribution, owned: OwnedShard) -> Future[Tensor | None]:
         """See ``ShardService.reserve_when_free``."""
@@ -244,6 +264,7 @@ class Contributions:
                 if work is not None:
                     self._to_be_read[index] += 1
             self.open_step, self._collection = decision.step + 1, None
+            self._take_back()
             self._ripe, self._ripe_numel = [], 0
             self._deciding()
             self._deciding = nothing

@@ -25,6 +25,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferErr
 from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
+from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.long_polls import Repeats, ended, result_of
@@ -36,6 +37,7 @@ from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     POLL_MARGIN_S,
     STORE_SERVICE,
+    caller_of,
     from_failure,
     methods,
     model_of,
@@ -112,13 +114,16 @@ class RankCalls:
                 f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
                 f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
             )
+        if request.life:
+            self._model.lose(request.rank, request.life)
+            self._repeats.forget(request.rank)  # a new life's calls may look like those of the last one
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
         self._model.take_spec(spec)
         self._model.left.discard(request.rank)
-        if self._model.leads:
-            self._connected_lead().attach(request.rank, spec, attached.version)
+        step = self._connected_lead().attach(request.rank, spec, attached.version) if self._model.leads else 0
         return pb.AttachResponse(
+            step=step,
             version=attached.version,
             needs_load=attached.needs_load,
             kernel=service.kernel,
@@ -132,7 +137,8 @@ class RankCalls:
         if self._model.shared is None:
             raise StoreError(f"optimizer {self._model.service.owner} shares no memory; use transport='grpc'")
         paths = translate.paths_from_pb(request.files)
-        await self._model.compute(self._model.shared.join, request.rank, paths, dict(request.controls))
+        back_at = request.back_at if request.HasField("back_at") else None
+        await self._model.compute(self._model.shared.join, request.rank, paths, dict(request.controls), back_at)
         return pb.ShareResponse()
 
     async def keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepResponse:
@@ -173,6 +179,7 @@ class RankCalls:
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
         """Tell the rank what is published until it leaves. If the stream breaks before that, the rank is gone."""
+        caller = caller_of(context.invocation_metadata() or ())
         stream = self._model.published.open()
         try:
             while True:
@@ -181,10 +188,18 @@ class RankCalls:
                     await context.write(_notice(published, error))
         finally:
             self._model.published.close(stream)
-            self._lost(request.rank)
+            self._lost(request.rank, 0 if caller is None else caller[1])
 
-    def _lost(self, rank: int) -> None:
+    def _lost(self, rank: int, life: int) -> None:
         model = self._model
+        if life < model.lives.get(rank, 0):
+            return
+        if model.replaces_ranks and not model.stopping and rank not in model.left:
+            log.warning(
+                "optimizer %d lost its connection to rank %d, which will be replaced", model.service.owner, rank
+            )
+            model.lose(rank, life + 1)
+            return
         if not (model.stopping or model.published.aborted or rank in model.left):
             log.warning("optimizer %d lost its connection to rank %d", model.service.owner, rank)
             self._gone(rank, "connection lost")
@@ -385,6 +400,9 @@ class ModelCalls:
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
         """Call the handler of a method: ``get_decision`` for ``GetDecision``."""
         behaviour: Behaviour = getattr(self._services[service], _function_name(method))
+        caller = caller_of(context.invocation_metadata() or ()) if service == STORE_SERVICE else None
+        if caller is not None:
+            require_life(*caller, self.model.lives)
         with self.model.running():
             return await behaviour(request, context)
 

@@ -49,6 +49,10 @@ class Repeats:
             self._forget(calls)
         return calls[key]
 
+    def forget(self, rank: int) -> None:
+        """Drop the calls of a rank that has died."""
+        self._calls.pop(rank, None)
+
     def _forget(self, calls: dict[bytes, Future[Any]]) -> None:
         done = [key for key, future in calls.items() if future.done()]
         for key in done[: max(0, len(calls) - self._kept)]:

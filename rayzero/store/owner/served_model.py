@@ -37,6 +37,7 @@ class ServerTerms:
     tls: TlsFiles | None
     poll_s: float
     peer_timeout_s: float
+    replaces_ranks: bool = False
 
 
 class ServedModel:
@@ -48,6 +49,7 @@ class ServedModel:
     def __init__(self, number: int, hosted: Hosted, terms: ServerTerms) -> None:
         """Call it off the event loop."""
         self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
+        self.replaces_ranks = terms.replaces_ranks  # a rank whose connection breaks has died and will come back
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self.published = PublishStreams(shared_loop().loop)
         self.steps = StepCalls(self)  # calls within a step, over any transport
@@ -56,6 +58,7 @@ class ServedModel:
         self.leads = False  # this owner has shard 0
         self.left: set[int] = set()  # ranks that left on purpose
         self.loop_states = LoopStates()
+        self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
         self.stopping = False
         self._number, self._terms = number, terms
         self._peers: list[RemotePeer] = []
@@ -102,6 +105,17 @@ class ServedModel:
         if self.lead is None or not self.leads:
             raise StoreError(f"optimizer {self.service.owner} is not the lead owner, or no rank has attached to it")
         return self.lead
+
+    def lose(self, rank: int, life: int) -> None:
+        """A rank has died and comes back in ``life``: nothing that it did in earlier lives counts any more, unless it
+        is decided. Call it on the event loop. Idempotent."""
+        if self.lives.get(rank, 0) >= life:
+            return
+        self.lives[rank] = life
+        if self.shared is not None:
+            self.shared.leave(rank)
+        if self.leads and self.lead is not None:
+            self.lead.lose(rank)
 
     def shard(self, index: int, unit: int | None = None) -> tuple[Shard, UnitLayout]:
         """A shard and its unit. Raises StoreError if the layout has no such shard, or ``unit`` does not have it."""

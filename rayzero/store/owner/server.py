@@ -48,6 +48,7 @@ class OwnerServer:
         shared: SharedOwner | None = None,
         models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+        replaces_ranks: bool = False,
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
@@ -55,7 +56,8 @@ class OwnerServer:
         its host; None: it shares none. ``models``: makes the later models' services; None: later models are refused.
         ``token``: what every caller must send. ``poll_s``: seconds that a call may wait for other ranks before its
         caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
-        ``interceptors``: grpc.aio server interceptors, around every call.
+        ``interceptors``: grpc.aio server interceptors, around every call. ``replaces_ranks``: somebody starts a rank
+        again that has died, so the others wait for it.
 
         Raises ConfigError for an empty token, StoreError if the port is taken.
         """
@@ -64,7 +66,9 @@ class OwnerServer:
         self._loop = shared_loop()
         self._owner, self._recorder = service.owner, service.recorder
         self._hosted, self._stopped = models, False
-        self._terms = ServerTerms(token=token, tls=tls, poll_s=poll_s, peer_timeout_s=peer_timeout_s)
+        self._terms = ServerTerms(
+            token=token, tls=tls, poll_s=poll_s, peer_timeout_s=peer_timeout_s, replaces_ranks=replaces_ranks
+        )
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
         self._first = ModelCalls(ServedModel(0, Hosted(service, shared), self._terms))
@@ -115,6 +119,11 @@ class OwnerServer:
         self._first.model.connect_peers(addresses)
         self._addresses = tuple(addresses)
 
+    def lose(self, rank: int, life: int) -> None:
+        """A rank has died and comes back in ``life``; see ``ServedModel.lose``. Call it off the event loop."""
+        served = [calls.model for calls in self._models.made]
+        self._loop.run(_lose(served, rank, life), _QUICK_S)
+
     def stop(self) -> None:
         """Stop listening, end every call and stream, close the connections to peers. Idempotent."""
         if self._stopped:
@@ -138,6 +147,11 @@ class OwnerServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+async def _lose(served: Sequence[ServedModel], rank: int, life: int) -> None:
+    for model in served:
+        model.lose(rank, life)
 
 
 def serve_models(models: HostedModels, **options: Any) -> OwnerServer:

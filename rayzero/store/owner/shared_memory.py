@@ -149,10 +149,11 @@ class SharedOwner:
 
     # ---- joining
 
-    def join(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str]) -> None:
+    def join(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str], back_at: int | None = None) -> None:
         """Map a rank's slabs and, once, the control slabs of the other owners of this host (owner -> path).
 
-        Raises HandshakeError if they are not from this run, StoreError if they cannot be mapped."""
+        ``back_at``: see ``ShardService.map_gradients``. Raises HandshakeError if they are not from this run, StoreError
+        if they cannot be mapped."""
         plan = self._plan
         assert plan is not None
         who = f"optimizer {self.owner}"
@@ -166,7 +167,7 @@ class SharedOwner:
         answerer = Answerer(questions, answers, bell, resumes=resumes)
         joined = _Rank(rank, bell, Stamps(control, plan), answerer, (control, *slabs))
         flats = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
-        self._service.map_gradients(rank, flats)
+        self._service.map_gradients(rank, flats, back_at)
         with self._lock:
             self._meet_owners(owners)
             self._ranks[rank] = joined

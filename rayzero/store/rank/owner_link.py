@@ -20,6 +20,7 @@ from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     TlsFiles,
     from_status,
+    life_metadata,
     methods,
     token_metadata,
 )
@@ -75,13 +76,14 @@ class OwnerLink:
     Knows the owner's address, how to call it and what its failures mean; not units, shards or steps."""
 
     def __init__(
-        self, rank: int, owner: int, address: str, *, token: str, tls: TlsFiles | None, model: int = 0
+        self, rank: int, owner: int, address: str, *, token: str, tls: TlsFiles | None, model: int = 0, life: int = 0
     ) -> None:
-        """``model``: the number of the prepared model that every call is about."""
+        """``model``: the number of the prepared model that every call is about. ``life``: how often the rank has died
+        and come back."""
         self.owner = owner
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self.rank = rank
-        self._metadata = token_metadata(token, model)
+        self._metadata = token_metadata(token, model) + life_metadata(rank, life)
         options = (*CHANNEL_OPTIONS, ("grpc.service_config", _service_config()))
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=options)

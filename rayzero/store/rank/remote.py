@@ -54,6 +54,7 @@ class RemoteConnection:
         token: str,
         tls: TlsFiles | None = None,
         model: int = 0,
+        life: int = 0,
         stall_timeout: float = 600.0,
         chunk_bytes: int = WireOptions().chunk_bytes,
         wire_compression: str = "none",
@@ -64,7 +65,8 @@ class RemoteConnection:
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
-        ``model``: the number of the prepared model that this connection is for.
+        ``model``: the number of the prepared model that this connection is for. ``life``: how often the rank has died
+        and come back.
         ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
@@ -72,10 +74,11 @@ class RemoteConnection:
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
-        self.rank, self._stall_s = rank, stall_timeout
+        self.rank, self.life, self._stall_s = rank, life, stall_timeout
         self.recorder = recorder or NullRecorder()
         self._links = [
-            OwnerLink(rank, i, address, token=token, tls=tls, model=model) for i, address in enumerate(addresses)
+            OwnerLink(rank, i, address, token=token, tls=tls, model=model, life=life)
+            for i, address in enumerate(addresses)
         ]
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
@@ -116,16 +119,19 @@ class RemoteConnection:
         """Shake hands with every owner; see ``Connection.attach``."""
         answers = self._shake_hands(spec)
         plan = SharedPlan(spec, owner_map(spec, len(self._links)))
+        step = answers[plan.shard_map.owner(0)].step
         if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
-            self._join_host(plan, {owner: files for owner, files in offers.items() if files.control}, page_lock)
+            self._join_host(plan, {owner: files for owner, files in offers.items() if files.control}, step, page_lock)
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
             self._listen()
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         return Joined(
-            attached=Attached(version=answers[0].version, needs_load=any(answer.needs_load for answer in answers)),
+            attached=Attached(
+                version=answers[0].version, needs_load=any(answer.needs_load for answer in answers), step=step
+            ),
             spec=spec,
             shard_map=plan.shard_map,
             transfers=self._transfers,
@@ -150,6 +156,7 @@ class RemoteConnection:
             layout_digest=spec.layout.digest,
             num_owners=len(self._links),
             host=host_identity(self._share) if self._share is not None else "",
+            life=self.life,
         )
         started = []
         for link in self._links:
@@ -168,8 +175,9 @@ class RemoteConnection:
                     "all owners of a run must agree"
                 )
 
-    def _join_host(self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], page_lock: bool) -> None:
-        """Share memory with the owners of this host. ``offers``: the files that each of them offers, by owner."""
+    def _join_host(self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], step: int, page_lock: bool) -> None:
+        """Share memory with the owners of this host. ``offers``: the files that each of them offers, by owner.
+        ``step``: the open one."""
         away = [link.owner for link in self._links if link.owner not in offers]
         if self._share_with_all and away:
             raise UnsupportedError(
@@ -197,7 +205,9 @@ class RemoteConnection:
                 recorder=self.recorder,
             )
         controls = {owner: files.control for owner, files in offers.items()}
-        request = pb.ShareRequest(rank=self.rank, files=translate.paths_to_pb(shared.offer()), controls=controls)
+        back_at = step if self.life else None
+        files = translate.paths_to_pb(shared.offer())
+        request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
         calls = [(self._links[owner], self._links[owner].start("Share", request)) for owner in offers]
         for link, call in calls:
             link.answer(call)

@@ -25,10 +25,11 @@ def connect_store(
     config: ZeroConfig,
     recorder: Recorder,
     model: int = 0,
+    life: int = 0,
     tls: TlsFiles | None = None,
 ) -> ParameterStore:
     """Make a rank's store for owners in other processes at ``addresses`` (by owner index). ``model``: the prepared
-    model's number.
+    model's number. ``life``: how often the rank has died and was started again.
 
     Raises UnsupportedError if ``config.transport`` cannot reach them."""
     if config.transport == "inproc":
@@ -49,6 +50,7 @@ def connect_store(
             token=token,
             tls=tls,
             model=model,
+            life=life,
             stall_timeout=config.stall_timeout,
             chunk_bytes=config.chunk_bytes,
             wire_compression=config.wire_compression,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, chain, fail, failed, is_well, settle, settled, when_all
+from rayzero.concurrency.futures import DONE, chain, fail, failed, is_well, settle, settled, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
@@ -83,6 +84,7 @@ class RankStore:
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
         self.means = 0
+        self._decided = 0  # steps before are decided, and this rank repeats the last one: see repeat()
         self._closed = False
         self._close_once = threading.Lock()
         self._attaching = threading.RLock()  # held during attach, so that close() frees what it has made
@@ -136,7 +138,7 @@ class RankStore:
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out``; see ``ParameterStore.fetch``."""
         try:
-            route = self._route(unit)
+            route, version = self._route(unit), max(version, self._decided)
             _require_form("fetch", route.unit, out, route.unit.dtype if kind == COMPUTE else torch.float32)
         except RayZeroError as error:
             return failed(error)
@@ -148,7 +150,7 @@ class RankStore:
     def published(self, unit: int, version: int) -> Future[int]:
         """Wait for a version; see ``ParameterStore.published``."""
         try:
-            route = self._route(unit)
+            route, version = self._route(unit), max(version, self._decided)
         except RayZeroError as error:
             return failed(error)
         content = route.content(version)
@@ -190,7 +192,9 @@ class RankStore:
 
     def landing(self, contribution: Contribution) -> Tensor | None:
         """See ``ParameterStore.landing``."""
-        return self._writer.landing(contribution) if self._writer is not None else None
+        if self._writer is None or contribution.step < self._decided:
+            return None
+        return self._writer.landing(contribution)
 
     def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Hand over one unit's gradients; see ``ParameterStore.push``."""
@@ -199,6 +203,8 @@ class RankStore:
             _require_form("push", route.unit, grads, route.unit.dtype)
         except RayZeroError as error:
             return failed(error)
+        if contribution.step < self._decided:
+            return DONE
         over = self._timing(PUSH_SECONDS)
         if route.here and not route.away:
             written = self._write_here(route, contribution, grads, DONE)
@@ -250,6 +256,8 @@ class RankStore:
             _require_form("write", route.unit, values, route.unit.dtype if kind == COMPUTE else torch.float32)
         except RayZeroError as error:
             return failed(error)
+        if version < self._decided:
+            return DONE
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
         awaited = f"the write to {route.unit.name} at step {version}"
         parts = route.parts if self.connection.rank == 0 else []
@@ -266,6 +274,8 @@ class RankStore:
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """Say what was pushed; see ``ParameterStore.finish``."""
+        if report.step < self._decided:
+            return then(self.decision(report.step), _norm_of)
         awaited = f"the norm of step {report.step}"
         if inputs is None:
             return self._ask_lead(lambda lead: lead.finish(awaited, report, None))
@@ -273,6 +283,8 @@ class RankStore:
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
         """Ask for the step to be decided; see ``ParameterStore.commit``."""
+        if step < self._decided:
+            return self.decision(step)
         awaited = f"the decision of step {step}"
         return self._when_kept(lambda: self._ask_lead(lambda lead: lead.commit(awaited, step, inputs)))
 
@@ -291,6 +303,8 @@ class RankStore:
 
     def discard(self, step: int, attempt: int) -> Future[None]:
         """Reopen a step; see ``ParameterStore.discard``."""
+        if step < self._decided:
+            return DONE
         return self._ask_lead(lambda lead: lead.discard(f"the discard of step {step}", step, attempt))
 
     def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
@@ -304,6 +318,10 @@ class RankStore:
         return self._ask_lead(lambda lead: lead.mean(f"the mean of {given}", number, given))
 
     # ---- the loop's state
+
+    def repeat(self, decided: int) -> None:
+        """Answer for the step before ``decided``; see ``ParameterStore.repeat``."""
+        self._decided = decided
 
     def keep(self, state: LoopState) -> None:
         """Keep a loop's state; see ``ParameterStore.keep``."""
@@ -358,6 +376,10 @@ class RankStore:
     def _timing(self, metric: Metric) -> Callable[[], None]:
         began, transport = time.perf_counter(), self._transport
         return lambda: self._recorder.observe(metric, time.perf_counter() - began, transport=transport)
+
+
+def _norm_of(decision: Decision) -> Norm:
+    return Norm(step=decision.step, total=decision.norm, finite=math.isfinite(decision.norm))
 
 
 def closed_error(rank: int) -> StoreClosedError:

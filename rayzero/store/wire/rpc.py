@@ -28,6 +28,7 @@ POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 
 TOKEN_KEY = "rayzero-token"
 MODEL_KEY = "rayzero-model"
+LIFE_KEY = "rayzero-life"
 _ERROR_KEY = "rayzero-error"
 _MESSAGE_KEY = "rayzero-message-bin"
 _MAX_MESSAGE_CHARS = 8192  # of an error's text; metadata is no place for more
@@ -141,6 +142,23 @@ class TlsFiles:
 def token_metadata(token: str, model: int = 0) -> Metadata:
     """The metadata of every call. ``model``: the number of the prepared model that the call is about."""
     return ((TOKEN_KEY, token), (MODEL_KEY, str(model)))
+
+
+def life_metadata(rank: int, life: int) -> Metadata:
+    """The metadata of a rank's calls: who calls, and how often it has died and come back."""
+    return ((LIFE_KEY, f"{rank}.{life}"),)
+
+
+def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[int, int] | None:
+    """(rank, life) of a call; None if it does not say. Raises StoreError if it cannot be read."""
+    sent = next((value for key, value in metadata if key == LIFE_KEY), None)
+    if sent is None:
+        return None
+    try:
+        rank, life = map(int, str(sent).split("."))
+    except ValueError:
+        raise StoreError(f"{LIFE_KEY} of a call is {sent!r}; it must be a rank and its life") from None
+    return rank, life
 
 
 def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:

@@ -165,7 +165,7 @@ class Waiting(_message.Message):
     def __init__(self, on: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "life")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,7 @@ class AttachRequest(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     NUM_OWNERS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -180,7 +181,8 @@ class AttachRequest(_message.Message):
     owner: int
     num_owners: int
     host: str
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    life: int
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., life: _Optional[int] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors")
@@ -191,19 +193,21 @@ class SharedFiles(_message.Message):
     def __init__(self, control: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("version", "needs_load", "kernel", "shared")
+    __slots__ = ("version", "needs_load", "kernel", "shared", "step")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEEDS_LOAD_FIELD_NUMBER: _ClassVar[int]
     KERNEL_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     version: int
     needs_load: bool
     kernel: str
     shared: SharedFiles
-    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ...) -> None: ...
+    step: int
+    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ShareRequest(_message.Message):
-    __slots__ = ("rank", "files", "controls")
+    __slots__ = ("rank", "files", "controls", "back_at")
     class ControlsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -214,10 +218,12 @@ class ShareRequest(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     CONTROLS_FIELD_NUMBER: _ClassVar[int]
+    BACK_AT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     files: SharedFiles
     controls: _containers.ScalarMap[int, str]
-    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    back_at: int
+    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ..., back_at: _Optional[int] = ...) -> None: ...
 
 class ShareResponse(_message.Message):
     __slots__ = ()

@@ -1,0 +1,90 @@
+"""Where a rank that has died and come back goes on, and with which state: see [Note: an unfinished iteration] in
+keeper.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayzero.checkpoint.state_values import from_bytes
+from rayzero.engine.loop.rank_state import names_of, set_generator_states
+from rayzero.engine.optimizer.param_groups import ResumedGroups
+from rayzero.engine.start.meta import fill_buffers
+from rayzero.errors import UnsupportedError
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached
+from rayzero.protocol.store import ParameterStore
+
+State = Mapping[str, Any]  # as LoopKeeper takes it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comeback:
+    """A rank's return into a run that has gone on."""
+
+    step: int  # that the loop does next
+    state: State | None  # of that step; None: the one with which the run began
+    at_commit: State | None  # the step is decided already: what to put back when the loop commits it
+
+    @property
+    def decided(self) -> int:
+        """How many steps are decided."""
+        return self.step + (self.at_commit is not None)
+
+    def groups(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> ResumedGroups | None:
+        """The parameter groups' options of the step; None: those that the loop gives them."""
+        if self.state is None:
+            return None
+        names = names_of(model)
+        saved = [
+            {"params": [names[id(param)] for param in group["params"]], "options": options}
+            for group, options in zip(optimizer.param_groups, self.state["options"], strict=False)
+        ]
+        return ResumedGroups(saved, names, f"the state kept at step {self.step}")
+
+    def restore(self, store: ParameterStore, model: nn.Module, device: torch.device) -> None:
+        """Put back generators, buffers and the number of means."""
+        if self.state is not None:
+            put_back(self.state, store, model, device)
+
+
+def put_back(state: State, store: ParameterStore, model: nn.Module, device: torch.device) -> None:
+    """Put back a state's generators, buffers and number of means."""
+    fill_buffers(model, state["buffers"])
+    set_generator_states(state["rng"], device)
+    store.means = state["means"]
+
+
+def comeback_of(store: ParameterStore, attached: Attached, *, rank: int, number: int) -> Comeback:
+    """How a rank goes on that has died. Raises UnsupportedError if nobody knows its loop's state.
+
+    number: the prepared model's."""
+    if number:
+        raise UnsupportedError(
+            f"rank {rank} has died and come back, but its loop prepares several models, whose steps cannot be repeated "
+            "alone; resume the run from its newest checkpoint"
+        )
+    if attached.step == attached.version:  # no step is decided: the loop begins as it began
+        return Comeback(step=attached.step, state=None, at_commit=None)
+    parts = {(each.step, each.part): from_bytes(each.content) for each in store.kept()}
+    if (state := _whole(parts, attached.step)) is not None:
+        return Comeback(step=attached.step, state=state, at_commit=None)
+    before, at_commit = _whole(parts, attached.step - 1), parts.get((attached.step, AT_COMMIT))
+    if at_commit is not None and (before is not None or attached.step - 1 == attached.version):
+        return Comeback(step=attached.step - 1, state=before, at_commit=at_commit)
+    raise UnsupportedError(
+        f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not kept, "
+        "because it tracks nothing. Call rayzero.track() after prepare(), with the loop's scheduler and loader, or "
+        "with nothing if it has nothing to track; or resume the run from its newest checkpoint"
+    )
+
+
+def _whole(parts: Mapping[tuple[int, int], State], step: int) -> State | None:
+    """The state with which ``step`` begins, from its two parts; None if one is missing."""
+    commit, forward = parts.get((step, AT_COMMIT)), parts.get((step, AT_FORWARD))
+    if commit is None or forward is None:
+        return None
+    return {**commit, **forward, "tracked": {**commit["tracked"], **forward["tracked"]}}

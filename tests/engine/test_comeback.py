@@ -1,0 +1,285 @@
+"""A rank that dies is started again, repeats its step, and the run ends with the bits of one that was not disturbed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.testing import Killed, run_ranks
+
+from .models import VOCAB, Block, same_bits, tokens
+
+Point = tuple[str, int]  # where in the loop, in which step
+
+STEPS, AT = 5, 2  # steps of a run; the step in which most of these tests let a rank die
+POINTS = (
+    "fetch",
+    "forward",
+    "backward",
+    "pushes",
+    "pushed",
+    "norm",
+    "clipped",
+    "finish",
+    "finished",
+    "stepped",
+    "mean",
+    "saving",
+    "saved",
+    "writing",
+    "written",
+)
+
+
+class Batches:
+    """A loader that knows its place."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.at = rank, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            self.at += 1
+            yield tokens(self.at - 1, self.rank)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Seen:
+    """What the loop has seen, in an object of the user's own."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.means: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses, "means": self.means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.means = list(state["losses"]), list(state["means"])
+
+
+class Small(nn.Module):
+    """With a buffer that every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.layers = nn.ModuleList(Block(64) for _ in range(2))
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Fault:
+    """Ends rank ``who`` at a point of a step: each of its lives at the next one of ``at``."""
+
+    def __init__(self, context: RankContext, who: int, at: tuple[Point, ...], processes: bool) -> None:
+        self.armed = context.rank == who and context.life < len(at)
+        self.at = at[context.life] if self.armed else ("", 0)
+        self.processes = processes
+
+    def __call__(self, point: str, step: int) -> None:
+        if self.armed and (point, step) == self.at:
+            self.armed = False
+            if self.processes:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Killed
+
+
+def loop(
+    context: RankContext,
+    base: nn.Module,
+    folder: Path,
+    at: tuple[Point, ...] = (),
+    who: int = 1,
+    processes: bool = False,
+    accumulate: int = 1,
+    tracks: bool = True,
+) -> Any:
+    """A plain loop with everything in it that a rank can die in."""
+    torch.set_num_threads(1)  # the bits of a matrix product depend on it
+    fault = Fault(context, who, at, processes)
+    model = copy.deepcopy(base)
+    config = ZeroConfig(gradient_accumulation_steps=accumulate, units=["Block", "Embedding"])
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1)
+    loader, seen = Batches(context.rank), Seen()
+    if tracks:
+        rayzero.track(scheduler=scheduler, loader=loader, seen=seen)
+    batches = iter(loader)
+    engine, step = optimizer.engine, context.step
+
+    def pushes(verb: str, unit: str) -> None:
+        if verb == "push" and unit.startswith("layers.0"):
+            fault("pushes", step)
+
+    engine.observers.append(pushes)
+    commit = engine.step_state.commit
+
+    def committing(*args: Any) -> None:
+        fault("finish", step)
+        commit(*args)
+        fault("finished", step)
+
+    engine.step_state.commit = committing  # type: ignore[method-assign]
+    model.layers[1].register_forward_pre_hook(lambda *_: fault("forward", step))
+    for step in range(context.step, STEPS):
+        fault("fetch", step)
+        for _ in range(accumulate):
+            x, y = next(batches)
+            out = model(x)
+            out.register_hook(lambda _, step=step: fault("backward", step))
+            loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
+            (loss / accumulate).backward()
+        seen.losses = [*seen.losses, loss.detach()]
+        fault("pushed", step)
+        if step % 2 == 0:
+            fault("norm", step)
+            optimizer.clip_grad_norm_(0.5)
+            fault("clipped", step)
+        optimizer.step()
+        fault("stepped", step)
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.means = [*seen.means, rayzero.mean_over_ranks(float(seen.losses[-1]))]
+        fault("mean", step)
+        if step == AT:
+            fault("saving", step)
+            rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
+            fault("saved", step)
+            fault("writing", step)
+            with torch.no_grad():
+                model.head.bias.fill_(0.25)
+                model(x)
+            fault("written", step)
+    result = rayzero.full_state_dict(model), optimizer.state_dict(), seen.losses, seen.means, scheduler.get_last_lr()
+    return context.life, result
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether all ranks' results have the same bits."""
+    for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+        (weights, states, losses, *rest), (w, s, ls, *r) = mine, other
+        if not same_bits(weights, w) or rest != r or [float(x) for x in losses] != [float(x) for x in ls]:
+            return False
+        if states["param_groups"] != s["param_groups"] or states["state"].keys() != s["state"].keys():
+            return False
+        for key, state in states["state"].items():
+            if any(not torch.equal(torch.as_tensor(state[n]), torch.as_tensor(s["state"][key][n])) for n in state):
+                return False
+    return True
+
+
+@functools.cache
+def base() -> nn.Module:
+    torch.manual_seed(3)
+    return Small()
+
+
+def run(folder: Path, *at: Point, transport: str = "inproc", processes: bool = False, who: int = 1, **more: Any) -> Any:
+    """A run in which rank ``who`` dies at each of ``at``; checks that it did."""
+    one = functools.partial(loop, base=base(), folder=folder, at=at, who=who, processes=processes, **more)
+    found = run_ranks(
+        one,
+        2,
+        2,
+        transport,
+        processes,
+        stall_timeout=30.0,
+        max_failures=len(at),  # type: ignore[arg-type]
+    )
+    assert [life for life, _ in found] == [len(at) if rank == who else 0 for rank in range(2)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+needs_shm = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_thread_that_dies_repeats_its_step(point: str, undisturbed: Any, tmp_path: Path) -> None:
+    assert same(run(tmp_path, (point, AT)), undisturbed)
+
+
+GRPC: tuple[Point, ...] = (("forward", 1), ("pushes", 1), ("clipped", 2), ("finished", 2), ("saving", 2))
+SHM: tuple[Point, ...] = (("backward", 1), ("finish", 1), ("stepped", 1), ("pushed", 2), ("writing", 2))
+
+
+@pytest.mark.parametrize(("transport", "deaths"), [("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)])
+def test_a_process_that_is_killed_repeats_its_step(
+    transport: str, deaths: tuple[Point, ...], undisturbed: Any, tmp_path: Path
+) -> None:
+    assert same(run(tmp_path, *deaths, transport=transport, processes=True), undisturbed)
+
+
+@pytest.mark.parametrize("step", [0, 1, STEPS - 1])
+@pytest.mark.parametrize("point", ["fetch", "finished", "stepped"])
+def test_it_may_be_any_step(point: str, step: int, undisturbed: Any, tmp_path: Path) -> None:
+    assert same(run(tmp_path, (point, step)), undisturbed)
+
+
+def test_rank_0_may_die_and_a_rank_may_die_again(undisturbed: Any, tmp_path: Path) -> None:
+    for who in range(2):
+        deaths = [("backward", 1), ("finished", 1), ("clipped", 2), ("stepped", 2), ("fetch", 3)]
+        assert same(run(tmp_path / str(who), *deaths, who=who), undisturbed)
+
+
+def test_a_rank_may_push_often_before_it_dies(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", accumulate=3)
+    deaths = [("backward", 1), ("pushes", 1), ("pushed", 2)]
+    assert same(run(tmp_path / "threads", *deaths, accumulate=3), plain)
+    assert same(run(tmp_path / "wire", ("pushed", 2), accumulate=3, transport="grpc"), plain)
+
+
+def test_a_loop_that_tracks_nothing_is_refused_by_name_after_its_first_step(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"rank 1 .* cannot repeat step 2: its state was not kept, because it t"):
+        run(tmp_path, ("forward", AT), tracks=False)
+
+
+def test_the_error_is_todays_when_no_failure_is_left(tmp_path: Path) -> None:
+    one = functools.partial(loop, base=base(), folder=tmp_path, at=(("forward", 1), ("forward", 1)))
+    with pytest.raises(Killed) as caught:
+        run_ranks(one, 2, 2, max_failures=1)
+    assert any("on rank 1" in note for note in caught.value.__notes__)
+
+
+def test_a_killed_process_ends_the_run_unless_failures_are_allowed(tmp_path: Path) -> None:
+    one = functools.partial(loop, base=base(), folder=tmp_path, at=(("forward", 1),), processes=True)
+    with pytest.raises(RunFailedError, match="the process of rank 1 died"):
+        run_ranks(one, 2, 2, "grpc", True)
+
+
+def test_max_failures_is_checked() -> None:
+    with pytest.raises(ConfigError, match="max_failures is -1; pass a number >= 0"):
+        run_ranks(lambda _: None, max_failures=-1)
+    with pytest.raises(ConfigError, match="and 0 with a transport of your own"):
+        run_ranks(lambda _: None, transport=lambda *_: None, max_failures=1)  # type: ignore[arg-type,return-value]
