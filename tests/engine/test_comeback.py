@@ -19,6 +19,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
+from rayzero.protocol.lives import ATTEMPTS
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Killed, run_ranks
 
@@ -133,6 +134,7 @@ def loop(
         rayzero.track(scheduler=scheduler, loader=loader, seen=seen)
     batches = iter(loader)
     engine, step = optimizer.engine, context.step
+    assert engine.step_state.attempt == context.life * ATTEMPTS, "its pushes replace those of its earlier lives"
 
     def pushes(verb: str, unit: str) -> None:
         if verb == "push" and unit.startswith("layers.0"):

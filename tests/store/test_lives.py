@@ -20,13 +20,13 @@ from store.toy import WAIT, Grads, Rank, equal, make_spec, random_grads, start, 
 
 
 @functools.cache
-def undisturbed() -> Grads:
-    """What the step makes of the gradients that count."""
+def undisturbed() -> tuple[Grads, float]:
+    """What the step makes of the gradients that count, and their norm."""
     spec = make_spec(world_size=2)
     with STORES["inprocess"](2, 2) as stores:
         ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
-        return ranks[0].fetch()
+        norm = take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        return ranks[0].fetch(), norm.total
 
 
 def begun(stores: Stores) -> tuple[list[Rank], list[Grads]]:
@@ -46,7 +46,7 @@ def back(stores: Stores, rank: int = 1, *, at: int = 0) -> Rank:
 def ends_well(ranks: list[Rank]) -> None:
     """The step has the bits of one without a death."""
     for rank in ranks:
-        assert equal(rank.fetch(1), undisturbed())
+        assert equal(rank.fetch(1), undisturbed()[0])
 
 
 def test_what_an_earlier_life_pushed_and_committed_counts_no_more(make_stores: StoreFactory) -> None:
@@ -79,6 +79,21 @@ def test_a_push_of_the_same_step_is_replaced_even_if_it_was_counted(make_stores:
         ends_well([first, new])
 
 
+def test_the_decided_norm_is_that_of_what_the_new_life_pushed(make_stores: StoreFactory) -> None:
+    with make_stores(2, 2) as stores:
+        (first, old), grads = begun(stores)
+        for rank, mine in ((first, grads[0]), (old, random_grads(old.spec, 77))):
+            rank.push(mine)
+        for norm in [rank.ask_norm() for rank in (first, old)]:
+            norm.result(WAIT)
+        new = back(stores)
+        new.push(grads[1])
+        new.ask_norm().result(WAIT)
+        made = [rank.commit() for rank in (first, new)]
+        assert made[0].result(WAIT).norm == undisturbed()[1]
+        ends_well([first, new])
+
+
 def test_a_commit_that_looks_like_the_earlier_lifes_is_a_new_one(make_stores: StoreFactory) -> None:
     with make_stores(2, 2) as stores:
         (first, old), grads = begun(stores)
@@ -90,8 +105,10 @@ def test_a_commit_that_looks_like_the_earlier_lifes_is_a_new_one(make_stores: St
         new = back(stores)
         new.push(grads[1])
         new.ask_norm().result(WAIT)
-        made = [rank.commit() for rank in (new, first)]
-        assert made[0].result(WAIT) == made[1].result(WAIT)
+        made = first.commit()
+        with pytest.raises(TimeoutError):  # the earlier life's commit counts no more
+            made.result(0.2)
+        assert new.commit().result(WAIT) == made.result(WAIT)
         assert not lost.done() or lost.exception() is not None
         ends_well([first, new])
 
