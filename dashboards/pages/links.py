@@ -146,6 +146,24 @@ PAGE = Page(
                     ),
                 ),
                 panel(
+                    "Links that came back",
+                    "Links that broke and were opened again; calls were repeated, nothing was lost. Both ends count.",
+                    "ops",
+                    (
+                        "sum by (role, peer) (rate(rayzero_link_reconnects_total{<run>}[<i>]))",
+                        "{{role}} to {{peer}}",
+                    ),
+                ),
+                panel(
+                    "Links down",
+                    "Seconds a second that links were down, of those that came back.",
+                    "none",
+                    (
+                        "sum by (role, peer) (rate(rayzero_link_down_seconds_total{<run>}[<i>]))",
+                        "{{role}} to {{peer}}",
+                    ),
+                ),
+                panel(
                     "gRPC calls",
                     "Answered by owners. Within a step between processes of one host there are none.",
                     "reqps",

@@ -482,6 +482,10 @@ class StepLead:
 
     # ---- failures and the end
 
+    def owner_died(self, error: StoreError) -> None:
+        """An owner's process has died: nothing that it was to do will be done."""
+        self._peer_failed(error)
+
     def _peer_failed(self, error: BaseException) -> None:
         with self._lock:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))

@@ -264,6 +264,23 @@ TRANSFER_RETRIES = _counter(
     only="a link that failed",
     help="Bulk streams that were sent again, whole, after a link failed or bytes were damaged.",
 )
+LINK_RECONNECTS = _counter(
+    name="rayzero_link_reconnects_total",
+    unit="links",
+    labels=("peer",),
+    roles=(RANK, OPTIMIZER),
+    only="a link that failed",
+    help="Links that broke and were open again before anybody gave them up. peer: what is at the other end, optimizer "
+    "or rank; both ends count.",
+)
+LINK_DOWN_SECONDS = _counter(
+    name="rayzero_link_down_seconds_total",
+    unit="s",
+    labels=("peer",),
+    roles=(RANK, OPTIMIZER),
+    only="a link that failed",
+    help="Seconds that those links were down.",
+)
 GRPC_REQUESTS = _counter(
     name="rayzero_grpc_requests_total",
     unit="calls",

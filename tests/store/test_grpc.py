@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,8 @@ from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishR
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
+from rayzero.store.rank.lead_line import RemoteLead
+from rayzero.store.rank.owner_link import OwnerLink
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.rank.store import RankStore
@@ -453,7 +455,8 @@ def test_a_dead_process_is_noticed_at_once() -> None:
             norm, fetch = ranks[0].finish(), ranks[0].fetch_unit(0, 1)[0]
             process.send_signal(signal.SIGKILL)
             for future in (norm, fetch):
-                with pytest.raises(RankLeftError, match=r"rank 1 left .*\(connection lost\), rank 0 is in step 0"):
+                died = rf"rank 1 left .*\(its process, pid {process.pid}, died\), rank 0 is in step 0"
+                with pytest.raises(RankLeftError, match=died):
                     future.result(WAIT)
 
 
@@ -526,8 +529,11 @@ def test_close_ends_threads_and_what_waits() -> None:
     assert left <= {"rayzero-grpc-loop"}, left  # and grpc.aio's poller: both last as long as the process
 
 
-def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = threading.Thread.start
+@pytest.mark.parametrize("late", [False, True])
+def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its links open, so that the attach fails; or once the owners have answered."""
     errors: list[BaseException] = []
 
     def close() -> None:
@@ -538,16 +544,23 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(mon
 
     closer = threading.Thread(target=close, name="closer")
 
-    def start_late(thread: threading.Thread) -> None:
-        if "-notices" in thread.name and closer.ident is None:
-            begin(closer)
+    def close_now() -> None:
+        if closer.ident is None:
+            closer.start()
             closer.join(0.3)  # as far as it gets while the attach is under way
-        begin(thread)
+
+    patched, name = (RemoteLead, "__init__") if late else (OwnerLink, "open")
+    usual = getattr(patched, name)
+
+    def closing_first(patched: Any, *args: Any) -> None:
+        close_now()
+        usual(patched, *args)
 
     before = set(threading.enumerate())
     with serving(2) as servers, connected(servers, 1) as stores:
-        monkeypatch.setattr(threading.Thread, "start", start_late)
-        stores[0].attach(make_spec(1))
+        monkeypatch.setattr(patched, name, closing_first)
+        with nullcontext() if late else pytest.raises(StoreClosedError, match="the store was closed"):
+            stores[0].attach(make_spec(1))
         closer.join(WAIT)
         assert not errors
         left = {thread.name for thread in set(threading.enumerate()) - before}

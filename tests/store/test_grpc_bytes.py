@@ -176,12 +176,12 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
     spec = make_spec(1, dtypes=[BF16] * 3)
     with serving() as servers, connected(servers) as (store,):
         (rank,) = start([store], spec)
-        link = store.connection._links[0]
+        channel = store.connection._links[0].channel()
         sent = pb.Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
         header = pb.PushRequest.Header(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
         message = pb.PushRequest(header=header, chunk=pb.Chunk(shard=0)).SerializeToString()
         with pytest.raises(StoreError, match=r"gradients of 'emb' \(bfloat16\) cannot come in wire format 1"):
-            link.answer(link._calls["Push"].future(iter([message]), metadata=link._metadata, timeout=WAIT))
+            channel.answer(channel.start("Push", iter([message]), WAIT))
         assert rank.step == 0
 
 

@@ -91,7 +91,8 @@ def test_workers_of_a_ranks_loader_are_forked_as_in_any_program(
     usual = multiprocessing.get_start_method()
     assert run_ranks(_load_by_workers, 2, 1, transport, processes=True) == [(usual, [28.0, 92.0] * 2)] * 2
     assert "fork" not in capfd.readouterr().err, "gRPC tells of each fork"
-    assert "lost its connection" not in caplog.text, "ranks that are done leave, they are not killed"
+    assert "lost the link" not in caplog.text
+    assert "has died" not in caplog.text, "ranks that are done leave, they are not killed"
 
 
 def _environment(_: RankContext) -> str | None:

@@ -4,9 +4,9 @@ its last step.
 [Note: two moments] ``optimizer.step()`` is in the middle of a loop's iteration: the scheduler and the loss scaler are
 stepped after it, and the next batch is taken before the next forward. So no single moment has the state with which an
 iteration begins. The random generators, the buffers and the sources of data (objects that can be iterated) are taken as
-the step is committed; parameter groups and all other objects once more as the next forward with gradients begins. (What
-a loop draws or takes between ``step()`` and the end of its iteration is not seen: validation should use a generator of
-its own.)
+the step is committed; buffers, parameter groups and all other objects once more as the next forward with gradients
+begins. (What a loop draws or takes between ``step()`` and the end of its iteration is not seen: validation should use a
+generator of its own.)
 
 [Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
 life then does that iteration again, over a store that answers for the decided step (``store/rank/repeat.py``). When it
@@ -73,7 +73,8 @@ class LoopKeeper:
         """The model's forward begins: the iteration before has ended."""
         if self._open is not None and torch.is_grad_enabled():
             step, self._open = self._open, None
-            self._keep(step, AT_FORWARD, self._after_tail() | {"tracked": self._tracked.states(sources=False)})
+            rest = {"tracked": self._tracked.states(sources=False), "buffers": persistent_buffers(self._engine.model)}
+            self._keep(step, AT_FORWARD, self._after_tail() | rest)
 
     def _after_tail(self) -> dict[str, Any]:
         return {

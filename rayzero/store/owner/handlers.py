@@ -21,6 +21,7 @@ import grpc
 import torch
 
 from rayzero.codecs import RAW, Codec, codec_for
+from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.lead.lead import StepLead
@@ -39,6 +40,7 @@ from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     caller_of,
     from_failure,
+    link_of,
     methods,
     model_of,
     to_failure,
@@ -120,8 +122,8 @@ class RankCalls:
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
         self._model.take_spec(spec)
-        self._model.left.discard(request.rank)
         step = self._connected_lead().attach(request.rank, spec, attached.version) if self._model.leads else 0
+        self._model.ranks.attached(request.rank, translate.process_from_pb(request.process), request.lease_s)
         return pb.AttachResponse(
             step=step,
             version=attached.version,
@@ -178,45 +180,25 @@ class RankCalls:
         return self._model.lead
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
-        """Tell the rank what is published until it leaves. If the stream breaks before that, the rank is gone."""
-        caller = caller_of(context.invocation_metadata() or ())
-        stream = self._model.published.open()
+        """Tell the rank what is published until it leaves. The first notice comes at once."""
+        model = self._model
+        stream, opened = model.published.open(), model.ranks.opened(request.rank)
         try:
+            first = _notice(*await stream.next())
+            first.process.CopyFrom(translate.process_to_pb(this_process()))
+            await context.write(first)
             while True:
                 published, error = await stream.next()
-                if error is not None or not request.quiet:
+                if error is not None or model.shared is None or not model.shared.shares_with(request.rank):
                     await context.write(_notice(published, error))
         finally:
-            self._model.published.close(stream)
-            self._lost(request.rank, 0 if caller is None else caller[1])
-
-    def _lost(self, rank: int, life: int) -> None:
-        model = self._model
-        if life < model.lives.get(rank, 0):
-            return
-        if model.replaces_ranks and not model.stopping and rank not in model.left:
-            log.warning(
-                "optimizer %d lost its connection to rank %d, which will be replaced", model.service.owner, rank
-            )
-            model.lose(rank, life + 1)
-            return
-        if not (model.stopping or model.published.aborted or rank in model.left):
-            log.warning("optimizer %d lost its connection to rank %d", model.service.owner, rank)
-            self._gone(rank, "connection lost")
+            model.published.close(stream)
+            model.ranks.ended(request.rank, opened)
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        """The rank leaves on purpose."""
-        self._model.left.add(request.rank)
-        self._gone(request.rank, request.reason)
+        """The rank leaves on purpose, or somebody who knows says that it is gone."""
+        self._model.lost(request.rank, request.reason)
         return pb.LeaveResponse()
-
-    def _gone(self, rank: int, reason: str) -> None:
-        model = self._model
-        if model.shared is not None:
-            model.shared.leave(rank)
-        model.service.left(rank, reason)
-        if model.leads:
-            model.require_lead().leave(rank, reason)
 
     # ---- bytes
 
@@ -349,11 +331,19 @@ def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.No
     return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 
+_LEAD = -1  # the lead, where ranks have their numbers
+
+
 class LeadCalls:
     """OwnerService: the lead's calls to this owner."""
 
     def __init__(self, model: ServedModel) -> None:
         self._service, self._steps = model.service, model.steps
+        self._repeats = Repeats()
+
+    async def identify(self, request: pb.IdentifyRequest, context: Context) -> pb.IdentifyResponse:
+        """Say which process this is."""
+        return pb.IdentifyResponse(process=translate.process_to_pb(this_process()))
 
     async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
         """Return the norm parts once every counted push is there."""
@@ -374,7 +364,11 @@ class LeadCalls:
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""
-        entry = await result_of(self._service.write_checkpoint(request.step, Path(request.directory)))
+        entry = await result_of(
+            self._repeats.once(
+                _LEAD, request, lambda: self._service.write_checkpoint(request.step, Path(request.directory))
+            )
+        )
         return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -400,11 +394,18 @@ class ModelCalls:
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
         """Call the handler of a method: ``get_decision`` for ``GetDecision``."""
         behaviour: Behaviour = getattr(self._services[service], _function_name(method))
-        caller = caller_of(context.invocation_metadata() or ()) if service == STORE_SERVICE else None
+        metadata = context.invocation_metadata() or ()
+        caller = caller_of(metadata) if service == STORE_SERVICE else None
         if caller is not None:
             require_life(*caller, self.model.lives)
-        with self.model.running():
-            return await behaviour(request, context)
+            self.model.lose(*caller)  # its earlier lives are over
+        try:
+            with self.model.calls.running(link_of(metadata)):
+                return await behaviour(request, context)
+        except TransferError:  # perhaps its link is older because its life is, which says more
+            if caller is not None:
+                require_life(*caller, self.model.lives)
+            raise
 
 
 FindModel = Callable[[int], Awaitable[ModelCalls]]  # by number

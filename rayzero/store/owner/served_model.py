@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +22,8 @@ from rayzero.store.owner.hosted import Hosted
 from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
+from rayzero.store.owner.rank_links import RankLinks
+from rayzero.store.owner.running_calls import RunningCalls
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.wire.rpc import TlsFiles
 
@@ -51,21 +52,21 @@ class ServedModel:
         self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
         self.replaces_ranks = terms.replaces_ranks  # a rank whose connection breaks has died and will come back
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
-        self.published = PublishStreams(shared_loop().loop)
+        self._loop = shared_loop().loop
+        self.published = PublishStreams(self._loop)
         self.steps = StepCalls(self)  # calls within a step, over any transport
         self.lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
         self.spec: ModelSpec | None = None  # set by the first attach
         self.leads = False  # this owner has shard 0
-        self.left: set[int] = set()  # ranks that left on purpose
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
-        self.stopping = False
+        self.calls = RunningCalls(self.service.owner)
+        self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self._number, self._terms = number, terms
         self._peers: list[RemotePeer] = []
-        self._calls: set[asyncio.Task[Any]] = set()
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
         self.service.on_publish(self.published.publish)
-        self.service.failed.add_done_callback(lambda failed: self.published.abort(failed.result()))
+        self.service.failed.add_done_callback(self._abort)
         if self.shared is not None:
             self.shared.serve(self.service, self.steps)
 
@@ -84,6 +85,7 @@ class ServedModel:
                 tls=terms.tls,
                 timeout_s=terms.peer_timeout_s,
                 model=self._number,
+                recorder=service.recorder,
             )
             for owner, address in enumerate(addresses)
             if owner != service.owner
@@ -99,6 +101,9 @@ class ServedModel:
         if self.spec is None:
             self.spec = spec
             self.leads = owner_map(spec, self.service.num_owners).owns(self.service.owner, 0)
+            if self.leads and self.lead is not None:
+                for peer in self._peers:
+                    peer.watch(self.lead.owner_died)
 
     def require_lead(self) -> StepLead:
         """The lead. Raises StoreError if this owner does not lead."""
@@ -112,6 +117,7 @@ class ServedModel:
         if self.lives.get(rank, 0) >= life:
             return
         self.lives[rank] = life
+        self.ranks.left(rank)
         if self.shared is not None:
             self.shared.leave(rank)
         if self.leads and self.lead is not None:
@@ -130,34 +136,33 @@ class ServedModel:
         """Run ``work``, which allocates or computes, off the event loop. It must not wait for another client."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Wraps every call, so that ``end_calls`` ends it with a StoreError."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._calls.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self.stopping:
-                raise  # the caller is gone
-            raise StoreError(f"optimizer {self.service.owner} was stopped") from None
-        finally:
-            self._calls.discard(task)
+    def _gone(self, rank: int, reason: str) -> None:
+        """A rank is gone without having left."""
+        if self.replaces_ranks:
+            self.lose(rank, self.lives.get(rank, 0) + 1)
+        else:
+            self.lost(rank, reason)
+
+    def lost(self, rank: int, reason: str) -> None:
+        """A rank is gone, on purpose or not. Call it on the event loop."""
+        self.ranks.left(rank)
+        if self.shared is not None:
+            self.shared.leave(rank)
+        self.service.left(rank, reason)
+        if self.leads and self.lead is not None:
+            self.lead.leave(rank, reason)
 
     # ---- the end
 
+    def _abort(self, failed: Future[StoreError]) -> None:
+        self._loop.call_soon_threadsafe(self.ranks.close)  # a rank that goes now is not the cause
+        self.published.abort(failed.result())
+
     def end(self) -> None:
         """Fail every wait, before the server stops listening."""
-        self.stopping = True
         self.service.abort(StoreError(f"optimizer {self.service.owner} was stopped"))
         if self.leads and self.lead is not None:  # only the owner that leads ends the run for all
             self.lead.close()
-
-    def end_calls(self) -> None:
-        """End every running call."""
-        for task in self._calls:
-            task.cancel()
 
     def close(self) -> None:
         """Close the connections to peers and the shared memory, after the server has stopped."""

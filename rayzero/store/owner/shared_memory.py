@@ -67,6 +67,7 @@ class SharedOwner:
         self.host = host_identity(directory)
         self._life = secrets.randbits(63)
         self._lock = threading.Lock()
+        self._joining = threading.Lock()  # a repeat of join waits for the call that it repeats
         self._looking = threading.Lock()  # held while reading what others wrote, so that each message is taken once
         self._failed = False  # a message could not be read
         self._ranks: dict[int, _Rank] = {}
@@ -150,10 +151,24 @@ class SharedOwner:
     # ---- joining
 
     def join(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str], back_at: int | None = None) -> None:
-        """Map a rank's slabs and, once, the control slabs of the other owners of this host (owner -> path).
+        """Map a rank's slabs and, once, the control slabs of the other owners of this host (owner -> path). A repeat
+        changes nothing.
 
         ``back_at``: see ``ShardService.map_gradients``. Raises HandshakeError if they are not from this run, StoreError
         if they cannot be mapped."""
+        with self._joining:
+            if not self._has_mapped(rank, rank_memory):
+                self._map(rank, rank_memory, owners, back_at)
+
+    def shares_with(self, rank: int) -> bool:
+        """Whether the rank has joined: it sees in shared memory what is published."""
+        return rank in self._ranks
+
+    def _has_mapped(self, rank: int, rank_memory: SharedPaths) -> bool:
+        joined = self._ranks.get(rank)
+        return joined is not None and str(joined.slabs[0].path) == rank_memory.control
+
+    def _map(self, rank: int, rank_memory: SharedPaths, owners: Mapping[int, str], back_at: int | None) -> None:
         plan = self._plan
         assert plan is not None
         who = f"optimizer {self.owner}"

@@ -19,8 +19,9 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.long_poll import LongPoll
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.owner_link import LongPoll, OwnerLink
+from rayzero.store.rank.owner_link import OwnerLink
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods

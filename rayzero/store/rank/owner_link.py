@@ -1,51 +1,67 @@
-"""A rank's gRPC channel to one owner, and the calls over it."""
+"""A rank's link to one owner, and the calls over it.
+
+[Note: a broken link] A connection that is cut, reset or refused says nothing about the process at its other end. So a
+link that breaks is opened again, with back-off, and every call that had no answer is repeated: the owner executes a
+repeat once. One thread keeps the link open. It follows the owner's notices, so it hears of a break at once, and it is
+the only one that waits between two tries; calls wait until the link is open. Each try has a channel of its own, with a
+number (``LinkNumber``) by which the owner refuses what is still on its way over an earlier one.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import select
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from typing import Any, Generic, TypeVar
+from concurrent import futures
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import grpc
 
-from rayzero.concurrency.futures import fail, settle
-from rayzero.errors import RayZeroError, StallError, StoreClosedError
+from rayzero.concurrency.backoff import backoff
+from rayzero.concurrency.futures import fail, failed, settle
+from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
+from rayzero.errors import RayZeroError, StallError, StoreClosedError, StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,
-    POLL_MARGIN_S,
     STORE_SERVICE,
+    LinkNumber,
+    Metadata,
     TlsFiles,
+    break_of,
     from_status,
+    gave_no_answer,
+    is_broken_link,
     life_metadata,
     methods,
     token_metadata,
 )
+from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
+from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
 _LEAVE_S = 5.0  # deadline of Leave
-_POLL_S = 60.0  # the longest that an owner may hold a long poll; it answers "ask again" sooner
+_FIRST_S = 3.0  # how long an owner that has never answered may be out of reach
 
 
-def _service_config() -> str:
-    """grpc's own retry policy for unary calls, all of which may be repeated."""
-    unary = [name for name, method in methods(STORE_SERVICE).items() if not method.streams]
-    policy = {
-        "maxAttempts": 4,
-        "initialBackoff": "0.1s",
-        "maxBackoff": "1s",
-        "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    }
-    names = [{"service": STORE_SERVICE, "method": name} for name in unary]
-    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
+class BrokenLinkError(TransferError):
+    """A call or its answer did not get through."""
+
+
+class NoAnswerError(StallError):
+    """A call's deadline passed without an answer."""
+
+
+class LinkDownError(StallError):
+    """A link is down. The message says since when, so it differs each time: it must not count as news of a peer."""
 
 
 class Upload(Iterator[bytes]):
@@ -70,178 +86,380 @@ class Upload(Iterator[bytes]):
             self._stopped = True
 
 
-class OwnerLink:
-    """A channel to one owner, opened once and kept.
-
-    Knows the owner's address, how to call it and what its failures mean; not units, shards or steps."""
+class Channel:
+    """One channel of a link, with the stream of the owner's notices. All its calls end when it is closed."""
 
     def __init__(
-        self, rank: int, owner: int, address: str, *, token: str, tls: TlsFiles | None, model: int = 0, life: int = 0
+        self,
+        rank: int,
+        peer: str,
+        address: str,
+        link: LinkNumber,
+        metadata: Metadata,
+        credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        """``model``: the number of the prepared model that every call is about. ``life``: how often the rank has died
-        and come back."""
-        self.owner = owner
-        self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
-        self.rank = rank
-        self._metadata = token_metadata(token, model) + life_metadata(rank, life)
-        options = (*CHANNEL_OPTIONS, ("grpc.service_config", _service_config()))
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options=options)
+        """``peer``: the owner, for messages. ``credentials``: None: without TLS."""
+        self.link = link
+        self._peer = f"rank {rank}, {peer}"
+        self._metadata = (*metadata, *link.metadata)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(address, tls.channel_credentials(), options=options)
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
+        self._given_up = False
+        self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
 
-    def ask(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Any:
-        """Make a unary call; blocks. Raises the owner's error."""
-        return self._invoke(lambda call: call(request, timeout=timeout_s, metadata=self._metadata), method)
+    def start(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Start a call that has one answer: ``request`` is a message, or an ``Upload``. Returns grpc's future. Raises
+        BrokenLinkError if the channel is closed."""
+        return self._begin(self._calls[method].future, request, timeout_s)
 
-    def start(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Any:
-        """Start a unary call. Returns a grpc future for ``answer()``."""
-        return self._invoke(lambda call: call.future(request, timeout=timeout_s, metadata=self._metadata), method)
+    def stream(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Start a call that has many answers: iterate over it. ``start`` says what else there is to say."""
+        return self._begin(self._calls[method], request, timeout_s)
+
+    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        try:
+            return call(request, timeout=timeout_s, metadata=self._metadata)
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
+            raise self.error(error) from error
 
     def answer(self, started: Any) -> Any:
-        """The response to a started call; blocks. Raises the owner's error."""
+        """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
         try:
             return started.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             raise self.error(error) from error
 
+    def messages(self, stream: Any) -> Iterator[Any]:
+        """The answers to a stream. A reader that stops early cancels it. Raises as ``answer`` does."""
+        try:
+            yield from stream
+        except grpc.RpcError as error:
+            raise self.error(error) from error
+        finally:
+            stream.cancel()  # no effect on a stream that has ended
+
+    def error(self, error: Exception) -> RayZeroError:
+        """The RayZeroError of a failed call."""
+        cancelled = not isinstance(error, grpc.RpcError) or error.code() is grpc.StatusCode.CANCELLED
+        if cancelled and (self._given_up or isinstance(error, ValueError)):
+            return BrokenLinkError(f"{self._peer}: the connection was closed")
+        if not isinstance(error, grpc.RpcError):
+            return StoreClosedError(f"{self._peer}: the call was ended")
+        if is_broken_link(error):
+            broken = BrokenLinkError(str(from_status(error, self._peer)))
+            broken.__cause__ = error
+            return broken
+        if gave_no_answer(error):
+            return NoAnswerError(str(from_status(error, self._peer)))
+        return from_status(error, self._peer)
+
+    def give_up(self) -> None:
+        """End the notices, so that the link's thread closes the channel; does not block."""
+        self._given_up = True
+        self.notices.cancel()
+
+    def close(self) -> None:
+        """End every call and the connection; waits until all callbacks of calls have run. Idempotent."""
+        self._given_up = True
+        self._channel.close()
+
+
+class OwnerLink:
+    """A link to one owner, which is opened again whenever it breaks. See [Note: a broken link].
+
+    Knows the owner's address, the channel that is open now and what failures mean; not units, shards or steps."""
+
+    def __init__(
+        self,
+        rank: int,
+        owner: int,
+        address: str,
+        *,
+        token: str,
+        tls: TlsFiles | None,
+        recorder: Recorder,
+        hear: Callable[[OwnerLink, pb.NoticesResponse], None],
+        over: Callable[[OwnerLink, RayZeroError], None],
+        model: int = 0,
+        life: int = 0,
+    ) -> None:
+        """``model``: the number of the prepared model that every call is about. ``life``: how often the rank has died
+        and come back. ``hear`` is called with every notice,
+        and ``over`` at most once, with why the owner will never answer again, both in a thread of the link's."""
+        self.owner, self.rank = owner, rank
+        self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
+        self._address, self._metadata = address, token_metadata(token, model) + life_metadata(rank, life)
+        self._credentials = None if tls is None else tls.channel_credentials()
+        self._hear, self._tell_over, self._recorder = hear, over, recorder
+        self._number = LinkNumber(f"rank {rank}", 0)
+        self._lock = threading.Lock()
+        self._trying: Channel | None = None  # the latest one. freed by: _follow
+        self._open: Channel | None = None  # the same one, while it is open
+        self._waiting: list[Future[Channel]] = []  # for it to open
+        self._down_since, self._why = time.monotonic(), "never opened"
+        self._openings = 0
+        self._closed = False
+        self._end: RayZeroError | None = None  # why it will never open again
+        self._ended = threading.Event()
+        self._process: ProcessIdentity | None = None  # the owner's
+        self._seen: SeenProcess | None = None  # the same, if its death can be seen. freed by: _keep_open, _see
+        self._wake = os.eventfd(0)  # readable once the link is over. freed by: join()
+        self._thread: threading.Thread | None = None
+
+    # ---- open, broken, over
+
+    def open(self) -> None:
+        """Begin to keep the link open. Idempotent."""
+        with self._lock:
+            if self._thread is not None or self._end is not None:
+                return
+            self._down_since = time.monotonic()
+            name = f"rayzero-rank{self.rank}-notices{self.owner}"
+            self._thread = threading.Thread(target=self._keep_open, name=name, daemon=True)
+        self._thread.start()
+
+    def _keep_open(self) -> None:
+        pauses, opened = backoff(), 0
+        while not self._ended.is_set():
+            error = self._follow()
+            if self._openings > opened:
+                pauses, opened = backoff(), self._openings
+            never = not opened and time.monotonic() - self._down_since > _FIRST_S
+            if never or not isinstance(error, BrokenLinkError):
+                self._stop(error)
+            if not self._ended.is_set():
+                self._pause(next(pauses))
+        self._forget()
+        assert self._end is not None
+        if not self._closed:
+            self._tell_over(self, self._end)
+
+    def _follow(self) -> RayZeroError:
+        """Open the link and follow the owner's notices until they end; why they did."""
+        self._number = self._number.next()
+        channel = Channel(self.rank, self.name, self._address, self._number, self._metadata, self._credentials)
+        with self._lock:
+            self._trying = channel
+            if self._end is not None:
+                channel.give_up()
+        try:
+            for notice in channel.messages(channel.notices):
+                if notice.HasField("process"):
+                    self._see(translate.process_from_pb(notice.process))
+                    self._opened(channel)
+                self._hear(self, notice)
+            return StoreError(f"rank {self.rank}: {self.name} stopped")
+        except RayZeroError as error:
+            if isinstance(error, BrokenLinkError):
+                self.broke(channel, error)
+            return error
+        finally:
+            channel.close()  # calls under way end, and are repeated over the next one
+
+    def _opened(self, channel: Channel) -> None:
+        with self._lock:
+            if self._open is channel or self._end is not None:
+                return
+            self._open, again = channel, self._openings > 0
+            self._openings += 1
+            waiting, self._waiting = self._waiting, []
+            down_s = time.monotonic() - self._down_since
+        if again:
+            log.warning("rank %d: the link to %s is back after %.3g s", self.rank, self.name, down_s)
+            self._recorder.add(LINK_RECONNECTS, peer="optimizer")
+            self._recorder.add(LINK_DOWN_SECONDS, down_s, peer="optimizer")
+        for wait in waiting:
+            settle(wait, channel)
+
+    def broke(self, channel: Channel, error: RayZeroError) -> None:
+        """A call over ``channel`` did not get through: open the link again, unless that has begun already."""
+        cause = error.__cause__
+        with self._lock:
+            if self._trying is not channel or self._end is not None:
+                return
+            was_open, self._open = self._open is channel, None
+            if was_open:
+                self._down_since = time.monotonic()
+            if isinstance(cause, grpc.RpcError):
+                self._why = break_of(cause)
+        if was_open:
+            log.warning("rank %d lost the link to %s: %s", self.rank, self.name, self._why)
+            channel.give_up()
+
+    def when_open(self, after: Channel | None = None) -> Future[Channel]:
+        """Done once a channel other than ``after`` is open; fails if there will be none."""
+        wait: Future[Channel] = Future()
+        with self._lock:
+            channel, end = self._open, self._end
+            if end is None and (channel is None or channel is after):
+                self._waiting.append(wait)
+                return wait
+        if end is not None:
+            fail(wait, end)
+        elif channel is not None:
+            settle(wait, channel)
+        return wait
+
+    def wait_open(self, after: Channel | None, unless: Future[Any]) -> Channel:
+        """The channel of ``when_open``; blocks. Raises the error of ``unless`` if that fails first."""
+        opened = self.when_open(after)
+        futures.wait([opened, unless], return_when=futures.FIRST_COMPLETED)
+        if not opened.done():
+            unless.result()
+        return opened.result()
+
+    def channel(self) -> Channel | None:
+        """The channel that is open now."""
+        return self._open
+
+    def down(self) -> LinkDownError | None:
+        """The error that says since when the link is down, and why; None while it is open."""
+        with self._lock:
+            if self._open is not None:
+                return None
+            since = time.monotonic() - self._down_since
+            return LinkDownError(f"{self.name}: its link is down since {since:.3g} s ({self._why})")
+
+    def _see(self, process: ProcessIdentity) -> None:
+        """``process`` is the owner's. Its death breaks the link at once, so this thread looks for it between two tries;
+        it needs no thread of its own for that."""
+        if process != self._process:
+            self._forget()
+            self._process, self._seen = process, SeenProcess.open(process)
+
+    def _forget(self) -> None:
+        if self._seen is not None:
+            self._seen.close()
+            self._seen = None
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until the next try, the end of the link, or the death of the owner's process."""
+        waiting, seen = select.poll(), self._seen
+        waiting.register(self._wake, select.POLLIN)
+        if seen is not None and seen.file is not None:
+            waiting.register(seen.file, select.POLLIN)
+        ready = [file for file, _ in waiting.poll(seconds * 1e3)]
+        if self._process is not None and seen is not None and (seen.is_dead or seen.file in ready):
+            self._stop(StoreError(f"optimizer {self.owner} (pid {self._process.pid}) has died"))
+
+    def _stop(self, error: RayZeroError) -> None:
+        """The owner will never answer again; the first reason counts."""
+        with self._lock:
+            self._end = error = self._end or error
+            self._open = None
+            waiting, self._waiting = self._waiting, []
+            channel = self._trying
+        if not self._ended.is_set():
+            self._ended.set()
+            os.eventfd_write(self._wake, 1)
+        for wait in waiting:
+            fail(wait, error)
+        if channel is not None:
+            channel.give_up()
+
+    def close(self) -> None:
+        """End every call, and every wait for the link. Idempotent."""
+        self._closed = True
+        self._stop(StoreClosedError(f"rank {self.rank}, {self.name}: the store was closed"))
+
+    def join(self) -> None:
+        """Wait for the link's thread, after ``close``."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # ---- calls
+
+    def ask(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Future[Any]:
+        """Make a unary call, and repeat it until the link lets it through; does not block. The future has the answer or
+        fails with the owner's error, with NoAnswerError after ``timeout_s`` seconds over one open link, or with why the
+        link is over. It completes in any thread. Nothing ends it while the link is down: whoever waits does."""
+        return _Ask(self, method, request, timeout_s).future
+
     def describe(self, request: pb.DescribeRequest, timeout_s: float) -> Future[str]:
         """Ask the owner what it is doing; does not block. The future ends within ``timeout_s`` seconds and fails with a
         RayZeroError that says why there is no answer."""
+        channel, down = self.channel(), self.down()
+        if channel is None:
+            return failed(self._end or down or LinkDownError(f"{self.name}: its link opens now"))
         said: Future[str] = Future()
 
         def answered(call: Any) -> None:
             try:
-                settle(said, str(call.result().text))
-            except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                fail(said, self._silence(error))
+                settle(said, str(channel.answer(call).text))
+            except NoAnswerError:
+                fail(said, StallError(f"{self.name} does not answer: its process hangs, or its host cannot be reached"))
+            except BrokenLinkError as error:
+                self.broke(channel, error)
+                fail(said, self.down() or error)
+            except RayZeroError as error:
+                fail(said, error)
 
-        self.start("Describe", request, timeout_s).add_done_callback(answered)
+        try:
+            channel.start("Describe", request, timeout_s).add_done_callback(answered)
+        except BrokenLinkError as error:
+            return failed(error)
         return said
 
-    def _silence(self, error: Exception) -> RayZeroError:
-        if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return StallError(f"{self.name} does not answer: its process hangs, or its host cannot be reached")
-        return self.error(error)
 
-    def begin_upload(self, method: str, upload: Upload, timeout_s: float) -> Any:
-        """Start a client stream; ``answer()`` waits for its end, ``cancel()`` ends it. Raises the owner's error."""
-        return self._invoke(lambda call: call.future(upload, timeout=timeout_s, metadata=self._metadata), method)
+class _Ask:
+    """A unary call that is repeated over each channel of a link until one lets it through."""
 
-    def begin_fetch(self, request: pb.FetchRequest, timeout_s: float | None) -> Any:
-        """Start a Fetch; ``messages()`` reads it, ``cancel()`` ends it. Raises the owner's error."""
-        return self._invoke(lambda call: call(request, timeout=timeout_s, metadata=self._metadata), "Fetch")
-
-    def messages(self, fetch: Any) -> Iterator[bytes]:
-        """The messages of a Fetch. A reader that stops early cancels it. Raises the owner's error."""
-        try:
-            yield from fetch
-        except grpc.RpcError as error:
-            raise self.error(error) from error
-        finally:
-            fetch.cancel()  # no effect on a stream that has ended
-
-    def notices(self, *, quiet: bool = False) -> Any:
-        """Start the stream of notices: iterate over it, ``cancel()`` it from another thread. Iteration raises grpc's
-        own errors. ``quiet``: only the end of the run, because this rank reads versions in shared memory."""
-        request = pb.NoticesRequest(rank=self.rank, quiet=quiet)
-        return self._invoke(lambda call: call(request, metadata=self._metadata), "Notices")
-
-    def error(self, error: Exception) -> RayZeroError:
-        """The RayZeroError that a failed call raises for this rank."""
-        peer = f"rank {self.rank}, {self.name}"
-        if isinstance(error, grpc.RpcError):
-            return from_status(error, peer)
-        return StoreClosedError(f"{peer}: the store was closed")
-
-    def close(self) -> None:
-        """End every call and the connection. Idempotent."""
-        self._channel.close()
-
-    def _invoke(self, begin: Callable[[Any], Any], method: str) -> Any:
-        try:
-            return begin(self._calls[method])
-        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
-            raise self.error(error) from error
-
-
-def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:
-    """Tell all owners at once that this rank leaves. A failure is only logged: an owner that cannot be reached has
-    gone itself."""
-    started = []
-    for link in links:
-        try:
-            started.append((link, link.start("Leave", pb.LeaveRequest(rank=link.rank, reason=reason), _LEAVE_S)))
-        except RayZeroError as error:
-            _log_unheard(link, error)
-    for link, call in started:
-        try:
-            link.answer(call)
-        except RayZeroError as error:
-            _log_unheard(link, error)
-
-
-def _log_unheard(link: OwnerLink, error: RayZeroError) -> None:
-    log.info("rank %d: %s did not hear the goodbye: %s", link.rank, link.name, error)
-
-
-class LongPoll(Generic[T]):
-    """A call that waits for other ranks, repeated until it has an answer or an error, or until its future ends.
-
-    It holds no thread while it waits, and its future completes on the executor it was given. It has no deadline:
-    whoever watches the future ends it."""
-
-    def __init__(
-        self,
-        link: OwnerLink,
-        method: str,
-        request: Any,
-        read: Callable[[Any], T],
-        *,
-        executor: Executor,
-        awaited: str,
-    ) -> None:
-        """``read``: turns a response that is not ``waiting`` into the result, which errors call ``awaited``."""
-        self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._link, self._method, self._request, self._read = link, method, request, read
-        self._executor, self._awaited = executor, awaited
+    def __init__(self, link: OwnerLink, method: str, request: Any, timeout_s: float) -> None:
+        self.future: Future[Any] = Future()
+        self._link, self._method, self._request, self._timeout_s = link, method, request, timeout_s
         self._started: list[Any] = []  # the call under way
         started = self._started
         self.future.add_done_callback(lambda _: [call.cancel() for call in started])
-        self._ask()
+        link.when_open().add_done_callback(self._begin)
 
-    def _ask(self) -> None:
+    def _begin(self, opened: Future[Channel]) -> None:
+        if self.future.done():  # whoever waited has given up
+            return
+        error = opened.exception()
+        if error is not None:
+            fail(self.future, error)
+            return
+        channel = opened.result()
         try:
-            self._started[:] = [self._link.start(self._method, self._request, _POLL_S + POLL_MARGIN_S)]
-            self._started[0].add_done_callback(self._hand_over)
+            call = channel.start(self._method, self._request, self._timeout_s)
+        except BrokenLinkError as broken:
+            self._again(channel, broken)
+            return
+        self._started[:] = [call]
+        call.add_done_callback(partial(self._answered, channel))
+
+    def _answered(self, channel: Channel, call: Any) -> None:
+        if self.future.done():
+            return
+        try:
+            settle(self.future, channel.answer(call))
+        except BrokenLinkError as broken:
+            self._again(channel, broken)
         except RayZeroError as error:
             fail(self.future, error)
 
-    def _hand_over(self, started: Any) -> None:
-        """Runs in grpc's thread, which must not block."""
-        try:
-            self._executor.submit(self._answered, started)
-        except RuntimeError:  # the executor is shut down
-            fail(self.future, StoreClosedError(f"the store was closed while waiting for {self._awaited}"))
-
-    def _answered(self, started: Any) -> None:
-        if self.future.done():  # whoever waited has given up
-            return
-        try:
-            if _gave_no_answer(started):
-                self._ask()
-                return
-            response = self._link.answer(started)
-            if response.HasField("waiting"):
-                self._ask()
-            else:
-                settle(self.future, self._read(response))
-        except Exception as error:  # whatever it is, the future raises it
-            fail(self.future, error)
+    def _again(self, channel: Channel, broken: BrokenLinkError) -> None:
+        self._link.broke(channel, broken)
+        self._link.when_open(after=channel).add_done_callback(self._begin)
 
 
-def _gave_no_answer(call: Any) -> bool:
-    """Whether the call's own deadline ended it: an owner that still runs answers before that."""
-    return bool(call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not (call.trailing_metadata() or ()))
+def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:
+    """Tell all owners that can be reached now that this rank leaves. A failure is only logged: an owner that cannot be
+    reached has gone itself, or notices that this rank has."""
+    asked = [
+        (link, link.ask("Leave", pb.LeaveRequest(rank=link.rank, reason=reason), _LEAVE_S))
+        for link in links
+        if link.channel() is not None
+    ]
+    futures.wait([answer for _, answer in asked], _LEAVE_S)
+    for link, answer in asked:
+        if not answer.done() or answer.exception() is not None:
+            why = answer.exception() if answer.done() else link.down()
+            log.info("rank %d: %s did not hear the goodbye: %s", link.rank, link.name, why)
+            answer.cancel()

@@ -63,7 +63,10 @@ class PublishBoard:
     def publish(self, owner: int, published: Iterable[Published]) -> None:
         """Note what ``owner`` has published, and end the waits for it."""
         with self._lock:
-            self._known.update((each.shard, each) for each in published)
+            for each in published:  # after a break the owner says again what was published, and more came meanwhile
+                known = self._known.get(each.shard)
+                if known is None or known.version <= each.version:
+                    self._known[each.shard] = each
             ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
         for wait in ready:
             settle(wait.published, None)

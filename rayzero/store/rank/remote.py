@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from rayzero.concurrency.futures import DONE, fail, settle, settled
-from rayzero.errors import ConfigError, HandshakeError, RayZeroError, StoreError, UnsupportedError
+from rayzero.concurrency.futures import DONE, fail, settled, then
+from rayzero.concurrency.processes import this_process
+from rayzero.errors import ConfigError, HandshakeError, RayZeroError, UnsupportedError
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import owner_map
@@ -36,6 +36,11 @@ from rayzero.store.wire.rpc import TlsFiles, from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
+
+_LEASE = 0.5
+"""Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.
+So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
+it is far longer than the 20 s after which either end notices a link that swallows everything."""
 
 
 class RemoteConnection:
@@ -76,9 +81,20 @@ class RemoteConnection:
             raise ConfigError("a store needs the address of at least one owner")
         self.rank, self.life, self._stall_s = rank, life, stall_timeout
         self.recorder = recorder or NullRecorder()
-        self._links = [
-            OwnerLink(rank, i, address, token=token, tls=tls, model=model, life=life)
-            for i, address in enumerate(addresses)
+        self._links = [  # freed by: leave() and free()
+            OwnerLink(
+                rank,
+                owner,
+                address,
+                token=token,
+                tls=tls,
+                model=model,
+                life=life,
+                recorder=self.recorder,
+                hear=self._hear,
+                over=self._lost,
+            )
+            for owner, address in enumerate(addresses)
         ]
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
@@ -109,8 +125,6 @@ class RemoteConnection:
         self._windows: UnitWindows | None = None
         self._gradients: GradientRegion | None = None
         self._lead: RemoteLead | None = None  # after attach
-        self._threads: list[threading.Thread] = []
-        self._notices: list[Any] = []  # streams under way. freed by: leave()
         self._greeted = False  # an owner may know this rank, so leave() tells all of them
 
     # ---- handshake
@@ -125,7 +139,6 @@ class RemoteConnection:
             self._join_host(plan, {owner: files for owner, files in offers.items() if files.control}, step, page_lock)
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
-            self._listen()
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         return Joined(
@@ -157,15 +170,28 @@ class RemoteConnection:
             num_owners=len(self._links),
             host=host_identity(self._share) if self._share is not None else "",
             life=self.life,
+            process=translate.process_to_pb(this_process()),
+            lease_s=self._stall_s * _LEASE,
         )
-        started = []
+        asked = {}
         for link in self._links:
-            request.owner = link.owner
-            started.append(link.start("Attach", request, deadline_s))
-        answers = [link.answer(call) for link, call in zip(self._links, started, strict=True)]
+            link.open()
+            mine = pb.AttachRequest()
+            mine.CopyFrom(request)
+            mine.owner = link.owner
+            asked[link] = link.ask("Attach", mine, deadline_s)
+        answers = self._all(asked, deadline_s)
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
         return answers
+
+    def _all(self, asked: Mapping[OwnerLink, Future[Any]], deadline_s: float) -> list[Any]:
+        """The answers of several owners, by owner; blocks. Raises StallError if a link is down all that time."""
+        futures.wait(asked.values(), deadline_s + 1.0)
+        for link, answer in asked.items():
+            if not answer.done() and (down := link.down()) is not None:
+                fail(answer, down)
+        return [answer.result() for answer in asked.values()]
 
     def _require_same(self, what: str, values: Sequence[Any]) -> None:
         for link, value in zip(self._links, values, strict=True):
@@ -205,12 +231,12 @@ class RemoteConnection:
                 recorder=self.recorder,
             )
         controls = {owner: files.control for owner, files in offers.items()}
-        back_at = step if self.life else None
         files = translate.paths_to_pb(shared.offer())
+        back_at = step if self.life else None
         request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
-        calls = [(self._links[owner], self._links[owner].start("Share", request)) for owner in offers]
-        for link, call in calls:
-            link.answer(call)
+        deadline_s = max(QUICK_S, self._stall_s)
+        links = [self._links[owner] for owner in offers]
+        self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
         self._windows = shared.windows()  # freed by: free()
         self._gradients = GradientRegion(plan.spec, shared.gradients())
         shared.listen(self._board)
@@ -228,25 +254,14 @@ class RemoteConnection:
         if self._shared is not None and link.owner not in self._senders:
             new = self._shared.keep(state)
             if new is not None:  # rare: the owner maps it before this rank may die
-                link.ask("Keep", pb.KeepRequest(rank=self.rank, slab=new))
+                link.ask("Keep", pb.KeepRequest(rank=self.rank, slab=new)).result()
             return DONE
-        kept: Future[None] = Future()
-
-        def answered(call: Any) -> None:
-            try:
-                link.answer(call)
-            except RayZeroError as error:
-                fail(kept, error)
-            else:
-                settle(kept, None)
-
         request = pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(state))
-        link.start("Keep", request).add_done_callback(answered)
-        return kept
+        return then(link.ask("Keep", request), lambda _: None)
 
     def kept(self) -> list[LoopState]:
         """See ``Connection.kept``."""
-        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank))
+        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank)).result()
         return [translate.loop_state_from_pb(state) for state in answer.states]
 
     @property
@@ -256,29 +271,14 @@ class RemoteConnection:
 
     # ---- notices
 
-    def _listen(self) -> None:
-        self._notices = [link.notices(quiet=link.owner not in self._senders) for link in self._links]
-        names = [f"rayzero-rank{self.rank}-notices{link.owner}" for link in self._links]
-        self._threads = [
-            threading.Thread(target=self._follow, args=(link, stream), name=name, daemon=True)
-            for link, stream, name in zip(self._links, self._notices, names, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _follow(self, link: OwnerLink, stream: Any) -> None:
-        """Read an owner's notices until its stream ends. Then every wait fails, because no notice would end it."""
-        try:
-            for notice in stream:
-                self._board.publish(link.owner, [Published(p.shard, p.version, p.content) for p in notice.published])
-                if notice.HasField("abort"):
-                    log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
-                    self._board.release(link.owner, from_failure(notice.abort))
-            self._lost(link, StoreError(f"rank {self.rank}: {link.name} stopped"))
-        except grpc.RpcError as error:
-            self._lost(link, link.error(error))
+    def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+        self._board.publish(link.owner, [Published(p.shard, p.version, p.content) for p in notice.published])
+        if notice.HasField("abort"):
+            log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
+            self._board.release(link.owner, from_failure(notice.abort))
 
     def _lost(self, link: OwnerLink, error: RayZeroError) -> None:
+        """The owner will never answer again: every wait fails, because nothing would end it."""
         self._board.fail(error)
         if self._shared is not None:
             self._shared.lost(link.owner, error)
@@ -298,8 +298,6 @@ class RemoteConnection:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
         self._order.fail(closed_error(self.rank))
-        for stream in self._notices:
-            stream.cancel()
         for link in self._links:
             link.close()  # an attach in another thread fails
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
@@ -314,5 +312,5 @@ class RemoteConnection:
             self._lead.close()
         for pool in (self._fetches, self._pushes):
             pool.shutdown(wait=True)
-        for thread in self._threads:
-            thread.join()
+        for link in self._links:
+            link.join()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 TOKEN_KEY = "rayzero-token"
 MODEL_KEY = "rayzero-model"
 LIFE_KEY = "rayzero-life"
+LINK_KEY = "rayzero-link"
 _ERROR_KEY = "rayzero-error"
 _MESSAGE_KEY = "rayzero-message-bin"
 _MAX_MESSAGE_CHARS = 8192  # of an error's text; metadata is no place for more
@@ -37,14 +40,21 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 64 << 10),
-    # A peer whose host has vanished sends nothing: ping it every 30 s, even while no call is open.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 30_000),
+    # A peer whose host has vanished sends nothing: ping it every 10 s, even while no call is open. So a link that
+    # swallows everything breaks before the deadline of any call that moves bytes.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else the answer to a ping has 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-CHANNEL_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 10_000))
+CHANNEL_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # a link repeats its calls itself, over a new channel
+)
+SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5_000))
 
 
 # ------------------------------------------------------------------------------------------------------ methods
@@ -161,6 +171,35 @@ def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[int, int] | 
     return rank, life
 
 
+@dataclass(frozen=True, slots=True)
+class LinkNumber:
+    """Which of a caller's links, one after the other, a call comes over."""
+
+    caller: str  # "rank 3" or "lead"
+    number: int  # the clock when it was opened, ns: it also grows from one life of a rank to the next
+
+    def next(self) -> LinkNumber:
+        """The number of a link that is opened now."""
+        return LinkNumber(self.caller, max(self.number + 1, time.time_ns()))
+
+    @property
+    def metadata(self) -> Metadata:
+        """What every call over the link carries, beside ``token_metadata``."""
+        return ((LINK_KEY, f"{self.caller} {self.number}"),)
+
+
+def link_of(metadata: Iterable[tuple[str, str | bytes]]) -> LinkNumber | None:
+    """The link that a call comes over; None: its caller does not number its links. Raises StoreError for another
+    value."""
+    sent = next((value for key, value in metadata if key == LINK_KEY), None)
+    if sent is None:
+        return None
+    caller, _, number = str(sent).rpartition(" ")
+    if not number.isdecimal():
+        raise StoreError(f"{LINK_KEY} of a call is {sent!r}; it must be a caller and a number")
+    return LinkNumber(caller, int(number))
+
+
 def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
     """The number of the prepared model that a call is about. Raises StoreError if it is not a number."""
     sent = next((value for key, value in metadata if key == MODEL_KEY), "0")
@@ -224,6 +263,29 @@ def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
         return named_error(sent[_ERROR_KEY], sent.get(_MESSAGE_KEY, b"").decode())
     code = error.code()
     return _BARE.get(code, StoreError)(f"{peer}: {code.name}: {error.details() or 'no details'}")
+
+
+def is_broken_link(error: grpc.RpcError) -> bool:
+    """Whether a call failed because its connection did, or could not be made. An error that the owner sent is none."""
+    return error.code() is _S.UNAVAILABLE and not _is_sent(error)
+
+
+def gave_no_answer(error: grpc.RpcError) -> bool:
+    """Whether a call's own deadline ended it: an owner that still runs answers before that."""
+    return error.code() is _S.DEADLINE_EXCEEDED and not _is_sent(error)
+
+
+def _is_sent(error: grpc.RpcError) -> bool:
+    return _ERROR_KEY in dict(cast(Iterable[tuple[str, Any]], error.trailing_metadata() or ()))
+
+
+def break_of(error: grpc.RpcError) -> str:
+    """Why a link broke, in a few words: "connection refused" from "... connect: Connection refused (111)"."""
+    details = error.details() or error.code().name
+    last = re.sub(r"\s*\(\d+\)\)*$", "", re.split(r":\s*", details.strip())[-1])  # without errno
+    inner = re.fullmatch(r"[^(]+\((.+)\)", last)  # "Stream removed (Socket closed)"
+    said = inner[1] if inner else last
+    return said[:1].lower() + said[1:]
 
 
 def named_error(name: str, message: str) -> RayZeroError:

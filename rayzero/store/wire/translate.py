@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.protocol.messages import (
     Action,
     CheckpointInfo,
@@ -226,3 +227,16 @@ def loop_state_to_pb(state: LoopState) -> pb.LoopState:
 def loop_state_from_pb(state: pb.LoopState) -> LoopState:
     """The inverse of :func:`loop_state_to_pb`."""
     return LoopState(step=state.step, part=state.part, content=state.content)
+
+
+# ---- processes
+
+
+def process_to_pb(process: ProcessIdentity) -> pb.Process:
+    """Which process it is."""
+    return pb.Process(kernel=process.kernel, pid=process.pid, started=process.started)
+
+
+def process_from_pb(process: pb.Process) -> ProcessIdentity:
+    """The inverse of :func:`process_to_pb`."""
+    return ProcessIdentity(process.kernel, process.pid, process.started)

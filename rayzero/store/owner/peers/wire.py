@@ -1,39 +1,79 @@
-"""How the lead reaches an owner in another process over gRPC."""
+"""How the lead reaches an owner in another process over gRPC.
+
+A link that breaks fails nothing: calls that had no answer are repeated over a new channel, with back-off, and the owner
+executes each once (store/rank/owner_link.py does the same for ranks)."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
+from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.errors import StoreError
+from rayzero.concurrency.processes import watch_process
+from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,
     OWNER_SERVICE,
+    LinkNumber,
+    Metadata,
     TlsFiles,
+    break_of,
     from_status,
+    is_broken_link,
     methods,
     to_failure,
     token_metadata,
 )
+from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
+from rayzero.telemetry.recorder import NullRecorder, Recorder
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_QUICK_S = 10.0  # deadline of calls that compute nothing
+_QUICK_S = 10.0  # opening and closing a channel
+_ABORT_S = 3.0  # how long an abort is repeated: an owner that cannot be reached has most likely gone itself. An owner
+# that does not hear of it keeps its ranks waiting until they stall
+
+
+class _Channel:
+    """One channel of the lead's link to an owner. Lives on the event loop."""
+
+    def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: TlsFiles | None) -> None:
+        self.link = link
+        self._metadata = (*metadata, *link.metadata)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
+
+    async def call(self, method: str, request: Any, timeout_s: float) -> Any:
+        return await self._calls[method](request, timeout=timeout_s, metadata=self._metadata)
+
+    async def close(self) -> None:
+        """End every call and the connection."""
+        await self._channel.close(None)
 
 
 class RemotePeer:
     """One owner, reached over gRPC. An ``OwnerPeer`` (protocol/owner.py).
 
-    Knows the owner's address and how to call it; not what a step is. Its futures complete on the process's event loop:
-    callbacks on them must not block."""
+    Knows the owner's address, how to call it and whether its link is open; not what a step is. Its futures complete on
+    the process's event loop: callbacks on them must not block."""
 
     def __init__(
         self,
@@ -44,16 +84,43 @@ class RemotePeer:
         tls: TlsFiles | None = None,
         timeout_s: float = 600.0,
         model: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
-        """``timeout_s``: deadline of calls that compute, in seconds. ``model``: the prepared model's number."""
+        """``timeout_s``: the longest that a call may take, in seconds, while its link is down or open. ``model``: the
+        prepared model's number."""
         self.owner = owner
         self._name = f"optimizer {owner} at {address}"
-        self._metadata = token_metadata(token, model)
-        self._timeout_s = timeout_s  # of calls that compute
+        self._address, self._tls, self._metadata = address, tls, token_metadata(token, model)
+        self._timeout_s = timeout_s
+        self._recorder = recorder or NullRecorder()
         self._loop = shared_loop()
         self._aborts: list[Future[None]] = []
-        self._channel = self._loop.run(_open_channel(address, tls), _QUICK_S)
-        self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
+        self._saves = 0  # calls so far
+        self._over: StoreError | None = None  # why the owner will never answer again
+        self._down: tuple[float, str] | None = None  # since when the link is down, and why
+        self._unwatch: Callable[[], None] = lambda: None
+        self._changed = asyncio.Event()  # the link is over: nobody waits for it any more
+        self._channel = self._loop.run(self._open(LinkNumber("lead", 0)), _QUICK_S)  # freed by: _reopen(), _close()
+
+    # ---- calls
+
+    def watch(self, died: Callable[[StoreError], None]) -> None:
+        """Call ``died``, on the event loop, as soon as the owner's process has died, if this process can see that."""
+
+        async def watch() -> None:
+            with suppress(RayZeroError):  # its links show the rest
+                answer = await self._ask("Identify", pb.IdentifyRequest(), self._timeout_s)
+                process = translate.process_from_pb(answer.process)
+                error = StoreError(f"optimizer {self.owner} (pid {process.pid}) has died")
+
+                def end() -> None:
+                    if self._over is None:
+                        self._end(error)
+                        died(error)
+
+                self._unwatch = watch_process(process, end) or self._unwatch
+
+        self._submit(watch())
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Ask for the step's norm parts, which come once every counted push is there."""
@@ -84,7 +151,8 @@ class RemotePeer:
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step`` into the staging directory."""
-        request = pb.WriteShardsRequest(step=step, directory=str(directory))
+        self._saves += 1
+        request = pb.WriteShardsRequest(step=step, directory=str(directory), number=self._saves)
 
         async def save() -> FileEntry:
             return translate.file_from_pb((await self._ask("WriteShards", request, self._timeout_s)).file)
@@ -103,28 +171,80 @@ class RemotePeer:
     def abort(self, error: StoreError) -> None:
         """Fail every wait at the owner. Errors are ignored: an owner that cannot be reached has gone itself."""
         request = pb.AbortRequest(failure=to_failure(error))
+        repeat_s = 0.0 if isinstance(error, StoreClosedError) else _ABORT_S  # at its end, a run's owners end in turn
 
         async def abort() -> None:
-            await self._ask("Abort", request, _QUICK_S)
+            await self._ask("Abort", request, _QUICK_S, repeat_s)
 
         self._aborts.append(self._submit(abort()))
 
     def close(self) -> None:
         """Close the connection once the aborts have gone out; other calls under way fail."""
         wait(self._aborts, _QUICK_S)
-        self._loop.run(self._channel.close(None), _QUICK_S)
-
-    async def _ask(self, name: str, request: Any, timeout_s: float) -> Any:
-        try:
-            return await self._calls[name](request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_status(error, self._name) from error
+        self._unwatch()
+        self._loop.run(self._close(), _QUICK_S)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return self._loop.submit(work)
 
+    # ---- the link: on the event loop
 
-async def _open_channel(address: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+    async def _ask(self, method: str, request: Any, timeout_s: float, repeat_s: float = math.inf) -> Any:
+        """Make a call, and repeat it over a new channel while the link breaks. Raises the owner's error; TransferError
+        if the link is still down after ``timeout_s`` or ``repeat_s`` seconds; why the link is over."""
+        began, pauses = time.monotonic(), backoff()
+        deadline = began + timeout_s
+        while self._over is None:
+            channel = self._channel
+            try:
+                answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
+            except grpc.RpcError as error:
+                if channel is self._channel and not is_broken_link(error):
+                    raise from_status(error, self._name) from error
+                self._broke(channel, error, logging.WARNING if repeat_s else logging.DEBUG)
+            except asyncio.CancelledError:
+                if channel is self._channel and self._over is None:
+                    raise  # it is not the channel that was closed
+            else:
+                self._works(channel)
+                return answer
+            pause = next(pauses)
+            if time.monotonic() + pause > min(deadline, began + repeat_s):
+                raise self._link_error()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), pause)
+            await self._reopen(channel)
+        raise self._over
+
+    async def _open(self, before: LinkNumber) -> _Channel:
+        return _Channel(self._address, before.next(), self._metadata, self._tls)
+
+    async def _reopen(self, broken: _Channel) -> None:
+        """Replace a channel, once; its other calls end, and are repeated as this one is."""
+        if broken is self._channel and self._over is None:
+            self._channel = await self._open(broken.link)
+            await broken.close()
+
+    def _broke(self, channel: _Channel, error: grpc.RpcError, level: int) -> None:
+        if channel is self._channel and self._down is None:
+            self._down = time.monotonic(), break_of(error)
+            log.log(level, "the lead lost the link to %s: %s", self._name, self._down[1])
+
+    def _works(self, channel: _Channel) -> None:
+        if channel is self._channel and self._down is not None:
+            down_s, self._down = time.monotonic() - self._down[0], None
+            log.warning("the lead: the link to %s is back after %.3g s", self._name, down_s)
+            self._recorder.add(LINK_RECONNECTS, peer="optimizer")
+            self._recorder.add(LINK_DOWN_SECONDS, down_s, peer="optimizer")
+
+    def _link_error(self) -> TransferError:
+        since, why = self._down or (time.monotonic(), "it has just broken")
+        return TransferError(f"{self._name}: its link is down since {time.monotonic() - since:.3g} s ({why})")
+
+    def _end(self, error: StoreError) -> None:
+        self._over = self._over or error
+        self._changed.set()
+
+    async def _close(self) -> None:
+        self._end(StoreClosedError(f"{self._name}: the store was closed"))
+        await self._channel.close()

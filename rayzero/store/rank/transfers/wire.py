@@ -5,7 +5,7 @@
   fetch has reserved. It takes a thread at its first shard's notice, so at most one unit of an owner holds one while it
   waits.
 - A push waits for the rank's earlier pushes of the unit, and holds neither a thread nor a call.
-- When the link fails, a stream is repeated whole: owners drop what they already have.
+- When the link breaks, a stream is repeated whole once it is open again: owners drop what they already have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,11 +26,11 @@ from rayzero.codecs.record import LENGTH, codec_of, kept_bytes, read_record, use
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, TransferError
+from rayzero.errors import ConfigError, RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.owner_link import QUICK_S, OwnerLink, Upload
+from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, LinkDownError, OwnerLink, Upload
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import Describe, StallWatch
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 Range = tuple[int, int]  # start, stop
 
-_ATTEMPTS = 3  # at a stream whose link fails
+_ATTEMPTS = 3  # at a stream whose bytes are damaged
 _RETRY_PAUSE_S = 0.1
 _FORMATS = {"none": pb.WIRE_FORMAT_UNSPECIFIED, "bf16": pb.WIRE_FORMAT_BF16, "int8": pb.WIRE_FORMAT_INT8}  # by codec
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
@@ -172,15 +171,16 @@ class _Send:
         self.gather.end(error)
 
 
-class _Counted:
-    """Counts the messages of one stream as they pass."""
+class _Progress:
+    """Counts the messages of a stream as they pass. When it is repeated, only messages beyond the best try are
+    progress: a link that breaks again and again must not hide that nothing moves."""
 
     def __init__(self) -> None:
-        self.messages = 0
+        self.messages = 0  # of the best try
 
-    def __call__(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        for message in messages:
-            self.messages += 1
+    def count(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        for number, message in enumerate(messages, 1):
+            self.messages = max(self.messages, number)
             yield message
 
 
@@ -302,16 +302,18 @@ class WireTransfers:
 
     def _fetch_early(self, part: _Fetch) -> None:
         """Request now what will be published later. When the fetch fails or is cancelled, the call ends."""
+        channel = self._link.channel()
+        published = self.published(part.awaited, part.shards[:1], part.version)
         try:
-            call = self._link.begin_fetch(self._request([part]), None)
-        except RayZeroError as error:
-            part.gather.end(error)
+            if channel is None:
+                raise BrokenLinkError(f"{self._link.name}: its link is down")
+            call = channel.stream("Fetch", self._request([part]), None)
+        except BrokenLinkError:  # it is sent when its version is there
+            self._when(published, part, lambda: self._fetches.add(part))
             return
         part.gather.future.add_done_callback(lambda _: call.cancel())
-        move = partial(self._run, partial(self._receive_early, call), [part])
-        self._when(
-            self.published(part.awaited, part.shards[:1], part.version), part, lambda: self._fetch_pool.submit(move)
-        )
+        move = partial(self._run, partial(self._receive_early, channel, call), [part])
+        self._when(published, part, lambda: self._fetch_pool.submit(move))
 
     def _name(self, awaited: str) -> str:
         return f"{awaited} from optimizer {self._link.owner}"
@@ -321,10 +323,15 @@ class WireTransfers:
         lead_says = self._lead_says(timeout_s)
         both: Future[str] = Future()
 
+        def lead_answered(said: str, done: Future[str]) -> None:
+            error = done.exception()
+            if isinstance(error, LinkDownError):  # no news, however often that link breaks and comes back
+                fail(both, LinkDownError(f"{said}; the lead: {error}"))
+            else:
+                settle(both, f"{said}; the lead: {error or done.result()}")
+
         def answered(said: str) -> None:
-            lead_says.add_done_callback(
-                lambda done: settle(both, f"{said}; the lead: {done.exception() or done.result()}")
-            )
+            lead_says.add_done_callback(partial(lead_answered, said))
 
         when_all([self._describe(shard, timeout_s)], lambda said: answered(*said), partial(fail, both))
         return both
@@ -336,17 +343,20 @@ class WireTransfers:
     # ---- moving, in a thread of a pool
 
     def _run(self, move: Callable[[list[Any]], None], parts: list[Any]) -> None:
-        """Move parts together; if that fails, move each alone, so that the error of one does not fail the others."""
+        """Move parts together; if that fails, move each alone, so that the error of one does not fail the others. When
+        the owner or the link to it stalls, that is no part's own error."""
         going = [part for part in parts if not part.ended and part.gather.start()]
         if not going:
             return
         try:
             move(going)
         except Exception as error:  # whatever it is, the caller's future raises it
-            if len(going) == 1:
-                going[0].end(error)
-            for part in going if len(going) > 1 else ():
-                self._run(move, [part])
+            alone = len(going) > 1 and not isinstance(error, StallError)
+            for part in going:
+                if alone:
+                    self._run(move, [part])
+                elif not part.ended:
+                    part.end(error)
 
     def _request(self, parts: Sequence[_Fetch]) -> pb.FetchRequest:
         return pb.FetchRequest(
@@ -360,25 +370,25 @@ class WireTransfers:
     def _download(self, parts: list[_Fetch]) -> None:
         """Fetch published shards; each part ends when its bytes are there."""
 
-        def stream() -> None:
+        def begin(channel: Channel) -> Any:
             left = [part for part in parts if not part.ended]
-            deadline_s = _bulk_deadline_s(sum(part.size for part in left))
-            self._receive(self._link.begin_fetch(self._request(left), deadline_s), left)
+            return channel.stream("Fetch", self._request(left), _bulk_deadline_s(sum(part.size for part in left)))
 
-        self._with_retries("fetch", stream)
+        self._receive(parts, begin)
 
-    def _receive_early(self, call: Any, parts: list[_Fetch]) -> None:
-        """Receive a fetch that was sent early; its later shards may not be published yet."""
+    def _receive_early(self, channel: Channel, call: Any, parts: list[_Fetch]) -> None:
+        """Receive a fetch that was sent early over ``channel``; its later shards may not be published yet."""
         calls = [call]
 
-        def stream() -> None:
-            begun = calls.pop() if calls else self._link.begin_fetch(self._request(parts), None)
-            self._receive(begun, parts)
+        def begin(present: Channel) -> Any:
+            begun = calls.pop() if calls else None
+            return begun if present is channel and begun is not None else present.stream("Fetch", request, None)
 
-        self._with_retries("fetch", stream)
+        request = self._request(parts)
+        self._receive(parts, begin)
 
-    def _receive(self, call: Any, parts: list[_Fetch]) -> None:
-        """Read a Fetch's messages into its parts."""
+    def _receive(self, parts: list[_Fetch], begin: Callable[[Channel], Any]) -> None:
+        """Read a Fetch's messages into its parts. ``begin``: starts the call."""
 
         def describe(timeout_s: float) -> Future[str]:
             part = next((part for part in parts if not part.ended), parts[-1])
@@ -386,9 +396,11 @@ class WireTransfers:
             said = self._describe(part.shards[min(filled, count - 1)], timeout_s)
             return then(said, lambda text: f"{filled}/{count} shards are here, {text}")
 
-        with self._watching(call, self._name(parts[0].awaited), describe) as counted:
-            messages = counted(self._link.messages(call))
-            for part in parts:
+        def stream(channel: Channel, moving: Future[None], progress: _Progress) -> None:
+            call = begin(channel)
+            moving.add_done_callback(lambda _: call.cancel())
+            messages = progress.count(channel.messages(call))
+            for part in [part for part in parts if not part.ended]:
                 part.fill(messages)
                 if part is parts[-1] and next(messages, None) is not None:
                     raise TransferError(f"{self._link.name} sent more than the shards asked for")
@@ -397,61 +409,70 @@ class WireTransfers:
                 count_bytes(self._recorder, "fetch", "grpc", numel, part.out.dtype, codec=codec, size=part.received)
                 part.end(None)
 
+        self._repeat("fetch", self._name(parts[0].awaited), describe, stream)
+
     def _upload(self, method: str, parts: list[_Send]) -> None:
         size = sum(part.size for part in parts)
         what = f"optimizer {self._link.owner} to take the {size:,} bytes of a {method}"
 
-        def stream() -> None:
+        def stream(channel: Channel, moving: Future[None], progress: _Progress) -> None:
             messages = (message for part in parts for message in part.messages(self._options.chunk_bytes))
-            drawn = _Counted()
-            upload = Upload(drawn(messages))
-            call = self._link.begin_upload(method, upload, _bulk_deadline_s(size))
+            upload = Upload(progress.count(messages))
+            call = channel.start(method, upload, _bulk_deadline_s(size))
+            moving.add_done_callback(lambda _: call.cancel())
             try:
-                with self._watching(call, what, partial(self._describe, parts[0].shards[0]), drawn):
-                    self._link.answer(call)
+                channel.answer(call)
             finally:
                 upload.stop()
 
-        self._with_retries(method.lower(), stream)
+        self._repeat(method.lower(), what, partial(self._describe, parts[0].shards[0]), stream)
         for part in parts:
             for shard in part.shards:
                 count_bytes(self._recorder, method.lower(), "grpc", shard.numel, part.values.dtype, codec=part.codec)
             part.end(None)
 
-    @contextmanager
-    def _watching(
-        self, call: Any, what: str, describe: Describe, counted: _Counted | None = None
-    ) -> Iterator[_Counted]:
-        """Wraps a stream: raises StallError when no message passes and the owner makes no progress. Yields the counter
-        of messages."""
-        counted = counted or _Counted()
-        moving: Future[None] = Future()
-        moving.add_done_callback(lambda _: call.cancel())
-        self._watch.watch(moving, what, describe, lambda: counted.messages)
+    def _repeat(
+        self,
+        direction: str,
+        what: str,
+        describe: Describe,
+        stream: Callable[[Channel, Future[None], _Progress], None],
+    ) -> None:
+        """Run a stream, and repeat all of it after the link was down, or if bytes are damaged. Raises StallError when
+        no message passes and the owner makes no progress; other errors at once. ``stream`` ends its call when the
+        future that it is given is done."""
+        progress, moving = _Progress(), Future[None]()
+        self._watch.watch(moving, what, describe, lambda: progress.messages)
+        broken, damaged = None, 0
         try:
-            yield counted
+            while True:
+                channel = self._link.wait_open(broken, moving)
+                try:
+                    return stream(channel, moving, progress)
+                except BrokenLinkError as error:
+                    broken = channel
+                    self._link.broke(channel, error)
+                    self._again(direction, error)
+                except TransferError as error:
+                    damaged += 1
+                    closing = self._closing.wait(_RETRY_PAUSE_S)
+                    if damaged == _ATTEMPTS or closing:
+                        raise
+                    self._again(direction, error)
         except RayZeroError:
-            stalled = moving.exception() if moving.done() else None
-            if stalled is not None:
-                raise stalled from None
+            if moving.done():
+                moving.result()  # it stalled: that says more than a call that was ended
             raise
         finally:
             settle(moving, None)
 
-    def _with_retries(self, direction: str, stream: Callable[[], None]) -> None:
-        """Run a stream, and repeat all of it if the link fails or bytes are damaged. Raises other errors at once."""
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                return stream()
-            except TransferError as error:
-                closing = self._closing.wait(_RETRY_PAUSE_S)
-                ended = self._board.ended(self._link.owner)
-                if ended is not None:
-                    raise ended from error  # it says more than a lost connection
-                if left == 0 or closing:
-                    raise
-                log.warning("rank %d: repeats a %s after: %s", self._link.rank, direction, error)
-                self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
+    def _again(self, direction: str, error: TransferError) -> None:
+        """A stream is to be repeated. Raises why the owner is ending the run, if it is."""
+        ended = self._board.ended(self._link.owner)
+        if ended is not None:
+            raise ended from error  # it says more than a lost connection
+        log.info("rank %d repeats a %s after: %s", self._link.rank, direction, error)
+        self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
 
 
 def transfer_threads(num_owners: int, rank: int, direction: str) -> tuple[ThreadPoolExecutor, int]:

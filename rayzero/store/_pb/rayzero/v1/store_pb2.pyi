@@ -164,8 +164,18 @@ class Waiting(_message.Message):
     on: str
     def __init__(self, on: _Optional[str] = ...) -> None: ...
 
+class Process(_message.Message):
+    __slots__ = ("kernel", "pid", "started")
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    kernel: str
+    pid: int
+    started: int
+    def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "life")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "life", "process", "lease_s")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +184,8 @@ class AttachRequest(_message.Message):
     NUM_OWNERS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -182,7 +194,9 @@ class AttachRequest(_message.Message):
     num_owners: int
     host: str
     life: int
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., life: _Optional[int] = ...) -> None: ...
+    process: Process
+    lease_s: float
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., life: _Optional[int] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors")
@@ -230,15 +244,13 @@ class ShareResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class NoticesRequest(_message.Message):
-    __slots__ = ("rank", "quiet")
+    __slots__ = ("rank",)
     RANK_FIELD_NUMBER: _ClassVar[int]
-    QUIET_FIELD_NUMBER: _ClassVar[int]
     rank: int
-    quiet: bool
-    def __init__(self, rank: _Optional[int] = ..., quiet: bool = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
 
 class NoticesResponse(_message.Message):
-    __slots__ = ("published", "abort")
+    __slots__ = ("published", "abort", "process")
     class Published(_message.Message):
         __slots__ = ("shard", "version", "content")
         SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -250,9 +262,11 @@ class NoticesResponse(_message.Message):
         def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., content: _Optional[int] = ...) -> None: ...
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     published: _containers.RepeatedCompositeFieldContainer[NoticesResponse.Published]
     abort: Failure
-    def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    process: Process
+    def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ..., process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("chunk", "header")
@@ -602,12 +616,14 @@ class RedoResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WriteShardsRequest(_message.Message):
-    __slots__ = ("step", "directory")
+    __slots__ = ("step", "directory", "number")
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     step: int
     directory: str
-    def __init__(self, step: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, step: _Optional[int] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class WriteShardsResponse(_message.Message):
     __slots__ = ("file",)
@@ -624,3 +640,13 @@ class AbortRequest(_message.Message):
 class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class IdentifyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IdentifyResponse(_message.Message):
+    __slots__ = ("process",)
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    process: Process
+    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...

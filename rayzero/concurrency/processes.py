@@ -1,0 +1,118 @@
+"""Notices the death of another process of this host, from the process itself and not from its connections."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rayzero.concurrency.event_loop import shared_loop
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process of one kernel. A later process with the same pid has another start time."""
+
+    kernel: str  # boot and pid namespace: pids mean the same in all processes that have it; "": not known
+    pid: int
+    started: int  # clock ticks after boot
+
+
+def this_process() -> ProcessIdentity:
+    """The identity of the calling process."""
+    return _identity(os.getpid())
+
+
+@cache
+def _identity(pid: int) -> ProcessIdentity:
+    """``pid`` is the caller's own: it is the key of the cache because a forked child is another process."""
+    started = _start_of(pid)
+    if started is None or not hasattr(os, "pidfd_open"):
+        return ProcessIdentity("", pid, 0)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ProcessIdentity(f"{boot}:{Path('/proc/self/ns/pid').readlink()}", pid, started)
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process started; None if there is no such process."""
+    with suppress(OSError):
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(after_name[19])
+    return None
+
+
+def watch_process(process: ProcessIdentity, died: Callable[[], None]) -> Callable[[], None] | None:
+    """Call ``died`` once, on the process's event loop, as soon as ``process`` has died; also if it is dead already.
+    Returns what ends the watch; idempotent, from any thread. None: this process cannot see that one's death, because it
+    runs under another kernel or in another pid namespace.
+
+    A process that watches itself never hears of its death."""
+    if process == this_process():
+        return lambda: None
+    loop = shared_loop().loop
+    seen = SeenProcess.open(process)
+    if seen is None:
+        return None
+    watch = _Watch(seen, died)  # frees it
+    loop.call_soon_threadsafe(watch.tell if seen.is_dead else watch.begin)
+    return lambda: _on_loop(watch.end)
+
+
+class SeenProcess:
+    """A process whose death can be seen: ``file`` becomes readable then."""
+
+    def __init__(self, file: int | None, *, is_dead: bool) -> None:
+        self.file, self.is_dead = file, is_dead  # ``file``: a pidfd; None: it was dead when it was looked for
+
+    @classmethod
+    def open(cls, process: ProcessIdentity) -> SeenProcess | None:
+        """None: this process cannot see that one. Freed by: close()."""
+        if not this_process().kernel or process.kernel != this_process().kernel:
+            return None
+        try:
+            file = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return cls(None, is_dead=True)
+        except OSError:  # forbidden here: only links tell
+            return None
+        started = _start_of(process.pid)  # unknown if /proc hides other users' processes
+        # another start: another process than the one that is watched, and it holds the pid
+        return cls(file, is_dead=started is not None and started != process.started)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+def _on_loop(call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop has ended with the interpreter, and the file with it
+        shared_loop().loop.call_soon_threadsafe(call)
+
+
+class _Watch:
+    """A process that the event loop waits for. Its methods run on the loop."""
+
+    def __init__(self, seen: SeenProcess, died: Callable[[], None]) -> None:
+        self._seen, self._died = seen, died
+        self._over = False
+
+    def begin(self) -> None:
+        if not self._over and self._seen.file is not None:
+            shared_loop().loop.add_reader(self._seen.file, self.tell)
+
+    def tell(self) -> None:
+        if not self._over:
+            self.end()
+            self._died()
+
+    def end(self) -> None:
+        if not self._over:
+            self._over = True
+            if self._seen.file is not None:
+                shared_loop().loop.remove_reader(self._seen.file)
+            self._seen.close()

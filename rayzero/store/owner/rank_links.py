@@ -1,0 +1,114 @@
+"""Which ranks have a link to an owner, and which of the others are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from rayzero.concurrency.processes import ProcessIdentity, watch_process
+from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+Gone = Callable[[int, str], None]  # rank, why
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A rank that has attached and is not gone."""
+
+    process: ProcessIdentity
+    lease_s: float
+    unwatch: Callable[[], None] | None  # ends the watch over its process; None: nothing here can see it
+    down_since: float | None = None  # when its link broke
+    lease: asyncio.TimerHandle | None = field(default=None, repr=False)  # runs while the link is down
+
+    def forget(self) -> None:
+        if self.lease is not None:
+            self.lease.cancel()
+        if self.unwatch is not None:
+            self.unwatch()
+
+
+class RankLinks:
+    """Takes a rank for gone when its process has died or, where that cannot be seen, when its link was down for longer
+    than its lease. A link that breaks and comes back is only logged and counted.
+
+    Knows ranks, processes and the streams of notices; not what a rank does. Lives on the event loop."""
+
+    def __init__(self, owner: int, loop: asyncio.AbstractEventLoop, recorder: Recorder, gone: Gone) -> None:
+        """``gone`` is called on the event loop, once for each rank that is gone without having left."""
+        self._owner, self._loop, self._recorder, self._gone = owner, loop, recorder, gone
+        self._ranks: dict[int, _Rank] = {}
+        self._streams: dict[int, object] = {}  # rank -> its newest stream of notices
+        self._over = False
+
+    def attached(self, rank: int, process: ProcessIdentity, lease_s: float) -> None:
+        """A rank has shaken hands; also a repeat of that. ``lease_s``: see ``AttachRequest``."""
+        self.left(rank)
+        unwatch = watch_process(process, partial(self._died, rank, process))
+        self._ranks[rank] = _Rank(process, lease_s, unwatch)
+        if rank not in self._streams:
+            self._broke(rank)
+
+    def left(self, rank: int) -> None:
+        """A rank has left, or somebody who knows says that it is gone: nothing more is expected of it."""
+        known = self._ranks.pop(rank, None)
+        if known is not None:
+            known.forget()
+
+    def opened(self, rank: int) -> object:
+        """A rank's stream of notices has begun. Returns what ``ended`` takes."""
+        stream = self._streams[rank] = object()
+        known = self._ranks.get(rank)
+        if known is not None and known.down_since is not None:
+            self._is_back(rank, known, time.monotonic() - known.down_since)
+        return stream
+
+    def _is_back(self, rank: int, known: _Rank, down_s: float) -> None:
+        known.down_since = None
+        if known.lease is not None:
+            known.lease.cancel()
+        log.warning("optimizer %d: the link to rank %d is back after %.3g s", self._owner, rank, down_s)
+        self._recorder.add(LINK_RECONNECTS, peer="rank")
+        self._recorder.add(LINK_DOWN_SECONDS, down_s, peer="rank")
+
+    def ended(self, rank: int, stream: object) -> None:
+        """A stream of notices has ended."""
+        if self._streams.get(rank) is stream:
+            del self._streams[rank]
+            self._broke(rank)
+
+    def _broke(self, rank: int) -> None:
+        known = self._ranks.get(rank)
+        if known is None or self._over:
+            return
+        log.warning("optimizer %d lost the link to rank %d", self._owner, rank)
+        known.down_since = time.monotonic()
+        if known.unwatch is None and known.lease_s > 0:
+            known.lease = self._loop.call_later(known.lease_s, self._expired, rank, known)
+
+    def _expired(self, rank: int, known: _Rank) -> None:
+        self._end(rank, f"its link broke {known.lease_s:.3g} s ago and did not come back")
+
+    def _died(self, rank: int, process: ProcessIdentity) -> None:
+        known = self._ranks.get(rank)
+        if known is not None and known.process == process and not self._over:  # else another life of it has attached
+            log.warning("optimizer %d: rank %d (pid %d) has died", self._owner, rank, process.pid)
+            self._end(rank, f"its process, pid {process.pid}, died")
+
+    def _end(self, rank: int, why: str) -> None:
+        if rank in self._ranks and not self._over:
+            self.left(rank)
+            self._gone(rank, why)
+
+    def close(self) -> None:
+        """The run is over for this owner: nobody is missed any more. Idempotent."""
+        self._over = True
+        for rank in list(self._ranks):
+            self.left(rank)

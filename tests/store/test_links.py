@@ -1,0 +1,473 @@
+"""Links that break and are opened again: nothing is lost, executed twice or waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rayzero.concurrency.backoff import backoff
+from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreError, TransferError
+from rayzero.store.owner.running_calls import RunningCalls
+from rayzero.store.rank import remote
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
+from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
+from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, undisturbed
+from store.proxy import Proxy, all_of
+from store.stores import TOKEN
+from store.toy import WAIT, random_grads, start, take_step
+from store.toy import make_spec as toy_spec
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHARES = why_no_sharing() is None
+
+
+# ---- faults at random moments (faults.py tries more seeds, and says how to replay one)
+
+
+@pytest.mark.parametrize("which", LINKS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_whose_links_break_ends_with_the_bits_of_one_whose_links_do_not(fault: str, which: str) -> None:
+    for seed in (1, 2):
+        differs = run(seed, fault, which)
+        assert not differs, f"run({seed}, {fault!r}, {which!r}) of tests/store/faults.py"
+
+
+# ---- a call that is executed, whose answer is lost
+
+
+class LosesAnswers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Executes the first calls of a method, cuts all connections, and only then answers."""
+
+    def __init__(self, method: str, calls: int) -> None:
+        self.method, self.left, self.lost, self.executed = method, calls, 0, 0
+        self.proxies: list[Proxy] = []
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if not details.method.endswith(f"/{self.method}"):
+            return handler
+        formats = handler.request_deserializer, handler.response_serializer
+
+        async def one(request: Any, context: Any) -> Any:
+            answer = await (handler.unary_unary or handler.stream_unary)(request, context)
+            await self._lose()
+            return answer
+
+        async def many(request: Any, context: Any) -> None:
+            await handler.unary_stream(request, context)
+            await self._lose()
+
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(one, *formats)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(many, *formats)
+        return grpc.unary_unary_rpc_method_handler(one, *formats)
+
+    async def _lose(self) -> None:
+        self.executed += 1
+        if self.left > 0 and self.proxies:
+            self.left -= 1
+            self.lost += 1
+            await asyncio.get_running_loop().run_in_executor(None, all_of(self.proxies, Proxy.cut))
+
+
+_REPEATED = sorted((*methods(STORE_SERVICE).keys(), *methods(OWNER_SERVICE).keys()))
+_NEVER = ("Notices", "Describe", "Leave", "Abort", "GetDecision", "Redo", "Keep", "GetKept")
+# no answer to lose, or not in the run
+
+
+@pytest.mark.parametrize("method", [method for method in _REPEATED if method not in _NEVER])
+def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tmp_path: Path) -> None:
+    if method == "Share" and not SHARES:
+        pytest.skip("no shared memory here")
+    way = "mixed" if method == "Share" else "pull"
+    expected, _ = undisturbed(way)
+    loses, spec = LosesAnswers(method, 3), make_spec()
+    with net(spec, [0] if way == "mixed" else [], interceptors=[loses]) as made:
+        loses.proxies = made.links("all")
+        with ranks_of(made, spec, way) as ranks:
+            found = outcome(ranks, tmp_path)
+        assert not difference(found, expected)
+        assert 1 <= loses.lost < loses.executed
+
+
+def test_a_decision_whose_answer_is_lost_is_asked_for_again(tmp_path: Path) -> None:
+    loses, spec = LosesAnswers("GetDecision", 1), toy_spec(2)
+    with net(spec, interceptors=[loses]) as made, ranks_of(made, spec) as ranks:
+        loses.proxies = made.links("all")
+        decision = ranks[0].store.decision(0)
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        assert decision.result(WAIT).step == 0
+        assert loses.lost == 1
+
+
+def test_a_leave_whose_answer_is_lost_counts_once() -> None:
+    loses, spec = LosesAnswers("Leave", 1), toy_spec(2)
+    with net(spec, interceptors=[loses]) as made, ranks_of(made, spec) as ranks:
+        loses.proxies = made.links("all")
+        norm = ranks[0].finish()
+        ranks[1].store.close("enough")
+        with pytest.raises(RankLeftError, match=r"rank 1 left .*\(enough\)"):
+            norm.result(WAIT)
+        assert loses.lost == 1
+
+
+def test_an_abort_reaches_owners_whose_link_is_cut() -> None:
+    spec = toy_spec(2)
+    with net(spec) as made, ranks_of(made, spec) as ranks:
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        all_of(made.links("lead-owner"), Proxy.cut)()
+        waits = [ranks[0].fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
+        ranks[0].finish()
+        ranks[1].store.close("enough")
+        for wait in waits:
+            with pytest.raises(RankLeftError, match="enough"):
+                wait.result(WAIT)
+
+
+# ---- what arrives late
+
+
+def test_calls_of_an_earlier_link_are_ended_and_refused() -> None:
+    calls, ended = RunningCalls(1), []
+    older, newer = LinkNumber("rank 0", 5), LinkNumber("rank 0", 6)
+
+    async def call(link: LinkNumber | None, seconds: float = WAIT) -> None:
+        try:
+            with calls.running(link):
+                await asyncio.sleep(seconds)
+        except TransferError as error:
+            ended.append(str(error))
+
+    async def both() -> None:
+        running = [asyncio.create_task(call(link)) for link in (older, LinkNumber("rank 1", 1), LinkNumber("lead", 1))]
+        await asyncio.sleep(0)
+        await call(newer, 0)
+        await running[0]
+        await call(older)
+        await call(newer, 0)
+        await call(None, 0)
+        assert [task.done() for task in running] == [True, False, False]
+        for task in running[1:]:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(both())
+    assert ended == ["optimizer 1: rank 0 has opened a newer link than that of this call"] * 2
+
+
+def test_link_numbers_cross_the_wire_and_grow() -> None:
+    first = LinkNumber("rank 3", 0).next()
+    assert link_of(first.metadata) == first
+    assert first.number < first.next().number
+    assert LinkNumber("lead", 1 << 62).next().number == (1 << 62) + 1  # a clock that goes back
+    assert link_of(()) is None
+    with pytest.raises(StoreError, match="must be a caller and a number"):
+        link_of((("rayzero-link", "rank x"),))
+
+
+# ---- back-off, and how it ends
+
+
+def test_pauses_grow_to_two_seconds_and_differ() -> None:
+    assert list(islice(backoff(lambda: 0.0), 8)) == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert list(islice(backoff(lambda: 1.0), 3)) == [0.025, 0.05, 0.1]
+    assert list(islice(backoff(), 9)) != list(islice(backoff(), 9))
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_a_link_that_stays_down_ends_waits_that_stall_and_is_named(lead: bool) -> None:
+    spec = toy_spec(2)
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=3.0) as ranks:
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        for rank in ranks:
+            rank.fetch()
+        owner = made.lead if lead else next(i for i in range(3) if i != made.lead)
+        for proxy in made.links("rank-lead" if lead else "rank-owner"):
+            proxy.close()
+        shards = [ranks[0].fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
+        pushes = [ranks[0].push_unit(unit.index, random_grads(spec, 3)) for unit in spec.layout.units]
+        named = rf"rank 0 waits \S+ s for .*optimizer {owner} at \S+: its link is down since \S+ s \(\D+\)"
+        texts = []
+        for wait in [*pushes, *shards, *([ranks[0].finish()] if lead else [])]:
+            try:
+                wait.result(WAIT)
+            except StallError as error:
+                texts.append(str(error))
+        assert any(re.search(named + ".*of a Push|of a Push" + ".*its link is down", text) for text in texts), texts
+        assert sum(bool(re.search(named, text)) for text in texts) >= 2, texts
+        began = time.monotonic()
+        ranks[0].store.close()
+        assert time.monotonic() - began < 5
+
+
+def test_a_link_that_breaks_again_and_again_hides_no_stall() -> None:
+    """It comes back each time, but no push gets through."""
+    spec = toy_spec(2)
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=3.0, chunk_bytes=100) as ranks:
+        ranks[0].fetch()
+        for proxy in made.for_ranks:
+            for cut in range(1, 1000):
+                proxy.at(proxy.passed + 2000 * cut, proxy.cut)
+        pushes = [ranks[0].push_unit(unit.index, random_grads(spec, 1)) for unit in spec.layout.units]
+        errors = [push.exception(WAIT) for push in pushes]
+        assert any(isinstance(error, StallError) for error in errors), errors
+        assert made.recorder.total(LINK_RECONNECTS, peer="optimizer") > 2
+
+
+def test_closing_ends_every_wait_for_a_link_at_once() -> None:
+    spec = toy_spec(1)
+    with net(spec) as made:
+        addresses = [proxy.address for proxy in made.for_ranks]
+        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0))
+        (rank,) = start([store], spec)
+        for proxy in made.for_ranks:
+            proxy.close()
+        waits: list[Future[Any]] = [rank.push_unit(0, random_grads(spec, 1)), rank.fetch_unit(0)[0], rank.finish()]
+        time.sleep(1.0)  # the pauses between two tries are long now
+        began = time.monotonic()
+        store.close()
+        assert time.monotonic() - began < 1.0
+        for wait in waits:
+            with pytest.raises(StoreClosedError):
+                wait.result(WAIT)
+
+
+def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
+    began = time.monotonic()
+    store = RankStore(RemoteConnection(0, ["127.0.0.1:1"], token=TOKEN))
+    with pytest.raises(TransferError, match=r"rank 0, optimizer 0 at 127.0.0.1:1: UNAVAILABLE"):
+        store.attach(toy_spec(1))
+    store.close()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
+            "host: connect: Connection refused (111)",
+            "connection refused",
+        ),
+        ("Stream removed (Socket closed)", "socket closed"),
+        ("recvmsg:Connection reset by peer (104))", "connection reset by peer"),
+        ("keepalive watchdog timeout", "keepalive watchdog timeout"),
+    ],
+)
+def test_why_a_link_broke_is_said_in_a_few_words(details: str, said: str) -> None:
+    class Broken(grpc.RpcError):
+        def details(self) -> str:
+            return details
+
+    assert break_of(Broken()) == said
+
+
+def test_a_break_is_logged_and_counted_once_at_each_end(caplog: pytest.LogCaptureFixture) -> None:
+    spec = toy_spec(2)
+    with (
+        net(spec) as made,
+        ranks_of(made, spec) as ranks,
+        ThreadPoolExecutor(1) as threads,
+        caplog.at_level(logging.WARNING, "rayzero.store"),
+    ):
+        made.for_ranks[1].refuse(0.3)
+        threads.submit(made.for_lead[1].refuse, 1.5)  # the lead hears of it at its next call
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        for rank in ranks:
+            rank.fetch()
+        assert made.at_owners.total(LINK_RECONNECTS, peer="rank") == 2
+        assert made.at_owners.total(LINK_RECONNECTS, peer="optimizer") == 1
+        for peer in ("rank", "optimizer"):
+            assert 0 < made.at_owners.total(LINK_DOWN_SECONDS, peer=peer) < 2 * WAIT
+        assert made.recorder.total(LINK_RECONNECTS, peer="optimizer") == 2
+        assert 2 * 0.25 < made.recorder.total(LINK_DOWN_SECONDS, peer="optimizer") < 2 * WAIT
+    for rank_number in range(2):
+        lost = [text for text in caplog.messages if f"rank {rank_number} lost the link to optimizer 1 " in text]
+        back = [text for text in caplog.messages if text.startswith(f"rank {rank_number}: the link to optimizer 1 ")]
+        assert (len(lost), len(back)) == (1, 1), caplog.messages
+        assert f"optimizer 1 lost the link to rank {rank_number}" in caplog.messages
+        there = f"optimizer 1: the link to rank {rank_number} is back after "
+        assert sum(text.startswith(there) for text in caplog.messages) == 1
+    of_lead = [text for text in caplog.messages if text.startswith("the lead")]
+    assert [" lost the link to optimizer 1 " in text for text in of_lead] == [True, False], of_lead
+
+
+# ---- a process that is dead, and a rank that does not come back
+
+
+@contextmanager
+def python(program: str) -> Iterator[subprocess.Popen[str]]:
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths},
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+OWNER = """
+    from rayzero.store.owner.hosted import HostedModels
+    from rayzero.store.owner.server import serve_models
+    server = serve_models(HostedModels({owner}, 2), token={token!r})
+    print(server.address, flush=True)
+    server.connect_peers(input().split())
+    print("connected", flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
+    """Owner 0 leads: the rank waits for the lead, or both hear. Proxies go on listening: no connection is refused."""
+    spec = toy_spec(1)
+    with (
+        python(OWNER.format(owner=0, token=TOKEN)) as zero,
+        python(OWNER.format(owner=1, token=TOKEN)) as one,
+    ):
+        processes = [zero, one]
+        targets = [said(process) for process in processes]
+        with Proxy(targets[0]) as first, Proxy(targets[1]) as second:
+            proxies = [first, second]
+            for process in processes:
+                assert process.stdin is not None
+                print(first.address, second.address, file=process.stdin, flush=True)
+                assert said(process) == "connected"
+            store = RankStore(
+                RemoteConnection(0, [p.address for p in proxies], token=TOKEN, stall_timeout=600.0, chunk_bytes=1000)
+            )
+            (rank,) = start([store], spec)
+            take_step([rank], [random_grads(spec, 1)])
+            rank.fetch()
+            waits: list[Future[Any]] = [rank.fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
+            waits.append(rank.finish())
+            began = time.monotonic()
+            processes[dead].send_signal(signal.SIGKILL)
+            for wait in waits:
+                with pytest.raises(StoreError, match=rf"optimizer {dead} \(pid {processes[dead].pid}\) has died"):
+                    wait.result(WAIT)
+            assert time.monotonic() - began < 5, "the process says so, not the connection"
+            store.close()
+
+
+def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
+    program = """
+        import time
+        from rayzero.owner.service import ShardService
+        def attach(*_, **__):
+            print("attaching", flush=True)
+            time.sleep(1000)
+        ShardService.attach = attach
+    """
+    program = textwrap.dedent(program) + textwrap.dedent(OWNER.format(owner=0, token=TOKEN)).replace("(0, 2)", "(0, 1)")
+    with python(program) as process:
+        address = said(process)
+        assert process.stdin is not None
+        print(address, file=process.stdin, flush=True)
+        assert said(process) == "connected"
+        store = RankStore(RemoteConnection(0, [address], token=TOKEN))
+        with ThreadPoolExecutor(1) as threads:
+            attaching = threads.submit(store.attach, toy_spec(1))
+            assert said(process) == "attaching"
+            process.send_signal(signal.SIGKILL)
+            with pytest.raises(StoreError, match=rf"optimizer 0 \(pid {process.pid}\) has died"):
+                attaching.result(WAIT)
+        store.close()
+
+
+def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayzero.store.rank.owner_link.SeenProcess.open", lambda _: None)
+    spec = toy_spec(1)
+    with python(OWNER.format(owner=0, token=TOKEN)) as zero, python(OWNER.format(owner=1, token=TOKEN)) as one:
+        addresses = [said(zero), said(one)]
+        for process in (zero, one):
+            assert process.stdin is not None
+            print(*addresses, file=process.stdin, flush=True)
+            assert said(process) == "connected"
+        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0, chunk_bytes=1000))
+        (rank,) = start([store], spec)
+        take_step([rank], [random_grads(spec, 1)])
+        rank.fetch()
+        one.send_signal(signal.SIGKILL)
+        with pytest.raises(StoreError, match=rf"optimizer 1 \(pid {one.pid}\) has died"):
+            rank.finish().result(WAIT)
+        store.close()
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks say that they are processes of another host."""
+    monkeypatch.setattr(remote, "this_process", lambda: ProcessIdentity("another host", 1, 1))
+
+
+def test_a_rank_of_another_host_whose_link_stays_down_is_gone_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch)
+    spec = toy_spec(2)
+    with net(spec) as made, Proxy(made.servers[made.lead].address) as theirs:
+        near = [server.address for server in made.servers]
+        far = [theirs.address if owner == made.lead else address for owner, address in enumerate(near)]
+        stores = [
+            RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=4.0))
+            for rank, addresses in enumerate((near, far))
+        ]
+        ranks = start(stores, spec)
+        theirs.refuse(0.5)  # it comes back
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        theirs.close()
+        began = time.monotonic()
+        norm = ranks[0].finish()
+        with pytest.raises(RankLeftError, match=r"rank 1 left .*\(its link broke 2 s ago and did not come back\)"):
+            norm.result(WAIT)
+        assert time.monotonic() - began > 1.5
+        for store in stores:
+            store.close()
+
+
+def test_a_supervisor_that_knows_ends_the_wait_for_a_rank_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch)
+    spec = toy_spec(2)
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=600.0) as ranks:
+        norm = ranks[0].finish()
+        for server in made.servers:
+            server.lost(1, "its actor died: SIGKILL")
+        with pytest.raises(RankLeftError, match=r"rank 1 left .*\(its actor died: SIGKILL\)"):
+            norm.result(WAIT)
+
+
+def test_a_rank_that_is_alive_on_this_host_keeps_its_place_without_a_link(tmp_path: Path) -> None:
+    """Its links are refused for longer than its lease; owners see that its process lives."""
+    spec = toy_spec(2)
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=4.0) as ranks:
+        norm = ranks[0].finish()
+        all_of(made.for_ranks, lambda proxy: proxy.refuse(2.5))()
+        ranks[1].fetch()
+        ranks[1].push(random_grads(spec, 1))
+        ranks[1].finish().result(WAIT)
+        norm.result(WAIT)
