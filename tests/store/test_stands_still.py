@@ -108,7 +108,7 @@ def test_an_owner_that_stands_still_is_named_by_whatever_waits_for_it(way: str, 
                 wait.result(WAIT)
             texts.append(str(caught.value))
         noticed = time.monotonic() - began
-        still = rf"optimizer {away} at \S+ does not answer"
+        still = rf"optimizer {away} at \S+ (does not answer|its link is down since \S+ s \(ping timeout\))"
         named = rf"^rank 0 waits \S+ s for .*({still}|optimizer {away} has not answered with the norm of step 1)"
         assert re.search(named, texts[-1]), texts[-1]
         assert all(re.search(still, text) for text in texts if f"optimizer {away} to take" in text), texts
