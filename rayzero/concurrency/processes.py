@@ -49,7 +49,7 @@ def watch_process(process: ProcessIdentity, died: Callable[[], None]) -> Callabl
     Returns what ends the watch; idempotent, from any thread. None: this process cannot see that one's death, because it
     runs under another kernel or in another pid namespace.
 
-    A process that watches itself never hears of its death."""
+    A process that watches itself is never told."""
     if process == this_process():
         return lambda: None
     loop = shared_loop().loop

@@ -1,4 +1,4 @@
-"""Records a store's metrics: bytes that travelled, what runs, and the memory of a rank's gradients."""
+"""Records a store's metrics: bytes that travelled, links that broke, what runs, and a rank's gradient memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import Tensor
 
 from rayzero.codecs import RAW, Codec
 from rayzero.layout.model_layout import dtype_name
-from rayzero.telemetry.names import BUILD_INFO, MEMORY_BYTES, TRANSFER_BYTES, TRANSFER_RAW_BYTES
+from rayzero.telemetry.names import (
+    BUILD_INFO,
+    LINK_DOWN_SECONDS,
+    LINK_RECONNECTS,
+    MEMORY_BYTES,
+    TRANSFER_BYTES,
+    TRANSFER_RAW_BYTES,
+)
 from rayzero.telemetry.recorder import Reading, Recorder
 
 
@@ -33,6 +40,12 @@ def count_bytes(
 
 
 _SENT_AS = {"fp16": dtype_name(torch.float16), "bf16": dtype_name(torch.bfloat16), "int8": dtype_name(torch.int8)}
+
+
+def count_reconnect(recorder: Recorder, peer: str, down_s: float) -> None:
+    """Count a link that is open again. ``peer``: what is at its other end; see ``names.LINK_RECONNECTS``."""
+    recorder.add(LINK_RECONNECTS, peer=peer)
+    recorder.add(LINK_DOWN_SECONDS, down_s, peer=peer)
 
 
 def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:

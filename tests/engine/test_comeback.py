@@ -23,7 +23,7 @@ from rayzero.protocol.lives import ATTEMPTS
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Killed, run_ranks
 
-from .models import VOCAB, Block, same_bits, tokens
+from .models import VOCAB, Batches, Block, same_bits
 
 Point = tuple[str, int]  # where in the loop, in which step
 
@@ -45,24 +45,6 @@ POINTS = (
     "writing",
     "written",
 )
-
-
-class Batches:
-    """A loader that knows its place."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.at = rank, 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            self.at += 1
-            yield tokens(self.at - 1, self.rank)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Seen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,13 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, tokens
+from .models import Batches, Net, same_bits, seeded, tokens
 
 STEPS = 7
-
-
-class Batches:
-    """A loader that knows its place: batch n is always the same."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.at = rank, 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            self.at += 1
-            yield tokens(self.at - 1, self.rank)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Kept:
@@ -110,8 +92,18 @@ def test_each_rank_gets_its_own_states_and_a_new_rank_those_of_rank_0(tmp_path: 
     assert [loader.at for loader in found] == [10, 20, 10]
 
 
-def one(name: str = "a") -> nn.Module:
-    return rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))[0]
+def one() -> tuple[nn.Module, ZeroOptimizer]:
+    """A prepared model and its optimizer."""
+    return rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def saved(folder: Path, **tracked: Any) -> Path:
+    """The checkpoint that a run which tracks these objects saves before its first step."""
+    with running_in(RankContext()):
+        _, optimizer = one()
+        rayzero.track(**tracked)
+        rayzero.save_checkpoint(optimizer, folder / "ck")
+    return folder / "ck"
 
 
 def test_track_before_prepare_is_refused() -> None:
@@ -135,11 +127,7 @@ def test_what_cannot_be_tracked_is_refused_before_anything_is_loaded(bad: Any, n
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise AssertionError("not before all are checked")
 
-    with running_in(RankContext()):
-        model, optimizer = rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
-        rayzero.track(first=Batches())
-        rayzero.save_checkpoint(optimizer, tmp_path / "ck")
-    with running_in(RankContext(resume=tmp_path / "ck")) as context:
+    with running_in(RankContext(resume=saved(tmp_path, first=Batches()))) as context:
         one()
         with pytest.raises(ConfigError, match=named) as caught:
             rayzero.track(first=Loads(), it=bad)
@@ -150,7 +138,7 @@ def test_what_cannot_be_tracked_is_refused_before_anything_is_loaded(bad: Any, n
 
 def test_the_prepared_model_and_its_optimizer_are_refused() -> None:
     with running_in(RankContext()):
-        model, optimizer = rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = one()
         for mine, kind in ((model, "Linear"), (optimizer, "ZeroOptimizer")):
             with pytest.raises(ConfigError, match=rf"track\(mine=...\) was given a prepared {kind}, whose state is"):
                 rayzero.track(mine=mine)
@@ -169,11 +157,7 @@ def test_a_name_belongs_to_one_object() -> None:
 
 
 def test_the_same_object_is_loaded_once(tmp_path: Path) -> None:
-    with running_in(RankContext()):
-        _, optimizer = rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
-        rayzero.track(loader=Batches())
-        rayzero.save_checkpoint(optimizer, tmp_path / "ck")
-    with running_in(RankContext(resume=tmp_path / "ck")):
+    with running_in(RankContext(resume=saved(tmp_path, loader=Batches()))):
         one()
         loader = Batches()
         rayzero.track(loader=loader)
@@ -183,11 +167,7 @@ def test_the_same_object_is_loaded_once(tmp_path: Path) -> None:
 
 
 def test_a_name_that_the_checkpoint_lacks_starts_afresh_and_says_so(tmp_path: Path, caplog: Any) -> None:
-    with running_in(RankContext()):
-        _, optimizer = rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
-        rayzero.track(batches=Batches())
-        rayzero.save_checkpoint(optimizer, tmp_path / "ck")
-    with running_in(RankContext(resume=tmp_path / "ck")), caplog.at_level(logging.WARNING):
+    with running_in(RankContext(resume=saved(tmp_path, batches=Batches()))), caplog.at_level(logging.WARNING):
         one()
         loader = Batches()
         loader.at = 3
@@ -201,11 +181,7 @@ def test_what_an_objects_load_raises_names_it(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise KeyError("size")
 
-    with running_in(RankContext()):
-        _, optimizer = rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
-        rayzero.track(loader=Batches())
-        rayzero.save_checkpoint(optimizer, tmp_path / "ck")
-    with running_in(RankContext(resume=tmp_path / "ck")):
+    with running_in(RankContext(resume=saved(tmp_path, loader=Batches()))):
         one()
         with pytest.raises(KeyError) as caught:
             rayzero.track(loader=Picky())
@@ -220,7 +196,7 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
             return {"source": 1 if self.whole else object()}
 
     with running_in(RankContext()):
-        _, optimizer = rayzero.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
+        _, optimizer = one()
         odd = Odd()
         with pytest.raises(CheckpointError, match=r"tracked\.odd\.source is a builtins\.object, which a checkpoint"):
             rayzero.track(odd=odd)

@@ -292,7 +292,7 @@ def test_a_break_is_logged_and_counted_once_at_each_end(caplog: pytest.LogCaptur
         caplog.at_level(logging.WARNING, "rayzero.store"),
     ):
         made.for_ranks[1].refuse(0.3)
-        threads.submit(made.for_lead[1].refuse, 1.5)  # the lead hears of it at its next call
+        threads.submit(made.for_lead[1].refuse, 1.5)  # the lead notices it at its next call
         take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
         for rank in ranks:
             rank.fetch()
@@ -347,8 +347,8 @@ OWNER = """
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
-    """Owner 0 leads: the rank waits for the lead, or both hear. Proxies go on listening: no connection is refused."""
-    spec = toy_spec(1)
+    """Owner 0 leads. Rank 1 ends no second step: rank 0 waits. Proxies go on listening: no connection is refused."""
+    spec = toy_spec(2)
     with (
         python(OWNER.format(owner=0, token=TOKEN)) as zero,
         python(OWNER.format(owner=1, token=TOKEN)) as one,
@@ -361,21 +361,24 @@ def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
                 assert process.stdin is not None
                 print(first.address, second.address, file=process.stdin, flush=True)
                 assert said(process) == "connected"
-            store = RankStore(
-                RemoteConnection(0, [p.address for p in proxies], token=TOKEN, stall_timeout=600.0, chunk_bytes=1000)
-            )
-            (rank,) = start([store], spec)
-            take_step([rank], [random_grads(spec, 1)])
-            rank.fetch()
-            waits: list[Future[Any]] = [rank.fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
-            waits.append(rank.finish())
+            addresses = [proxy.address for proxy in proxies]
+            stores = [
+                RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=600.0, chunk_bytes=1000))
+                for rank in range(2)
+            ]
+            ranks = start(stores, spec)
+            take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+            ranks[0].fetch()
+            waits: list[Future[Any]] = [ranks[0].fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
+            waits.append(ranks[0].finish())
             began = time.monotonic()
             processes[dead].send_signal(signal.SIGKILL)
             for wait in waits:
                 with pytest.raises(StoreError, match=rf"optimizer {dead} \(pid {processes[dead].pid}\) has died"):
                     wait.result(WAIT)
             assert time.monotonic() - began < 5, "the process says so, not the connection"
-            store.close()
+            for store in stores:
+                store.close()
 
 
 def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:

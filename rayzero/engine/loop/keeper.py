@@ -9,7 +9,7 @@ begins. (What a loop draws or takes between ``step()`` and the end of its iterat
 generator of its own.)
 
 [Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
-life then does that iteration again, over a store that answers for the decided step (``store/rank/repeat.py``). When it
+life then does that iteration again, over a store that answers for the decided step (``RankStore.repeat``). When it
 comes to ``optimizer.step()``, everything is put back to what it was there, so that a loss that was computed with newer
 weights leaves no trace; from there on it is the iteration's end, done once.
 """

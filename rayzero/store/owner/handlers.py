@@ -116,8 +116,7 @@ class RankCalls:
                 f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
                 f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
             )
-        if request.life:
-            self._model.lose(request.rank, request.life)
+        if request.rank in self._model.lives:
             self._repeats.forget(request.rank)  # a new life's calls may look like those of the last one
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rayzero.concurrency.processes import ProcessIdentity, watch_process
-from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
+from rayzero.store.traffic import count_reconnect
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ class RankLinks:
         if known.lease is not None:
             known.lease.cancel()
         log.warning("optimizer %d: the link to rank %d is back after %.3g s", self._owner, rank, down_s)
-        self._recorder.add(LINK_RECONNECTS, peer="rank")
-        self._recorder.add(LINK_DOWN_SECONDS, down_s, peer="rank")
+        count_reconnect(self._recorder, "rank", down_s)
 
     def ended(self, rank: int, stream: object) -> None:
         """A stream of notices has ended."""

@@ -50,7 +50,7 @@ class ServedModel:
     def __init__(self, number: int, hosted: Hosted, terms: ServerTerms) -> None:
         """Call it off the event loop."""
         self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
-        self.replaces_ranks = terms.replaces_ranks  # a rank whose connection breaks has died and will come back
+        self.replaces_ranks = terms.replaces_ranks  # a rank that dies is started again
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self._loop = shared_loop().loop
         self.published = PublishStreams(self._loop)

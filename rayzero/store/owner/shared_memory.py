@@ -88,7 +88,8 @@ class SharedOwner:
 
         Raises MemoryPlanError, before anything is allocated, if they and the ranks' gradients do not fit."""
         self._plan = SharedPlan(spec, owner_map(spec, self._num_owners))
-        former = self._take_over(spec) if self._succeeds else None
+        regions = self._plan.owner_control(self.owner, self._threads)
+        former = self._take_over(self._plan, regions) if self._succeeds else None
         swept = sweep(self.directory)  # not before the run has a living process again
         if swept:
             size = format_bytes(sum(size for _, size in swept))
@@ -96,7 +97,7 @@ class SharedOwner:
         if former is None:
             check_shared(plan.total - plan.norms, self.directory)
             facts = self._plan.facts("control", self.owner, kernel, self._life)
-            self._control = Slab.create(lay_out_slab(facts, self._regions()), self.directory)
+            self._control = Slab.create(lay_out_slab(facts, regions), self.directory)
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
             self._lines.describe(self._plan.first_tiles(self.owner))
         control = self._own_control()
@@ -104,21 +105,18 @@ class SharedOwner:
         self._bell = bell_of(control)
         return self._memory
 
-    def _regions(self) -> Sequence[Wanted]:
-        assert self._plan is not None
-        return self._plan.owner_control(self.owner, self._threads)
-
-    def _take_over(self, spec: ModelSpec) -> FormerSlabs | None:
+    def _take_over(self, plan: SharedPlan, regions: Sequence[Wanted]) -> FormerSlabs | None:
         """Take over the control slab of a former life; its other slabs. None: there are none, or they held nothing and
         are removed. Raises HandshakeError if they are of another model."""
+        spec = plan.spec
         former = FormerSlabs.find(spec.run, self.owner, self.directory)
-        if former is None or self._plan is None:
+        if former is None:
             return None
         control = former.control()
         try:
             check_header(str(control.path), control.header, run=spec.run, layout_digest=spec.layout.digest)
-            check_regions(control, self._regions(), but="undo")  # of which each life has as many as threads
-            lines = ShardLines(control, self._plan.shards_of(self.owner))
+            check_regions(control, regions, but="undo")  # of which each life has as many as threads
+            lines = ShardLines(control, plan.shards_of(self.owner))
             lines.check(str(control.path))
         except BaseException:
             control.close(unlink=False)

@@ -2,7 +2,7 @@
 
 [Note: a broken link] A connection that is cut, reset or refused says nothing about the process at its other end. So a
 link that breaks is opened again, with back-off, and every call that had no answer is repeated: the owner executes a
-repeat once. One thread keeps the link open. It follows the owner's notices, so it hears of a break at once, and it is
+repeat once. One thread keeps the link open. It follows the owner's notices, so it notices a break at once, and it is
 the only one that waits between two tries; calls wait until the link is open. Each try has a channel of its own, with a
 number (``LinkNumber``) by which the owner refuses what is still on its way over an earlier one.
 """
@@ -27,6 +27,7 @@ from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,
@@ -42,7 +43,6 @@ from rayzero.store.wire.rpc import (
     methods,
     token_metadata,
 )
-from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -187,8 +187,8 @@ class OwnerLink:
         life: int = 0,
     ) -> None:
         """``model``: the number of the prepared model that every call is about. ``life``: how often the rank has died
-        and come back. ``hear`` is called with every notice,
-        and ``over`` at most once, with why the owner will never answer again, both in a thread of the link's."""
+        and come back. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never
+        answer again, both in a thread of the link's."""
         self.owner, self.rank = owner, rank
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self._address, self._metadata = address, token_metadata(token, model) + life_metadata(rank, life)
@@ -269,8 +269,7 @@ class OwnerLink:
             down_s = time.monotonic() - self._down_since
         if again:
             log.warning("rank %d: the link to %s is back after %.3g s", self.rank, self.name, down_s)
-            self._recorder.add(LINK_RECONNECTS, peer="optimizer")
-            self._recorder.add(LINK_DOWN_SECONDS, down_s, peer="optimizer")
+            count_reconnect(self._recorder, "optimizer", down_s)
         for wait in waiting:
             settle(wait, channel)
 

@@ -71,8 +71,7 @@ class RemoteConnection:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
         ``model``: the number of the prepared model that this connection is for. ``life``: how often the rank has died
-        and come back.
-        ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
+        and come back. ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
         memory with this rank. Raises ConfigError without addresses."""
@@ -169,7 +168,6 @@ class RemoteConnection:
             layout_digest=spec.layout.digest,
             num_owners=len(self._links),
             host=host_identity(self._share) if self._share is not None else "",
-            life=self.life,
             process=translate.process_to_pb(this_process()),
             lease_s=self._stall_s * _LEASE,
         )

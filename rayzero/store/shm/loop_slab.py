@@ -11,7 +11,7 @@ from pathlib import Path
 from rayzero.protocol.messages import LOOP_PARTS, LoopState
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.signals import Cell
 from rayzero.store.shm.words import region
 
@@ -36,7 +36,7 @@ class LoopSlab:
         """Make a slab for states of at most ``room`` bytes. Raises MemoryPlanError if there is no room."""
         capacity = _HEAD.size + max(_LEAST, 1 << (room - 1).bit_length())
         stride = Cell.bytes_for(capacity)
-        facts = plan.facts("loop", rank, "rank", secrets.randbits(63))
+        facts = plan.facts("loop", rank, RANK, secrets.randbits(63))
         return cls(Slab.create(lay_out_slab(facts, [("states", stride * _STEPS * LOOP_PARTS, stride)]), directory))
 
     def takes(self, state: LoopState) -> bool:

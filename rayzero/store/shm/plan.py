@@ -37,7 +37,7 @@ from rayzero.store.shm.signals import BELL_BYTES, Cell
 LINE_BYTES = 64  # a shard's version line fills one cache line
 SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter group)
 RECORDS = 2  # slots: owners answer a collect after the updates before it, so they lack the last decision at most
-RANK = "rank"  # in place of a kernel in the facts of a rank's control slab
+RANK = "rank"  # in place of a kernel in the facts of a rank's control slab and its loop's
 _ERROR_BYTES = 9000  # the longest error text, and its name
 _REQUEST_BYTES = 256  # a mean without its names and values: rank, number, weight, a shape of 64 dimensions
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory

@@ -23,6 +23,7 @@ from rayzero.concurrency.processes import watch_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,
@@ -37,7 +38,6 @@ from rayzero.store.wire.rpc import (
     to_failure,
     token_metadata,
 )
-from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
@@ -234,8 +234,7 @@ class RemotePeer:
         if channel is self._channel and self._down is not None:
             down_s, self._down = time.monotonic() - self._down[0], None
             log.warning("the lead: the link to %s is back after %.3g s", self._name, down_s)
-            self._recorder.add(LINK_RECONNECTS, peer="optimizer")
-            self._recorder.add(LINK_DOWN_SECONDS, down_s, peer="optimizer")
+            count_reconnect(self._recorder, "optimizer", down_s)
 
     def _link_error(self) -> TransferError:
         since, why = self._down or (time.monotonic(), "it has just broken")

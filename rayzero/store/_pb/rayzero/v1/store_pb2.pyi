@@ -175,7 +175,7 @@ class Process(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "life", "process", "lease_s")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -183,7 +183,6 @@ class AttachRequest(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     NUM_OWNERS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -193,10 +192,9 @@ class AttachRequest(_message.Message):
     owner: int
     num_owners: int
     host: str
-    life: int
     process: Process
     lease_s: float
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., life: _Optional[int] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors")
