@@ -59,6 +59,15 @@ class DecisionJournal:
         self._records[record.decision.step] = record
         self._records.pop(record.decision.step - _KEPT, None)
 
+    def record(self, step: int) -> Record | None:
+        """What is recorded of ``step``; None if it is not decided yet or no longer kept."""
+        return self._records.get(step)
+
+    @property
+    def records(self) -> list[Record]:
+        """What is kept, by step."""
+        return [self._records[step] for step in sorted(self._records)]
+
     def decision(self, step: int) -> Decision | None:
         """The decision of ``step``; None if it is not made yet or no longer kept."""
         found = self._records.get(step)

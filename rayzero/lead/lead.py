@@ -64,6 +64,7 @@ class StepLead:
         self._spec: ModelSpec | None = None
         self._left: dict[int, str] = {}  # rank -> reason
         self._dead: set[int] = set()  # ranks that are being replaced
+        self._catching_up: set[int] = set()  # owners whose successors redo what is recorded
         self._round = Round(0)
         self._next: Round | None = None  # reports for the next attempt, from ranks that discarded before others did
         self._journal = DecisionJournal(record)
@@ -114,6 +115,34 @@ class StepLead:
         then = partial(self._redo, rest) if rest else partial(self._tell_ranks, first.decision, None)
         when_all(acks, lambda _: then(), self._peer_failed)
 
+    def succeeded(self, owner: int) -> list[Record]:
+        """An owner has a successor, which redoes what this returns, by step, before ``caught_up``. No step is decided
+        until then: the successor does not know what its predecessor has collected."""
+        with self._lock:
+            self._catching_up.add(owner)
+            return self._journal.records
+
+    def caught_up(self, owner: int) -> None:
+        """A successor has redone the recorded decisions: collect the open step there, if it was collected."""
+        with self._lock:
+            current = self._round
+            asked = [each for each in current.passes if each.asked]
+            if not asked:
+                self._lock.defer(self._collected_again, owner)
+                return
+            reports = tuple(asked[-1].reports[rank] for rank in sorted(asked[-1].reports))
+
+            def ask() -> None:
+                again = self._peers[owner].collect(current.step, reports)
+                when_all([again], lambda _: self._collected_again(owner), self._peer_failed)
+
+            self._lock.defer(ask)
+
+    def _collected_again(self, owner: int) -> None:
+        with self._lock:
+            self._catching_up.discard(owner)
+            self._advance()
+
     def leave(self, rank: int, reason: str) -> None:
         """A rank has left. A step for which it has delivered everything is still decided; the others' next one
         fails."""
@@ -135,6 +164,8 @@ class StepLead:
         known."""
         try:
             with self._lock:
+                if (known := self._journal.record(report.step)) is not None and known.counts(report):
+                    return settled(known.norm)  # asked again, after the lead's former life had decided
                 if self._is_ahead(report.rank, report.step):
                     return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))
                 current = self._round_of(report)
@@ -201,15 +232,22 @@ class StepLead:
             raise error
         return asked
 
-    def commit(self, rank: int, step: int, inputs: StepInputs) -> Future[Decision]:
-        """A rank commits the step after a finish without inputs."""
+    def commit(
+        self, rank: int, step: int, inputs: StepInputs, reports: Sequence[FinishReport] = ()
+    ) -> Future[Decision]:
+        """A rank commits the step after a finish without inputs. ``reports``: its finishes, which a former life of the
+        lead may have taken."""
         try:
             with self._lock:
                 if (known := self._journal.decision(step)) is not None:
                     return settled(known)
                 if self._is_ahead(rank, step):
-                    return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs))
+                    return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs, reports))
                 self._check_open(step, rank)
+                for report in reports:
+                    asked = self._pass_of(self._round_of(report), report)
+                    asked.reports[rank] = report
+                    asked.norms.setdefault(rank, Future())
                 current = self._next if rank in self._round.discarded and self._next else self._round
                 if rank not in current.reports:
                     raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
@@ -314,7 +352,7 @@ class StepLead:
 
     def _is_held(self, step: int) -> bool:
         """Whether the step must wait because its version is still being saved or written to."""
-        return self._checkpoints.holds(step) or bool(self._writes.ranks)
+        return self._checkpoints.holds(step) or bool(self._writes.ranks) or bool(self._catching_up)
 
     def _agree(self, current: Round) -> bool:
         try:
@@ -382,7 +420,11 @@ class StepLead:
         norms = [each.norm for each in current.passes if each.norm is not None]
         decision = decide(norms, current.reports, inputs, self._spec.world_size)
         self._journal.write(
-            Record(decision=decision, reports=tuple(current.reports[rank] for rank in sorted(current.reports)))
+            Record(
+                decision=decision,
+                reports=tuple(current.reports[rank] for rank in sorted(current.reports)),
+                norm=norms[-1],
+            )
         )
         tell_decision(self._recorder, decision, inputs.edits, self._spec.world_size)
         self._telling = list(current.commits.values())

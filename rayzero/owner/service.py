@@ -147,7 +147,16 @@ class ShardService:
 
     def _start(self, model: OwnedModel) -> None:
         shards, updater, recorder, version = model.shards, self._updater, self.recorder, model.version
-        contributions = Contributions(self.owner, model.spec, shards, model.square_sum, updater, recorder, step=version)
+        contributions = Contributions(
+            self.owner,
+            model.spec,
+            shards,
+            model.square_sum,
+            updater,
+            recorder,
+            step=version,
+            redoing=bool(model.former),
+        )
         checkpoints = CheckpointWriter(self.owner, shards, model.rule, updater, recorder, version=version)
         updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._norms_every)
         self._publisher.open(model.rule)
@@ -311,6 +320,9 @@ class ShardService:
         ones."""
         try:
             parts = self._attached()
+            redone = parts.contributions.when_redone(decision)
+            if redone is not None:
+                return redone
             with self._deciding:
                 work = parts.contributions.decide(decision)
                 if work is None:

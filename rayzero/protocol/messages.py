@@ -271,6 +271,12 @@ class Record:
 
     decision: Decision
     reports: tuple[FinishReport, ...]  # by rank: the pushes that the decision counts
+    norm: Norm  # the last one that ranks asked for
+
+    def counts(self, report: FinishReport) -> bool:
+        """Whether ``report`` is of the attempt that was decided."""
+        attempts = self.decision.attempts
+        return report.rank < len(attempts) and report.attempt == attempts[report.rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

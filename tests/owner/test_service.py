@@ -27,7 +27,7 @@ from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
 from rayzero.owner.updater import Task, Updater
-from rayzero.protocol.messages import MASTER, Action, FileEntry, Published, Record, Write
+from rayzero.protocol.messages import MASTER, Action, FileEntry, Norm, Published, Record, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -269,7 +269,7 @@ def test_a_recorded_decision_is_redone_once_its_counted_pushes_are_there_again()
         owner.take_step(grads)
         expected = owner.read_all(1)
     with owner_of(spec) as owner:
-        record = Record(decision=owner.decision(), reports=owner.reports())
+        record = Record(decision=owner.decision(), reports=owner.reports(), norm=Norm(step=0, total=1.0, finite=True))
         owner.push(0, grads[0])
         redone = owner.service.redo(record)
         with pytest.raises(TimeoutError):

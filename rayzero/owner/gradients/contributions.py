@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import fail, failed, settle
+from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, check_push
@@ -59,8 +59,13 @@ class Contributions:
         recorder: Recorder,
         *,
         step: int,
+        redoing: bool = False,
     ) -> None:
-        """``squares``: used only in the thread of ``updater``. ``step``: the first open step."""
+        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
+        successor's: what asks for a later step waits until the decisions before it are redone."""
+        self._redoing = redoing
+        self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
+        self._redone: list[Future[None]] = []  # done once the open step is decided here
         self.open_step = step  # the step whose contributions are accepted
         self.ranks: dict[int, RankGradients] = {}  # ranks that have attached
         self._owner, self._spec, self._every = owner, spec, shards
@@ -234,6 +239,8 @@ class Contributions:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if step > self.open_step and self._redoing:
+                return self._hold(step, reports)
             if step != self.open_step:
                 raise StepMismatchError(
                     f"{self._who} is in step {self.open_step}, but was asked to collect step {step}"
@@ -268,7 +275,35 @@ class Contributions:
             self._ripe, self._ripe_numel = [], 0
             self._deciding()
             self._deciding = nothing
+            held, self._held = self._held, []
+            redone, self._redone = self._redone, []
+        for waiting in redone:
+            settle(waiting, None)
+        for step, reports, future in held:
+            chain(self._collect_again(step, reports), future)
         return StepWork(decision=decision, shards=shards, parts=collection.future)
+
+    def when_redone(self, decision: Decision) -> Future[None] | None:
+        """Done once a decision is redone whose pushes only a former life has collected; None for any other decision."""
+        with self._lock:
+            here = self._collection
+            collected = here is not None and here.step == decision.step and here.future.done()
+            if not self._redoing or collected or decision.step < self.open_step:
+                return None
+            future: Future[None] = Future()
+            self._redone.append(future)
+            return future
+
+    def _hold(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        future: Future[NormParts] = Future()
+        self._held.append((step, reports, future))
+        return future
+
+    def _collect_again(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        try:
+            return self.collect(step, reports)
+        except StoreError as exc:
+            return failed(exc)
 
     def _counted(self, decision: Decision) -> Collection:
         """The collection whose pushes ``decision`` counts. Raises StepMismatchError if the decision came too early or

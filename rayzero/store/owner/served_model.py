@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from rayzero.concurrency.event_loop import shared_loop
@@ -39,6 +40,7 @@ class ServerTerms:
     poll_s: float
     peer_timeout_s: float
     replaces_ranks: bool = False
+    replaces_owners: bool = False  # an owner whose process dies gets a successor: see ``ServedModel.succeed``
 
 
 class ServedModel:
@@ -60,6 +62,7 @@ class ServedModel:
         self.leads = False  # this owner has shard 0
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
+        self.attached = asyncio.Event()  # set once a rank has attached
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self._number, self._terms = number, terms
@@ -94,6 +97,16 @@ class ServedModel:
         peers.insert(service.owner, service)
         self.lead = StepLead(peers, shared, service.recorder)
 
+    def succeed(self, owner: int, address: str) -> None:
+        """Another owner has died; its successor is at ``address``."""
+        for peer in self._peers:
+            if peer.owner != owner:
+                continue
+            lead = self.lead if self.leads else None
+            caught_up = peer.succeed(address, lead.succeeded(owner) if lead is not None else [])
+            if lead is not None:
+                caught_up.add_done_callback(partial(_tell, lead, owner))
+
     # ---- for its calls
 
     def take_spec(self, spec: ModelSpec) -> None:
@@ -101,7 +114,7 @@ class ServedModel:
         if self.spec is None:
             self.spec = spec
             self.leads = owner_map(spec, self.service.num_owners).owns(self.service.owner, 0)
-            if self.leads and self.lead is not None:
+            if self.leads and self.lead is not None and not self._terms.replaces_owners:
                 for peer in self._peers:
                     peer.watch(self.lead.owner_died)
 
@@ -171,3 +184,11 @@ class ServedModel:
         if self.shared is not None:
             self.shared.close()
         self._pool.shutdown(wait=True)
+
+
+def _tell(lead: StepLead, owner: int, caught_up: Future[None]) -> None:
+    error = caught_up.exception()
+    if error is None:
+        lead.caught_up(owner)
+    else:
+        lead.owner_died(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))

@@ -49,6 +49,7 @@ class OwnerServer:
         models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
         replaces_ranks: bool = False,
+        replaces_owners: bool = False,
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
@@ -57,7 +58,7 @@ class OwnerServer:
         ``token``: what every caller must send. ``poll_s``: seconds that a call may wait for other ranks before its
         caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
         ``interceptors``: grpc.aio server interceptors, around every call. ``replaces_ranks``: somebody starts a rank
-        again that has died, so the others wait for it.
+        again that has died, so the others wait for it. ``replaces_owners``: the same for owners (``succeed``).
 
         Raises ConfigError for an empty token, StoreError if the port is taken.
         """
@@ -67,7 +68,12 @@ class OwnerServer:
         self._owner, self._recorder = service.owner, service.recorder
         self._hosted, self._stopped = models, False
         self._terms = ServerTerms(
-            token=token, tls=tls, poll_s=poll_s, peer_timeout_s=peer_timeout_s, replaces_ranks=replaces_ranks
+            token=token,
+            tls=tls,
+            poll_s=poll_s,
+            peer_timeout_s=peer_timeout_s,
+            replaces_ranks=replaces_ranks,
+            replaces_owners=replaces_owners,
         )
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
@@ -118,6 +124,13 @@ class OwnerServer:
         Only the owner of shard 0, which leads, uses them. Raises ConfigError unless there is one for each owner."""
         self._first.model.connect_peers(addresses)
         self._addresses = tuple(addresses)
+
+    def succeed(self, owner: int, address: str) -> None:
+        """Another owner's process has died; its successor is at ``address``. Does not wait for it."""
+        if self._addresses is not None:
+            self._addresses = (*self._addresses[:owner], address, *self._addresses[owner + 1 :])
+        for calls in self._models.made:
+            calls.model.succeed(owner, address)
 
     def lose(self, rank: int, life: int) -> None:
         """A rank has died and comes back in ``life``; see ``ServedModel.lose``. Call it off the event loop."""

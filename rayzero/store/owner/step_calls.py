@@ -65,8 +65,9 @@ class StepCalls:
         return then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
 
     def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
+        reports = [translate.report_from_pb(report) for report in request.reports]
         decision = self._answering.require_lead().commit(
-            request.rank, request.step, translate.inputs_from_pb(request.inputs)
+            request.rank, request.step, translate.inputs_from_pb(request.inputs), reports
         )
         return then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,18 +41,28 @@ class RemoteLead:
         self._link, self._shared, self._watch = link, shared, watch
         self._rank = link.rank
         self._writes = self._saves = 0  # calls so far
+        self._reports: list[pb.FinishReport] = []  # of the open step's attempt: one for each norm
+        self._last: Callable[[], Future[Any]] | None = None  # the last finish or commit, as a call
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
         sent = None if inputs is None else translate.inputs_to_pb(inputs)
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
-        return self._ask(awaited, "Finish", request, lambda answer: translate.norm_from_pb(answer.norm))
+        if report.clamp is None:
+            self._reports.clear()
+        self._reports.append(request.report)
+        ask = partial(self._ask, awaited, "Finish", request, lambda answer: translate.norm_from_pb(answer.norm))
+        self._last = ask
+        return ask()
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """See ``LeadLine.commit``."""
-        request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
-        return self._ask(awaited, "Commit", request, _decision_of)
+        sent = translate.inputs_to_pb(inputs)
+        request = pb.CommitRequest(rank=self._rank, step=step, inputs=sent, reports=self._reports)
+        ask = partial(self._ask, awaited, "Commit", request, _decision_of)
+        self._last = ask
+        return ask()
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
         """See ``LeadLine.decision``."""
@@ -92,6 +103,16 @@ class RemoteLead:
         else:
             answer = LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
         return self._watch.watch(answer, awaited, self.describe)
+
+    def is_over(self, link: OwnerLink) -> bool:
+        """Whether this is the line over ``link``."""
+        return link is self._link
+
+    def repeat(self) -> None:
+        """The lead has a successor, which knows what is recorded and nothing else: tell it again how far this rank is
+        in the open step, even if the former lead had answered. What has no answer is repeated anyway."""
+        if self._last is not None:
+            self._last()
 
     def describe(self, timeout_s: float) -> Future[str]:
         """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""

@@ -52,6 +52,9 @@ _LEAVE_S = 5.0  # deadline of Leave
 _FIRST_S = 3.0  # how long an owner that has never answered may be out of reach
 
 
+_NOBODY = ProcessIdentity("", 0, 0)  # no process has been met yet
+
+
 class BrokenLinkError(TransferError):
     """A call or its answer did not get through."""
 
@@ -183,12 +186,15 @@ class OwnerLink:
         recorder: Recorder,
         hear: Callable[[OwnerLink, pb.NoticesResponse], None],
         over: Callable[[OwnerLink, RayZeroError], None],
+        rejoin: Callable[[OwnerLink, Channel], None] | None = None,
         model: int = 0,
         life: int = 0,
     ) -> None:
         """``model``: the number of the prepared model that every call is about. ``life``: how often the rank has died
         and come back. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never
-        answer again, both in a thread of the link's."""
+        answer again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner,
+        before any other call goes there; None: the death of the owner's process is the end of the link."""
+        self._rejoin, self._met = rejoin, None if rejoin is None else _NOBODY
         self.owner, self.rank = owner, rank
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self._address, self._metadata = address, token_metadata(token, model) + life_metadata(rank, life)
@@ -249,6 +255,7 @@ class OwnerLink:
             for notice in channel.messages(channel.notices):
                 if notice.HasField("process"):
                     self._see(translate.process_from_pb(notice.process))
+                    self._meet(channel)
                     self._opened(channel)
                 self._hear(self, notice)
             return StoreError(f"rank {self.rank}: {self.name} stopped")
@@ -329,6 +336,22 @@ class OwnerLink:
             self._forget()
             self._process, self._seen = process, SeenProcess.open(process)
 
+    def _meet(self, channel: Channel) -> None:
+        """Shake hands with a successor; the first process is greeted by whoever uses the link."""
+        if self._rejoin is not None and self._met not in (_NOBODY, self._process):
+            self._rejoin(self, channel)
+            log.warning("rank %d: %s has a successor, and goes on", self.rank, self.name)
+        self._met = self._process
+
+    def succeed(self, address: str) -> None:
+        """The owner's successor is at ``address``: open the link there. The owner's process must be dead."""
+        with self._lock:
+            self._address = address
+            channel = self._trying
+        os.eventfd_write(self._wake, 1)
+        if channel is not None:
+            channel.give_up()
+
     def _forget(self) -> None:
         if self._seen is not None:
             self._seen.close()
@@ -341,8 +364,20 @@ class OwnerLink:
         if seen is not None and seen.file is not None:
             waiting.register(seen.file, select.POLLIN)
         ready = [file for file, _ in waiting.poll(seconds * 1e3)]
+        if self._wake in ready and not self._ended.is_set():
+            os.eventfd_read(self._wake)
         if self._process is not None and seen is not None and (seen.is_dead or seen.file in ready):
-            self._stop(StoreError(f"optimizer {self.owner} (pid {self._process.pid}) has died"))
+            self._died(self._process)
+
+    def _died(self, process: ProcessIdentity) -> None:
+        """The owner's process is dead: the end, or the time to wait for its successor."""
+        if self._rejoin is None:
+            self._stop(StoreError(f"optimizer {self.owner} (pid {process.pid}) has died"))
+            return
+        self._forget()
+        with self._lock:
+            self._why = f"its process, pid {process.pid}, has died; a successor is awaited"
+        log.warning("rank %d: optimizer %d (pid %d) has died", self.rank, self.owner, process.pid)
 
     def _stop(self, error: RayZeroError) -> None:
         """The owner will never answer again; the first reason counts."""

@@ -22,7 +22,7 @@ from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.owner_link import QUICK_S, OwnerLink, say_goodbye
+from rayzero.store.rank.owner_link import QUICK_S, Channel, OwnerLink, say_goodbye
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch
@@ -66,6 +66,7 @@ class RemoteConnection:
         broadcast: str = "pull",
         share: Path | None = None,
         share_with_all: bool = False,
+        outlives_owners: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
@@ -74,7 +75,8 @@ class RemoteConnection:
         and come back. ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
-        memory with this rank. Raises ConfigError without addresses."""
+        memory with this rank. ``outlives_owners``: wait for the successor of an owner whose process has died
+        (``succeed``); else that is the end of the run. Raises ConfigError without addresses."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
@@ -92,6 +94,7 @@ class RemoteConnection:
                 recorder=self.recorder,
                 hear=self._hear,
                 over=self._lost,
+                rejoin=self._rejoin if outlives_owners else None,
             )
             for owner, address in enumerate(addresses)
         ]
@@ -125,6 +128,9 @@ class RemoteConnection:
         self._gradients: GradientRegion | None = None
         self._lead: RemoteLead | None = None  # after attach
         self._greeted = False  # an owner may know this rank, so leave() tells all of them
+        self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
+        self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
+        self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
 
     # ---- handshake
 
@@ -172,12 +178,10 @@ class RemoteConnection:
             lease_s=self._stall_s * _LEASE,
         )
         asked = {}
+        self._attaching = request
         for link in self._links:
             link.open()
-            mine = pb.AttachRequest()
-            mine.CopyFrom(request)
-            mine.owner = link.owner
-            asked[link] = link.ask("Attach", mine, deadline_s)
+            asked[link] = link.ask("Attach", _to_owner(request, link.owner), deadline_s)
         answers = self._all(asked, deadline_s)
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
@@ -232,12 +236,39 @@ class RemoteConnection:
         files = translate.paths_to_pb(shared.offer())
         back_at = step if self.life else None
         request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
+        self._sharing, self._offered = request, offers
         deadline_s = max(QUICK_S, self._stall_s)
         links = [self._links[owner] for owner in offers]
         self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
         self._windows = shared.windows()  # freed by: free()
         self._gradients = GradientRegion(plan.spec, shared.gradients())
         shared.listen(self._board)
+
+    # ---- successors of owners
+
+    def succeed(self, owner: int, address: str) -> None:
+        """An owner's process has died; its successor is at ``address``. Calls that were not answered are repeated."""
+        self._links[owner].succeed(address)
+
+    def _rejoin(self, link: OwnerLink, channel: Channel) -> None:
+        """Shake hands with a successor, which has taken over its predecessor's memory. Raises HandshakeError if it has
+        other memory."""
+        if self._attaching is None:
+            return
+        deadline_s = max(QUICK_S, self._stall_s)
+        request = _to_owner(self._attaching, link.owner)
+        answer = channel.answer(channel.start("Attach", request, deadline_s))
+        offered = self._offered.get(link.owner)
+        if offered is None:
+            return
+        if answer.shared != offered:
+            raise HandshakeError(
+                f"rank {self.rank}: the successor of {link.name} has other memory than its predecessor, which had "
+                "published nothing: start the run again"
+            )
+        channel.answer(channel.start("Share", self._sharing, deadline_s))
+        if self._lead is not None and self._lead.is_over(link):
+            self._lead.repeat()
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
@@ -312,3 +343,10 @@ class RemoteConnection:
             pool.shutdown(wait=True)
         for link in self._links:
             link.join()
+
+
+def _to_owner(request: pb.AttachRequest, owner: int) -> pb.AttachRequest:
+    mine = pb.AttachRequest()
+    mine.CopyFrom(request)
+    mine.owner = owner
+    return mine

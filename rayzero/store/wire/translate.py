@@ -135,14 +135,18 @@ def decision_from_pb(decision: pb.Decision) -> Decision:
 def record_to_pb(record: Record) -> pb.Record:
     """What the lead records."""
     return pb.Record(
-        decision=decision_to_pb(record.decision), reports=[report_to_pb(report) for report in record.reports]
+        decision=decision_to_pb(record.decision),
+        reports=[report_to_pb(report) for report in record.reports],
+        norm=norm_to_pb(record.norm),
     )
 
 
 def record_from_pb(record: pb.Record) -> Record:
     """The inverse of :func:`record_to_pb`."""
     return Record(
-        decision=decision_from_pb(record.decision), reports=tuple(report_from_pb(report) for report in record.reports)
+        decision=decision_from_pb(record.decision),
+        reports=tuple(report_from_pb(report) for report in record.reports),
+        norm=norm_from_pb(record.norm),
     )
 
 

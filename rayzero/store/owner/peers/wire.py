@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -100,9 +100,25 @@ class RemotePeer:
         self._down: tuple[float, str] | None = None  # since when the link is down, and why
         self._unwatch: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()  # the link is over: nobody waits for it any more
+        self._caught_up = asyncio.Event()  # clear while a successor redoes what is recorded
+        self._caught_up.set()
         self._channel = self._loop.run(self._open(LinkNumber("lead", 0)), _QUICK_S)  # freed by: _reopen(), _close()
 
     # ---- calls
+
+    def succeed(self, address: str, records: Sequence[Record]) -> Future[None]:
+        """The owner's process has died; its successor is at ``address``. It redoes ``records``; then every call that
+        was not answered is repeated. Done once it has redone them."""
+
+        async def succeed() -> None:
+            self._address, self._caught_up = address, asyncio.Event()
+            await self._reopen(self._channel)
+            for record in records:
+                request = pb.RedoRequest(record=translate.record_to_pb(record))
+                await self._ask("Redo", request, self._timeout_s, ahead=True)
+            self._caught_up.set()
+
+        return self._submit(succeed())
 
     def watch(self, died: Callable[[StoreError], None]) -> None:
         """Call ``died``, on the event loop, as soon as the owner's process has died, if this process can see that."""
@@ -189,12 +205,17 @@ class RemotePeer:
 
     # ---- the link: on the event loop
 
-    async def _ask(self, method: str, request: Any, timeout_s: float, repeat_s: float = math.inf) -> Any:
-        """Make a call, and repeat it over a new channel while the link breaks. Raises the owner's error; TransferError
+    async def _ask(
+        self, method: str, request: Any, timeout_s: float, repeat_s: float = math.inf, *, ahead: bool = False
+    ) -> Any:
+        """Make a call, and repeat it over a new channel while the link breaks; not before a successor has redone what
+        is recorded, unless it is ``ahead`` of that. Raises the owner's error; TransferError
         if the link is still down after ``timeout_s`` or ``repeat_s`` seconds; why the link is over."""
         began, pauses = time.monotonic(), backoff()
         deadline = began + timeout_s
         while self._over is None:
+            if not ahead:
+                await self._caught_up.wait()
             channel = self._channel
             try:
                 answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
@@ -243,6 +264,7 @@ class RemotePeer:
     def _end(self, error: StoreError) -> None:
         self._over = self._over or error
         self._changed.set()
+        self._caught_up.set()
 
     async def _close(self) -> None:
         self._end(StoreClosedError(f"{self._name}: the store was closed"))

@@ -131,12 +131,14 @@ class Decision(_message.Message):
     def __init__(self, step: _Optional[int] = ..., attempts: _Optional[_Iterable[int]] = ..., action: _Optional[_Union[Action, str]] = ..., scale: _Optional[float] = ..., norm: _Optional[float] = ..., hyper: _Optional[bytes] = ..., limit: _Optional[float] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("decision", "reports")
+    __slots__ = ("decision", "reports", "norm")
     DECISION_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
     decision: Decision
     reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ...) -> None: ...
+    norm: Norm
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ...) -> None: ...
 
 class FileEntry(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256", "content")
@@ -456,14 +458,16 @@ class FinishResponse(_message.Message):
     def __init__(self, norm: _Optional[_Union[Norm, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("rank", "step", "inputs")
+    __slots__ = ("rank", "step", "inputs", "reports")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
     inputs: StepInputs
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
+    reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("decision", "waiting")
