@@ -107,6 +107,7 @@ class ShardService:
         self._attaching = threading.Lock()
         self._deciding = threading.Lock()  # serialises decisions, so that updates are queued in their order
         self._parts: _Parts | None = None
+        self._begun: Future[None] = Future()  # done at the first attach
         self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
 
@@ -168,6 +169,7 @@ class ShardService:
         elif not model.needs_load:
             self._publisher.loaded(list(shards.values()), version)
         self._unwatch = recorder.watch(self._readings)
+        settle(self._begun, None)
 
     def map_gradients(self, rank: int, flats: Mapping[int, Tensor] | None, back_at: int | None = None) -> None:
         """Read a rank's gradients from ``flats``: unit -> 1D, unit.numel elements, fp32 with accumulation, else the
@@ -336,11 +338,15 @@ class ShardService:
 
     def redo(self, record: Record) -> Future[None]:
         """Act on a decision that a former life of this owner may not have finished: collect the pushes that it counts,
-        then apply it. Nothing happens if it was applied. Ask in the order of the steps, after the last was accepted."""
+        then apply it. Nothing happens if it was applied. Waits for the first attach. Ask in the order of the steps,
+        after the last was accepted."""
+        done: Future[None] = Future()
+        if not self._begun.done():
+            self._begun.add_done_callback(lambda _: chain(self.redo(record), done))
+            return done
         step = record.decision.step
         if self._attached().contributions.open_step > step:
             return DONE
-        done: Future[None] = Future()
         collected = [self.collect(step, record.reports)]
         when_all(collected, lambda _: chain(self.apply(record.decision), done), partial(fail, done))
         return done

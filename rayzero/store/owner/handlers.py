@@ -121,7 +121,6 @@ class RankCalls:
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
         self._model.take_spec(spec)
-        self._model.attached.set()
         step = self._connected_lead().attach(request.rank, spec, attached.version) if self._model.leads else 0
         self._model.ranks.attached(request.rank, translate.process_from_pb(request.process), request.lease_s)
         return pb.AttachResponse(
@@ -338,7 +337,7 @@ class LeadCalls:
     """OwnerService: the lead's calls to this owner."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._model, self._service, self._steps = model, model.service, model.steps
+        self._service, self._steps = model.service, model.steps
         self._repeats = Repeats()
 
     async def identify(self, request: pb.IdentifyRequest, context: Context) -> pb.IdentifyResponse:
@@ -355,7 +354,6 @@ class LeadCalls:
 
     async def redo(self, request: pb.RedoRequest, context: Context) -> pb.RedoResponse:
         """Queue the update of a recorded decision, if it was not made."""
-        await self._model.attached.wait()
         await result_of(self._service.redo(translate.record_from_pb(request.record)))
         return pb.RedoResponse()
 

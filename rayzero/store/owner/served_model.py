@@ -62,7 +62,6 @@ class ServedModel:
         self.leads = False  # this owner has shard 0
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
-        self.attached = asyncio.Event()  # set once a rank has attached
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self._number, self._terms = number, terms
