@@ -38,10 +38,20 @@ def _identity(pid: int) -> ProcessIdentity:
 
 def _start_of(pid: int) -> int | None:
     """When a process started; None if there is no such process."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by SIGSTOP or a debugger. False if there is none."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/pid/stat after the process's name, its state first; none if there is no such process."""
     with suppress(OSError):
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(after_name[19])
-    return None
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def watch_process(process: ProcessIdentity, died: Callable[[], None]) -> Callable[[], None] | None:

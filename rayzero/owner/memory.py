@@ -78,6 +78,11 @@ class HostMemory(Protocol):
         ``journal``."""
         ...
 
+    def first_version(self, version: int) -> int:
+        """The version that the run began with: ``version``, which is noted for a successor, or what a former life of
+        this owner has noted."""
+        ...
+
     def close(self) -> None:
         """Release the memory. Idempotent."""
         ...
@@ -113,6 +118,10 @@ class PrivateMemory:
 
     def former(self, shard: int) -> None:
         """See ``HostMemory.former``."""
+
+    def first_version(self, version: int) -> int:
+        """See ``HostMemory.first_version``."""
+        return version
 
     def close(self) -> None:
         """Nothing to do: it is freed with its tensors."""
@@ -159,6 +168,10 @@ class DeviceMemory:
                 f"masters and states of shard {shard} were in the memory of a device, which ended with its process: "
                 "resume from a checkpoint"
             )
+
+    def first_version(self, version: int) -> int:
+        """See ``HostMemory.first_version``."""
+        return self._host.first_version(version)
 
     def close(self) -> None:
         """See ``HostMemory.close``; the device's memory is freed with its tensors."""

@@ -37,6 +37,7 @@ class OwnedModel:
     plan: OwnerPlan
     memory: HostMemory
     version: int  # the version that the shards start at: 0, the checkpoint's step, or what a former life has left
+    first_version: int  # the version that the run began with
     former: Mapping[int, FormerShard]  # by shard index: what a former life has left; empty: there was none
 
     @property
@@ -102,6 +103,7 @@ def build_model(
         plan=plan,
         memory=memory,
         version=version,
+        first_version=memory.first_version(version),
         former=former,
     )
 

@@ -144,7 +144,7 @@ class ShardService:
                 check_same(model, spec, rank, self.owner)
         if not own_gradients:
             self.map_gradients(rank, None)
-        return Attached(version=model.version, needs_load=model.needs_load and not self.is_loaded)
+        return Attached(version=model.first_version, needs_load=model.needs_load and not self.is_loaded)
 
     def _start(self, model: OwnedModel) -> None:
         shards, updater, recorder, version = model.shards, self._updater, self.recorder, model.version

@@ -78,7 +78,7 @@ class ModelSpec:
 class Attached:
     """An owner's answer to attach."""
 
-    version: int  # the version that it has published, or will publish once rank 0 has loaded every unit
+    version: int  # the version that the run began with: 0, or that of the checkpoint it was restored from
     needs_load: bool  # True: rank 0 must load the initial weights
     step: int = 0  # of a rank that has come back: the open step, with which it goes on
 

@@ -56,7 +56,7 @@ class SlabHeader:
     regions: tuple[Region, ...]
     header_bytes: int
     bytes: int  # of the whole slab, header included: whole pages
-    pid: int  # of the maker, in the maker's own namespace
+    pid: int  # of the process that holds the slab, in its own namespace
 
     def regions_of(self, kind: str) -> tuple[Region, ...]:
         """The regions of one kind, in table order."""

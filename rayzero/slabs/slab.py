@@ -19,15 +19,17 @@ import re
 import secrets
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.backoff import backoff
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
@@ -39,6 +41,7 @@ SLAB_BYTES = 1 << 30  # several smaller files, so that several threads fill them
 _PIECE = 64 << 20  # bytes that are allocated and faulted in between two reports of progress
 _MAKING = ".making"  # suffix of a slab that is not filled yet
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
+_LOOKED_AT_S = 1.0  # how long others may look at a slab that is taken over
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -93,13 +96,11 @@ class Slab:
         except FileNotFoundError as exc:
             raise HandshakeError(f"slab {path} is not there: it was swept before a successor took it over") from exc
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
-                raise StoreError(f"slab {path} cannot be taken over: the process that made it still runs") from exc
+            _take_lock(path, fd)
             if not os.fstat(fd).st_nlink:
                 raise HandshakeError(f"slab {path} was swept before a successor took it over")
-            header = read_header(path, fd)
+            header = replace(read_header(path, fd), pid=os.getpid())
+            os.pwrite(fd, encode_header(header), 0)  # at once: it is less than a page
             mapping = Mapping.of_file(fd, header.bytes, writable=True)
         except BaseException:
             os.close(fd)
@@ -356,6 +357,19 @@ def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
             yield path, fd
         finally:
             os.close(fd)
+
+
+def _take_lock(path: Path, fd: int) -> None:
+    """Lock a dead maker's slab. Who only looks at it (``_free``) may hold the lock for a moment."""
+    deadline = time.monotonic() + _LOOKED_AT_S
+    for pause in backoff():
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as exc:
+            if time.monotonic() + pause > deadline:
+                raise StoreError(f"slab {path} cannot be taken over: the process that made it still runs") from exc
+        time.sleep(pause)
 
 
 def _free(fd: int) -> bool:

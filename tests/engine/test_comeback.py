@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,12 @@ def loop(
     processes: bool = False,
     accumulate: int = 1,
     tracks: bool = True,
+    faults: Callable[[RankContext], Callable[[str, int], None]] | None = None,
 ) -> Any:
-    """A plain loop with everything in it that a rank can die in."""
+    """A plain loop with everything in it that a rank can die in. ``faults``: what happens at its points; None: rank
+    ``who`` dies ``at`` some of them."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
-    fault = Fault(context, who, at, processes)
+    fault = faults(context) if faults is not None else Fault(context, who, at, processes)
     model = copy.deepcopy(base)
     config = ZeroConfig(gradient_accumulation_steps=accumulate, units=["Block", "Embedding"])
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)

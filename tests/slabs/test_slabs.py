@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -355,6 +356,7 @@ def test_slabs_of_a_killed_process_wait_for_its_successor_while_its_run_lives(tm
         process.wait()
     assert sweep(tmp_path) == []
     adopted = [Slab.adopt(theirs), Slab.adopt(other)]
+    assert {slab.header.pid for slab in list_slabs(theirs.parent) if slab.header is not None} == {os.getpid()}
     assert sorted(int(one.tensor(4096, 8, torch.uint8)[3]) for one in adopted) == [0, 7]
     slab.close()
     assert sweep(tmp_path) == []
@@ -451,3 +453,17 @@ def test_a_slab_that_was_never_filled_is_swept_and_other_files_stay(tmp_path: Pa
     assert [(one.alive, one.header) for one in list_slabs(tmp_path)] == [(False, None)]
     assert [path.name for path, _ in sweep(tmp_path)] == ["rayzero-r-grads-0.0-abcd.slab.making"]
     assert len(names(tmp_path)) == 3
+
+
+def test_who_only_looks_at_a_dead_process_s_slab_does_not_keep_it_from_its_successor(tmp_path: Path) -> None:
+    with maker(tmp_path, "import time; time.sleep(100)") as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    (path, _) = [one.path for one in list_slabs(tmp_path)]
+    looker = os.open(path, os.O_RDONLY)
+    fcntl.flock(looker, fcntl.LOCK_SH)
+    looks_away = threading.Timer(0.2, os.close, [looker])
+    looks_away.start()
+    Slab.adopt(path).close()
+    looks_away.join()
+    sweep(tmp_path)

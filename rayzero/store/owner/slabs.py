@@ -148,6 +148,12 @@ class OwnerSlabs:
             return None
         return self._lines.former(shard, self._journals.get(shard))
 
+    def first_version(self, version: int) -> int:
+        """See ``HostMemory.first_version``."""
+        if self._lines is None:
+            return version
+        return self._lines.first_version(version, noted=self._former is not None)
+
     def room(self, shard: int) -> SlabRoom:
         """See ``HostMemory.room``."""
         place = self._params.plan.places[shard]

@@ -344,11 +344,14 @@ class OwnerLink:
         self._met = self._process
 
     def succeed(self, address: str) -> None:
-        """The owner's successor is at ``address``: open the link there. The owner's process must be dead."""
+        """The owner's successor is at ``address``: open the link there. The owner's process must be dead. No effect on
+        a link that is over."""
         with self._lock:
+            if self._end is not None:
+                return
             self._address = address
             channel = self._trying
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
         if channel is not None:
             channel.give_up()
 

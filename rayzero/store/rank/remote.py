@@ -131,6 +131,7 @@ class RemoteConnection:
         self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
         self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
         self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
+        self._keeps: list[pb.KeepRequest] = []  # what the keeper has of the loop's state, for a successor
 
     # ---- handshake
 
@@ -258,6 +259,8 @@ class RemoteConnection:
         deadline_s = max(QUICK_S, self._stall_s)
         request = _to_owner(self._attaching, link.owner)
         answer = channel.answer(channel.start("Attach", request, deadline_s))
+        for kept in self._keeps if link is self._keeper else ():
+            channel.answer(channel.start("Keep", kept, deadline_s))
         offered = self._offered.get(link.owner)
         if offered is None:
             return
@@ -283,9 +286,11 @@ class RemoteConnection:
         if self._shared is not None and link.owner not in self._senders:
             new = self._shared.keep(state)
             if new is not None:  # rare: the owner maps it before this rank may die
-                link.ask("Keep", pb.KeepRequest(rank=self.rank, slab=new)).result()
+                self._keeps = [pb.KeepRequest(rank=self.rank, slab=new)]
+                link.ask("Keep", self._keeps[0]).result()
             return DONE
         request = pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(state))
+        self._keeps = [*(kept for kept in self._keeps if kept.state.step >= state.step - 1), request]
         return then(link.ask("Keep", request), lambda _: None)
 
     def kept(self) -> list[LoopState]:

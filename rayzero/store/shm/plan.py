@@ -5,7 +5,8 @@ maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mappe
 
     control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
                           shards | answers, for each rank | the lives of the ranks
-                          that joined | orders, for each owner | replies | of the lead: records of decisions
+                          that joined | the run's first version | orders, for each
+                          owner | replies | of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions
 
 Every word has one writer, except bells: whoever has news for a bell's listener rings it.
@@ -124,6 +125,7 @@ class SharedPlan:
             ("slices", self._slices(owner)[1] * SLICE_BYTES, SLICE_BYTES),
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
             ("joined", self.spec.world_size * 8, 8),
+            ("began", 8, 0),
             ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
             ("replies", *_cells(self.reply_bytes, 1)),
             *record,

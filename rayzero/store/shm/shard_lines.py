@@ -75,6 +75,13 @@ class ShardLines:
         applied, slices = journal.left if journal is not None else (-1, ())
         return FormerShard(published=published, content=content, applied=applied, slices=slices)
 
+    def first_version(self, version: int, *, noted: bool) -> int:
+        """Note the version that the run began with. ``noted``: a former life has; returns what it noted."""
+        began = self._slab.address(region(self._slab, "began").offset)
+        if not noted:
+            store_release_64(began, version + 1)
+        return load_acquire_64(began) - 1
+
     def journal(self, shard: int, first_slice: int, num_slices: int) -> LineJournal | None:
         """The journal of a shard; None if the shard has no tile stamps. ``first_slice``: of the shard, in "slices"."""
         line = self._line[shard]

@@ -1,0 +1,1 @@
+"""Who takes the place of a member that dies."""

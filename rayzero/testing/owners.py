@@ -1,0 +1,168 @@
+"""The owners of ``run_ranks``: objects of this process, servers in this process, or processes of their own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rayzero.config import ZeroConfig
+from rayzero.protocol.store import ParameterStore
+from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.owner.by_model import ByModel
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import OwnerServer, serve_models
+from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
+from rayzero.telemetry.recorder import Recorder
+from rayzero.testing.place import Connect, LivingConnect
+
+Lose = Callable[[int, int], None]  # (rank, life): tells the owners that a rank has died and comes back in that life
+
+
+class Reach(Protocol):
+    """How a rank reaches the owners, in any process."""
+
+    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        """The rank's store for its prepared model ``model``."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnReach:
+    """A transport of the caller's own, which knows no lives."""
+
+    own: Connect
+
+    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        """See ``Reach``."""
+        return self.own(rank, recorder, model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedReach:
+    """To owners behind servers."""
+
+    token: str = field(repr=False)
+    stall_timeout: float
+    share: Path | None
+    config: ZeroConfig
+    outlives_owners: bool = False
+
+    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        """See ``Reach``."""
+
+        def make(addresses: Sequence[str]) -> RemoteConnection:
+            return RemoteConnection(
+                rank,
+                addresses,
+                token=self.token,
+                stall_timeout=self.stall_timeout,
+                chunk_bytes=self.config.chunk_bytes,
+                wire_compression=self.config.wire_compression,
+                broadcast=self.config.broadcast,
+                share=self.share,
+                outlives_owners=self.outlives_owners,
+                recorder=recorder,
+                model=model,
+                life=life,
+            )
+
+        return RankStore(table.connect(make))
+
+
+@dataclass(slots=True)
+class OwnersHere:
+    """Owners that live as long as this process."""
+
+    connect: LivingConnect  # for ranks that are threads
+    lose: Lose
+    reach: Reach | None = None  # for ranks that are processes; None: they cannot reach these owners
+    addresses: tuple[str, ...] = ()
+
+
+@contextmanager
+def local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_timeout: float) -> Iterator[OwnersHere]:
+    """Plain objects of this process."""
+
+    def make(_: int) -> LocalOwners:
+        return LocalOwners(num_optimizers, threads=threads, devices=[torch.device("cpu")] * beside_ranks)
+
+    def lose(rank: int, life: int) -> None:
+        for owners in models.made:
+            owners.lose(rank, life)
+
+    def connect(rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        return RankStore(
+            LocalConnection(rank, models[model], stall_timeout=stall_timeout, recorder=recorder, life=life)
+        )
+
+    models = ByModel(make)
+    try:
+        yield OwnersHere(connect, lose)
+    finally:
+        for owners in models.close():
+            owners.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What all owners behind servers have in common."""
+
+    num_owners: int
+    threads: int
+    share: Path | None  # where they make their slabs; None: they have private memory
+    replaces_ranks: bool = False
+    token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
+
+    def host(self, owner: int, life: int) -> HostedModels:
+        """An owner's shards, in a later life those of its predecessor."""
+        return HostedModels(owner, self.num_owners, share=self.share, threads=self.threads, succeeds=life > 0)
+
+    def serve(self, models: HostedModels, *, replaces_owners: bool) -> OwnerServer:
+        """A server in front of them."""
+        return serve_models(
+            models, token=self.token, replaces_ranks=self.replaces_ranks, replaces_owners=replaces_owners
+        )
+
+
+@contextmanager
+def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
+    """Behind servers, in this process."""
+    with ExitStack() as stack:
+        servers = []
+        for owner in range(service.num_owners):
+            models = service.host(owner, 0)
+            stack.callback(models.close)
+            servers.append(stack.enter_context(service.serve(models, replaces_owners=False)))
+        addresses = tuple(server.address for server in servers)
+        for server in servers:
+            server.connect_peers(addresses)
+
+        def lose(rank: int, life: int) -> None:
+            for server in servers:
+                server.lose(rank, life)
+
+        yield OwnersHere(partial(reach.connect, OwnerTable(addresses)), lose, reach, addresses)
+
+
+def serve_owner(service: Service, owner: int, life: int, pipe: Connection) -> None:
+    """Be one owner: send its address, and carry out orders, calls of ``OwnerServer``, until None or the pipe's end."""
+    torch.set_num_threads(service.threads)
+    models = service.host(owner, life)
+    with service.serve(models, replaces_owners=True) as server:
+        pipe.send(server.address)
+        try:
+            while (order := pipe.recv()) is not None:
+                method, *arguments = order
+                getattr(server, method)(*arguments)
+        except EOFError:  # whoever started it has died
+            pass
+    models.close()

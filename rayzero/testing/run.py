@@ -1,0 +1,124 @@
+"""``run_ranks``: a training loop on several ranks on this machine.
+
+::
+
+    def train(ctx):
+        model, optimizer = rayzero.prepare(build(), ...)
+        ...
+        return rayzero.full_state_dict(model)
+
+    states = run_ranks(train, world_size=2, num_optimizers=3)
+
+Ranks are threads or processes. Threads are fast, but share torch's global random generator. Each process has its own,
+and uses real transports. A server that has imported torch once forks the processes (multiprocessing's "forkserver",
+which ends with this program), because otherwise each would take seconds to import it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Literal
+
+from rayzero.config import ZeroConfig
+from rayzero.errors import ConfigError
+from rayzero.protocol.ownership import device_owners
+from rayzero.protocol.store import ParameterStore
+from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.recorder import Recorder
+from rayzero.testing.owners import OwnersHere, OwnReach, ServedReach, Service, local_owners, served_owners
+from rayzero.testing.place import Connect, Loop, Place, T
+from rayzero.testing.processes import OwnerProcesses, run_processes
+from rayzero.testing.threads import run_threads
+
+Transport = Literal["inproc", "grpc", "shm"]
+
+
+def run_ranks(
+    fn: Loop[T],
+    world_size: int = 2,
+    num_optimizers: int = 2,
+    transport: Transport | Connect = "inproc",
+    processes: bool = False,
+    *,
+    config: ZeroConfig | None = None,
+    resume: Path | None = None,
+    run_dir: Path | None = None,
+    threads: int = 1,
+    stall_timeout: float = 60.0,
+    max_failures: int = 0,
+) -> list[T]:
+    """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners. Returns the ranks' results by rank.
+
+    processes: start a process per rank. ``fn`` and its results must then be picklable, and ``transport`` must not be
+        "inproc".
+    transport: "inproc": owners are plain objects in this process; "grpc": they are behind servers; "shm": behind
+        servers and with shared memory; or a function (rank, recorder, model) that connects a rank to owners of your
+        own, where model is 0 for its first prepared model, 1 for its second, and so on.
+    config: what ``rayzero.prepare`` uses if the loop gives it none. Its ``offload_fraction`` decides whether owners are
+        started beside the ranks; its ``chunk_bytes``, ``wire_compression`` and ``broadcast`` say how bytes travel over
+        gRPC.
+    resume, run_dir: what the ranks' contexts say.
+    threads: torch threads of each rank process and of each owner.
+    stall_timeout: seconds that a rank waits for a peer that makes no progress.
+    max_failures: how many deaths in all the run outlives. A rank dies as a process that is killed, or a thread that
+        raises ``Killed``: its loop begins anew and repeats the step that it died in (``rayzero.track``), while the
+        others wait. With processes=True owners are processes too, and an owner that is killed gets a successor. A loop
+        that raises any other error has failed, and is not started again.
+
+    If a rank fails, the others are told to stop, and the error of the first is raised with a note that names its rank.
+    No thread, process or port is left behind. Raises ConfigError if the arguments do not fit together.
+    """
+    if processes and transport == "inproc":
+        raise ConfigError(f'transport={transport!r} cannot reach other processes; use "grpc" or "shm"')
+    if transport == "shm" and (reason := why_no_sharing()) is not None:
+        raise ConfigError(f'transport="shm" does not work here: {reason}; use "grpc"')
+    if world_size < 1 or num_optimizers < 1:
+        raise ConfigError(f"world_size and num_optimizers must be >= 1, got {world_size} and {num_optimizers}")
+    if max_failures < 0 or (max_failures and callable(transport)):
+        raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0, and 0 with a transport of your own")
+    run = f"run_ranks-{secrets.token_hex(4)}"  # slabs are swept by run, so each needs a name of its own
+    places = [
+        Place(rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads)
+        for rank in range(world_size)
+    ]
+    settings = config or ZeroConfig()
+    beside_ranks = device_owners(world_size, settings.host_fraction)
+    if callable(transport):
+        owners = _reached_by(transport)
+        return run_processes(fn, places, owners, 0, stall_timeout) if processes else run_threads(fn, places, owners, 0)
+    if transport == "inproc":
+        with local_owners(num_optimizers, beside_ranks, threads, stall_timeout) as owners:
+            return run_threads(fn, places, owners, max_failures)
+    share = SHARED_MEMORY if transport == "shm" else None
+    replaces = max_failures > 0
+    service = Service(num_owners=num_optimizers + beside_ranks, threads=threads, share=share, replaces_ranks=replaces)
+    reach = ServedReach(
+        token=service.token,
+        stall_timeout=stall_timeout,
+        share=share,
+        config=settings,
+        outlives_owners=processes and replaces,
+    )
+    try:
+        if processes and replaces:
+            alone = OwnerProcesses(service, reach, bound=share is None)
+            return run_processes(fn, places, alone, max_failures, stall_timeout)
+        with served_owners(service, reach) as owners:
+            if processes:
+                return run_processes(fn, places, owners, max_failures, stall_timeout)
+            return run_threads(fn, places, owners, max_failures)
+    finally:
+        if share is not None:
+            sweep()  # removes what processes that were ended in the middle have left
+
+
+def _reached_by(own: Connect) -> OwnersHere:
+    """Owners of the caller's own."""
+    reach = OwnReach(own)
+
+    def connect(rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        return own(rank, recorder, model)
+
+    return OwnersHere(connect, lambda rank, life: None, reach)
