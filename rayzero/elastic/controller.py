@@ -54,14 +54,22 @@ class Lose:
 
 
 @dataclass(frozen=True, slots=True)
+class Connect:
+    """Tell an owner that serves where all owners are. Then call ``Controller.connected``."""
+
+    owner: int
+    life: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Succeed:
-    """Tell ``others`` that the successor of ``owner`` is at ``address``, and the successor where all owners are."""
+    """Tell ``others`` that the successor of ``owner`` is at ``address``."""
 
     owner: int
     address: str
-    addresses: tuple[str, ...]  # of all owners
-    epoch: int  # of the table with these addresses
-    others: tuple[MemberId, ...]  # that run
+    epoch: int  # of the table with this address
+    others: tuple[MemberId, ...]  # that run, or have been told an older table
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +81,12 @@ class Run:
     addresses: tuple[str, ...]  # of the owners
 
 
-Action = Start | Lose | Succeed | Run
+Action = Start | Lose | Connect | Succeed | Run
 
 
 class _State(Enum):
     STARTING = auto()  # its process does not answer yet
+    CONNECTING = auto()  # an owner's process serves, but does not know the others
     READY = auto()  # a rank's process waits to begin
     RUNNING = auto()
     ENDED = auto()  # its loop has returned, or raised
@@ -119,8 +128,9 @@ class Controller:
 
     @property
     def awaited(self) -> list[MemberId]:
-        """The members whose new processes do not answer yet."""
-        return [member for member, place in self._places.items() if place.state is _State.STARTING]
+        """The members whose new processes do not do their work yet."""
+        begins = _State.STARTING, _State.CONNECTING
+        return [member for member, place in self._places.items() if place.state in begins]
 
     def died(self, member: MemberId, life: int) -> list[Action]:
         """The process of a member has died, at any time. If the run does not outlive that, ``over`` says why."""
@@ -154,10 +164,20 @@ class Controller:
         if member.kind is Kind.RANK:
             place.state = _State.READY
             return self._begin()
-        others, place.state = self.running, _State.RUNNING
+        place.state = _State.CONNECTING
         self.epoch += 1
         self.addresses = (*self.addresses[: member.index], address, *self.addresses[member.index + 1 :])
-        return [Succeed(member.index, address, self.addresses, self.epoch, others), *self._begin()]
+        return [Connect(member.index, life, self.addresses)]
+
+    def connected(self, owner: int, life: int) -> list[Action]:
+        """An owner's successor knows all owners."""
+        place = self._places[MemberId(Kind.OWNER, owner)]
+        if life != place.life or place.state is not _State.CONNECTING:
+            return []
+        knows = _State.CONNECTING, _State.RUNNING
+        others = tuple(m for m, other in self._places.items() if other.state in knows and other is not place)
+        place.state = _State.RUNNING
+        return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._begin()]
 
     def _begin(self) -> list[Action]:
         """Begin the loops that are ready, if all owners have processes."""

@@ -154,7 +154,8 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
 
 
 def serve_owner(service: Service, owner: int, life: int, pipe: Connection) -> None:
-    """Be one owner: send its address, and carry out orders, calls of ``OwnerServer``, until None or the pipe's end."""
+    """Be one owner: send its address, and None once it is connected; carry out orders, calls of ``OwnerServer``, until
+    None or the pipe's end."""
     torch.set_num_threads(service.threads)
     models = service.host(owner, life)
     with service.serve(models, replaces_owners=True) as server:
@@ -163,6 +164,8 @@ def serve_owner(service: Service, owner: int, life: int, pipe: Connection) -> No
             while (order := pipe.recv()) is not None:
                 method, *arguments = order
                 getattr(server, method)(*arguments)
+                if method == "connect_peers":
+                    pipe.send(None)
         except EOFError:  # whoever started it has died
             pass
     models.close()

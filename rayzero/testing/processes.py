@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rayzero.concurrency.processes import is_stopped
-from rayzero.elastic.controller import Action, Controller, Kind, Lose, MemberId, Run, Start, Succeed
+from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RunFailedError
@@ -95,6 +95,7 @@ class _Run:
         addresses = tuple(self._pipes[member].recv() for member in members)
         for member in members:
             self._send(member, ("connect_peers", addresses))
+            self._pipes[member].recv()
         return addresses
 
     # ---- until the loops have ended
@@ -127,8 +128,10 @@ class _Run:
         if member.kind is Kind.RANK:
             self._outcomes.append(pickle.loads(said))
             self._controller.ended(member.index, life)
+        elif (address := pickle.loads(said)) is not None:
+            self._perform(self._controller.ready(member, life, address))
         else:
-            self._perform(self._controller.ready(member, life, pickle.loads(said)))
+            self._perform(self._controller.connected(member.index, life))
 
     def _died(self, member: MemberId, life: int) -> None:
         actions = self._controller.died(member, life)
@@ -168,8 +171,9 @@ class _Run:
                     self._owners.lose(rank, life)
                 for owner in owners:
                     self._send(owner, ("lose", rank, life))
-            case Succeed(index, address, addresses, _, others):
+            case Connect(index, life, addresses):
                 self._send(MemberId(Kind.OWNER, index), ("connect_peers", addresses))
+            case Succeed(index, address, _, others):
                 for other in others:
                     self._send(other, ("succeed", index, address))
 

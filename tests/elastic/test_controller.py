@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayzero.elastic.controller import Action, Controller, Kind, Lose, MemberId, Run, Start, Succeed
+from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
 
 RANKS, OWNERS, FAILURES = 3, 2, 4
 FIRST = ("a0", "a1")
@@ -28,7 +28,8 @@ def test_a_dead_owner_is_succeeded_and_everybody_else_is_told() -> None:
     run = controller()
     assert run.died(owner(1), 0) == [Start(owner(1), 1)]
     others = (rank(0), rank(1), rank(2), owner(0))
-    assert run.ready(owner(1), 1, "b1") == [Succeed(1, "b1", ("a0", "b1"), 1, others)]
+    assert run.ready(owner(1), 1, "b1") == [Connect(1, 1, ("a0", "b1"))]
+    assert run.connected(1, 1) == [Succeed(1, "b1", 1, others)]
 
 
 def test_owners_are_told_of_a_dead_rank_and_its_new_process_begins_at_once() -> None:
@@ -42,8 +43,9 @@ def test_a_loop_begins_once_every_owner_has_a_process_and_with_its_address() -> 
     run.died(owner(0), 0)
     assert run.died(rank(1), 0) == [Lose(1, 1, (owner(1),)), Start(rank(1), 1)]
     assert run.ready(rank(1), 1) == []
-    told = Succeed(0, "b0", ("b0", "a1"), 1, (rank(0), rank(2), owner(1)))
-    assert run.ready(owner(0), 1, "b0") == [told, Run(1, 1, ("b0", "a1"))]
+    assert run.ready(owner(0), 1, "b0") == [Connect(0, 1, ("b0", "a1"))]
+    told = Succeed(0, "b0", 1, (rank(0), rank(2), owner(1)))
+    assert run.connected(0, 1) == [told, Run(1, 1, ("b0", "a1"))]
 
 
 def test_a_successor_that_dies_is_succeeded_and_its_late_answer_is_not_taken() -> None:
@@ -52,8 +54,20 @@ def test_a_successor_that_dies_is_succeeded_and_its_late_answer_is_not_taken() -
     assert run.died(owner(0), 1) == [Start(owner(0), 2)]
     assert run.ready(owner(0), 1, "late") == []
     assert run.died(owner(0), 0) == []
-    (told,) = run.ready(owner(0), 2, "c0")
-    assert told == Succeed(0, "c0", ("c0", "a1"), 1, (rank(0), rank(1), rank(2), owner(1)))
+    assert run.ready(owner(0), 2, "c0") == [Connect(0, 2, ("c0", "a1"))]
+    assert run.connected(0, 1) == []
+    assert run.connected(0, 2) == [Succeed(0, "c0", 1, (rank(0), rank(1), rank(2), owner(1)))]
+
+
+def test_two_successors_learn_of_each_other() -> None:
+    run = controller()
+    run.died(owner(0), 0)
+    run.died(owner(1), 0)
+    assert run.ready(owner(0), 1, "b0") == [Connect(0, 1, ("b0", "a1"))]
+    assert run.ready(owner(1), 1, "b1") == [Connect(1, 1, ("b0", "b1"))]
+    ranks = rank(0), rank(1), rank(2)
+    assert run.connected(1, 1) == [Succeed(1, "b1", 2, (*ranks, owner(0)))]
+    assert run.connected(0, 1) == [Succeed(0, "b0", 2, (*ranks, owner(1)))]
 
 
 def test_a_rank_whose_loop_has_ended_is_not_replaced() -> None:
@@ -86,6 +100,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.members = [*map(rank, range(RANKS)), *map(owner, range(OWNERS))]
         self.alive = dict.fromkeys(self.members, 0)  # member -> the life of its process
         self.starting: dict[MemberId, int] = {}
+        self.connecting: dict[int, int] = {}  # owner -> its life
         self.knows = {member: dict(enumerate(FIRST)) for member in self.members}  # the owners' addresses
         self.begun = dict.fromkeys(range(RANKS), 0)  # rank -> life of its loop
         self.epochs = [0]
@@ -106,10 +121,12 @@ class AnyOrder(RuleBasedStateMachine):
                 case Lose(index, life, owners):
                     assert rank(index) not in self.alive
                     assert set(owners) <= set(self.alive)
-                case Succeed(index, address, addresses, epoch, others):
+                case Connect(index, life, addresses):
+                    self.connecting[index] = life
+                    self.knows[owner(index)] = dict(enumerate(addresses))
+                case Succeed(index, address, epoch, others):
                     assert owner(index) not in others
                     self.epochs.append(epoch)
-                    self.knows[owner(index)] = dict(enumerate(addresses))
                     for other in others:
                         assert other in self.alive
                         self.knows[other][index] = address
@@ -119,6 +136,8 @@ class AnyOrder(RuleBasedStateMachine):
     def one_dies(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(sorted(self.alive)))
         life = self.alive.pop(member)
+        if member.kind is Kind.OWNER:
+            self.connecting.pop(member.index, None)
         self.deaths += 1
         self.perform(self.run.died(member, life))
 
@@ -136,6 +155,12 @@ class AnyOrder(RuleBasedStateMachine):
         life = self.alive[member] = self.starting.pop(member)
         self.perform(self.run.ready(member, life, f"{member} {life}" if member.kind is Kind.OWNER else ""))
 
+    @precondition(lambda self: self.connecting and self.run.over is None)
+    @rule(data=st.data())
+    def a_successor_is_connected(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from(sorted(self.connecting)))
+        self.perform(self.run.connected(index, self.connecting.pop(index)))
+
     @rule(data=st.data())
     def old_news_changes_nothing(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(self.members))
@@ -150,11 +175,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def epochs_only_grow(self) -> None:
-        assert self.epochs == sorted(set(self.epochs))
+        assert self.epochs == sorted(self.epochs)
 
     @invariant()
     def whoever_runs_knows_where_the_living_owners_are(self) -> None:
-        if self.run.over is None and not self.starting:
+        if self.run.over is None and not self.starting and not self.connecting:
             assert self.run.awaited == []
             assert set(self.run.running) == set(self.members)
             assert all(self.begun[i] == self.alive[rank(i)] for i in range(RANKS))
