@@ -7,9 +7,11 @@ they leave (cluster/janitor.py). Calls that should answer soon have a deadline. 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +33,7 @@ from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSetting
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
+from rayzero.concurrency.processes import is_stopped
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.slabs.slab import sweep
@@ -38,6 +41,8 @@ from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
 
 __all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
+
+log = logging.getLogger(__name__)
 
 START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
 ANSWER_S = 30.0  # a call that only reads or sets a value
@@ -68,6 +73,10 @@ class RunActors:
         self.owners: dict[str, Any] = {}  # by name, in order of index
         self.ranks: dict[str, Any] = {}
         self._serving: dict[str, Any] = {}  # owners, and ranks that have one beside them
+        self._settings: dict[str, OwnerSettings] = {}  # of the same
+        self._hosts: dict[str, str] = {}  # where the same listen
+        self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
+        self._measure_bandwidth = False
 
     def __enter__(self) -> RunActors:
         return self
@@ -81,6 +90,7 @@ class RunActors:
     def start(
         self,
         *,
+        replaces_members: bool = False,
         owner_memory: int,
         share: Path | None,
         slab_dir: Path,
@@ -93,13 +103,15 @@ class RunActors:
 
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
         would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
-        discovery_dir: where the run will be announced to Prometheus; None: nowhere.
+        discovery_dir: where the run will be announced to Prometheus; None: nowhere. replaces_members: whoever dies is
+        started again (``start_owner``, ``start_rank``).
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator()
         self._share = share
-        self._serving = self._make_owners(owner_memory, share, telemetry, beside_ranks)
+        self._plan_owners(owner_memory, share, telemetry, beside_ranks, replaces_members)
+        self._serving = self._make_members()
         everyone = {**self.owners, **self.ranks}
         hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
@@ -108,9 +120,8 @@ class RunActors:
         self._janitor = Janitor(share, discovery_dir)
         self._janitor.watch(self._processes.values())
         if telemetry.enabled:
-            self.targets = self._open_exporters(
-                plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
-            )
+            self._exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            self.targets = self._open_exporters()
         return self._open_ports()
 
     def _make_coordinator(self) -> None:
@@ -127,12 +138,12 @@ class RunActors:
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise _name_in_use(self._run) from error
 
-    def _make_owners(
-        self, memory: int, share: Path | None, telemetry: TelemetryConfig, beside_ranks: str | None
-    ) -> dict[str, Any]:
-        """Create owners and ranks; returns those that serve, by name, in order of owner index."""
+    def _plan_owners(
+        self, memory: int, share: Path | None, telemetry: TelemetryConfig, beside_ranks: str | None, replaces: bool
+    ) -> None:
         plan = self._placement.plan
         beside = plan.num_workers if beside_ranks is not None else 0
+        self._measure_bandwidth = telemetry.measure_bandwidth
 
         def settings(owner: int, threads: int, device: str) -> OwnerSettings:
             return OwnerSettings(
@@ -143,30 +154,44 @@ class RunActors:
                 share=share,
                 norms_every=telemetry.norms_every if telemetry.enabled else None,
                 device=device,
+                replaces_members=replaces,
                 token=self._token,
             )
 
-        for owner in range(plan.num_optimizers):
-            own = settings(owner, plan.optimizer.threads, "cpu")
-            self._make_owner(owner, own, measure_bandwidth=telemetry.measure_bandwidth)
-        for rank in range(plan.num_workers):
-            where = beside_ranks and settings(plan.num_optimizers + rank, plan.worker.threads, beside_ranks)
-            self._make_rank(rank, where or None)
-        return {**self.owners, **(self.ranks if beside else {})}
+        numbers = range(plan.num_optimizers)
+        self._settings = {optimizer_name(owner): settings(owner, plan.optimizer.threads, "cpu") for owner in numbers}
+        if beside_ranks is not None:
+            for rank in range(plan.num_workers):
+                own = settings(plan.num_optimizers + rank, plan.worker.threads, beside_ranks)
+                self._settings[rank_name(rank)] = own
 
-    def _make_owner(self, owner: int, settings: OwnerSettings, *, measure_bandwidth: bool) -> None:
+    def _make_members(self) -> dict[str, Any]:
+        """Create owners and ranks; returns those that serve, by name, in order of owner index."""
+        plan = self._placement.plan
+        for owner in range(plan.num_optimizers):
+            self._make_owner(owner, 0)
+        for rank in range(plan.num_workers):
+            self._make_rank(rank)
+        return {**self.owners, **{who: rank for who, rank in self.ranks.items() if who in self._settings}}
+
+    def _make_owner(self, owner: int, life: int) -> Any:
         actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
         options = self._placement.optimizer_options(owner)
-        actor = actor_class.options(**options).remote(
-            settings, measure_bandwidth=measure_bandwidth, bind_numa=self._placement.plan.bind_numa
+        who = optimizer_name(owner)
+        self.owners[who] = actor_class.options(**options).remote(
+            replace(self._settings[who], life=life),
+            measure_bandwidth=self._measure_bandwidth and not life,
+            bind_numa=self._placement.plan.bind_numa,
         )
-        self.owners[optimizer_name(owner)] = actor
+        return self.owners[who]
 
-    def _make_rank(self, rank: int, beside: OwnerSettings | None) -> None:
+    def _make_rank(self, rank: int) -> Any:
         threads = self._placement.plan.worker.threads
         actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(RankWorker)
         options = self._placement.worker_options(rank)
-        self.ranks[rank_name(rank)] = actor_class.options(**options).remote(rank, threads, beside)
+        who = rank_name(rank)
+        self.ranks[who] = actor_class.options(**options).remote(rank, threads, self._settings.get(who))
+        return self.ranks[who]
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
         here = ray.get_runtime_context().get_node_id()
@@ -179,19 +204,19 @@ class RunActors:
         nodes = {member.node for member in self.members.values()}
         # ranks of another library may be on any host
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
-        hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
-        opened = {who: control(actor.serve).remote(hosts[who]) for who, actor in self._serving.items()}
+        self._hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
+        opened = {who: control(actor.serve).remote(self._hosts[who]) for who, actor in self._serving.items()}
         addresses = tuple(self.ask(opened, START_S).values())
         self.ask({who: control(a.connect_peers).remote(addresses) for who, a in self._serving.items()}, START_S)
         told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
         routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
         return routing
 
-    def _open_exporters(self, plan: Mapping[str, ExporterSettings]) -> tuple[Target, ...]:
+    def _open_exporters(self) -> tuple[Target, ...]:
         """Open everyone's exporter, the coordinator's first."""
-        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(plan[_COORDINATOR])}
+        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(self._exporters[_COORDINATOR])}
         for who, actor in {**self.owners, **self.ranks}.items():
-            calls[who] = control(actor.open_exporter).remote(plan[who], self.coordinator)
+            calls[who] = control(actor.open_exporter).remote(self._exporters[who], self.coordinator)
         try:
             return tuple(self.ask(calls, ANSWER_S).values())
         except RunFailedError as failed:
@@ -204,14 +229,63 @@ class RunActors:
     def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:
         """Start every rank's loop. Returns call -> the rank's name; a call lasts until its loop ends. ``settings``: one
         per rank."""
-        return {
-            actor.run.remote(own, packed_loop, self.coordinator): who
-            for own, (who, actor) in zip(settings, self.ranks.items(), strict=True)
-        }
+        calls: dict[Any, str] = {}
+        for own in settings:
+            calls |= self.run_loop(own, packed_loop)
+        return calls
+
+    def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> dict[Any, str]:
+        """Start one rank's loop; see ``run_loops``."""
+        who = rank_name(settings.rank)
+        return {self.ranks[who].run.remote(settings, packed_loop, self.coordinator): who}
 
     def watch_owners(self) -> dict[Any, str]:
         """Returns call -> the owner's name; a call lasts as long as its owner serves."""
         return {owner.watch.remote(): who for who, owner in self.owners.items()}
+
+    # ---- members that are replaced ------------------------------------------------------------------------------
+
+    def start_owner(self, owner: int, life: int) -> Any:
+        """Start another process as this owner; the dead one's place in the cluster is its place. Returns the call that
+        answers once it serves, with (member, address, exporter's target)."""
+        who = optimizer_name(owner)
+        actor = self._make_owner(owner, life)
+        self._serving[who] = actor
+        return control(actor.take_place).remote(self._hosts[who], self._exporters.get(who), self.coordinator)
+
+    def start_rank(self, rank: int) -> Any:
+        """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
+        who = rank_name(rank)
+        return control(self._make_rank(rank).take_place).remote(self._exporters.get(who), self.coordinator)
+
+    def took_place(self, who: str, member: Member, target: Target | None, addresses: Sequence[str]) -> Routing:
+        """A new process has answered: enter it where the run's processes are known. Returns the routing table with
+        ``addresses``."""
+        before = self.members[who]
+        self.members[who] = member
+        self._find_processes({who: member})
+        if self._janitor is not None:
+            self._janitor.watch(self._processes.values())
+        if target is not None:
+            same = target.role, target.index
+            self.targets = tuple(target if (t.role, t.index) == same else t for t in self.targets)
+        log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
+        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
+        routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
+        return routing
+
+    def tell(self, who: str, method: str, *arguments: Any) -> Any:
+        """Call a method of a member while its loop or its service lasts; returns the call. What a dead one does not
+        answer, the call that lasts as long as its process reports."""
+        actor = self.owners.get(who) or self.ranks[who]
+        return control(getattr(actor, method)).remote(*arguments)
+
+    def kill(self, who: str) -> None:
+        """Kill the process of a member, if it is on this node."""
+        process = self._processes.get(who)
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def move(self, state: RunState, error: str | None = None) -> None:
         """Set the run's state at the coordinator."""
@@ -246,6 +320,11 @@ class RunActors:
         member = self.members.get(who)
         return None if member is None else member.pid
 
+    @property
+    def stopped(self) -> list[str]:
+        """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""
+        return [who for who, process in self._processes.items() if who in self.members and is_stopped(process.pid)]
+
     def standing_still(self) -> list[Failure]:
         """The processes on this node that are stopped (SIGSTOP, a debugger); other processes only see that they do not
         answer."""
@@ -255,7 +334,7 @@ class RunActors:
                 what=f"makes no progress: its process (pid {process.pid} on {self.members[who].host}) is stopped",
             )
             for who, process in self._processes.items()
-            if _is_stopped(process)
+            if is_stopped(process.pid)
         ]
 
     # ---- end ----------------------------------------------------------------------------------------------------
@@ -264,7 +343,7 @@ class RunActors:
         """Kill the processes on this node that are stopped: they react to no other signal, and waiting for them takes
         long."""
         for process in self._processes.values():
-            if _is_stopped(process):
+            if is_stopped(process.pid):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
@@ -313,13 +392,6 @@ class RunActors:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=STOP_S)
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def refuse_name_in_use(run: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_resources
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.processes.rank_worker import RankSettings
-from rayzero.cluster.run import Member, Report, Routing, RunState
-from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, run_failed
+from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
+from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
@@ -31,6 +33,10 @@ from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.recorder import Measurements
 
 __all__ = ["Journal", "OnPhase", "OnReport", "RunRequest", "drive"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between two looks for stopped processes
 
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins
@@ -63,6 +69,7 @@ class Journal:
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
+    recoveries: list[Recovery] = field(default_factory=list)  # deaths that the run has outlived
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
 
     def note(self, report: Report) -> None:
@@ -99,6 +106,7 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         telemetry=request.run.telemetry,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
+        replaces_members=request.run.max_failures > 0,
     )
     journal.members = list(actors.members.values())
     journal.targets = actors.targets
@@ -125,8 +133,7 @@ def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextMana
 
 
 def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
-    loops = actors.run_loops(_rank_settings(request, actors, journal.routing), request.packed_loop)
-    follower = _Follower(actors, loops, journal, request)
+    follower = _Follower(actors, journal, request)
     try:
         watch = follower.follow()
         if watch.verdict(time.monotonic()) is Verdict.FINISHED:
@@ -157,34 +164,74 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             bind_numa=request.scaling.bind_numa,
             config=request.zero,
             addresses=routing.addresses,
+            outlives_owners=request.run.max_failures > 0,
             token=actors.token,
         )
         for rank in range(request.scaling.num_workers)
     ]
 
 
+def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
+    """The names of all members' processes. Owners beside ranks are in the ranks' processes."""
+    names = {MemberId(Kind.RANK, rank): rank_name(rank) for rank in range(scaling.num_workers)}
+    for owner in range(num_owners):
+        beside = owner - scaling.num_optimizers
+        names[MemberId(Kind.OWNER, owner)] = rank_name(beside) if beside >= 0 else optimizer_name(owner)
+    return names
+
+
+def _bound(request: RunRequest, num_owners: int) -> frozenset[MemberId]:
+    """The members whose part of the optimizer ends with their process."""
+    bound: list[MemberId] = []
+    if request.zero.shared_directory is None:
+        bound += [MemberId(Kind.OWNER, owner) for owner in range(num_owners)]
+    if num_owners > request.scaling.num_optimizers:
+        bound += [MemberId(Kind.RANK, rank) for rank in range(request.scaling.num_workers)]
+    return frozenset(bound)
+
+
 class _Follower:
-    """Waits for the next event of a run and passes it on: ends of processes to the Watch, reports to the user.
+    """Waits for the next event of a run and passes it on: deaths to the Controller, ends of loops to the Watch, reports
+    to the user.
 
-    Knows the Ray calls in flight; not what their results mean for the run (Watch)."""
+    Knows the Ray calls in flight and carries out the Controller's actions; not what a death or an end means for the
+    run."""
 
-    def __init__(self, actors: RunActors, loops: dict[Any, str], journal: Journal, request: RunRequest) -> None:
+    def __init__(self, actors: RunActors, journal: Journal, request: RunRequest) -> None:
         self._actors = actors
-        self._loops = loops
+        self._settings = _rank_settings(request, actors, journal.routing)
+        self._packed_loop = request.packed_loop
+        self._names = _names(request.scaling, len(journal.routing.addresses))
+        self._members = {who: member for member, who in reversed(self._names.items())}  # a rank's, if it also owns
+        self._controller = Controller(
+            request.scaling.num_workers,
+            journal.routing.addresses,
+            max_failures=request.run.max_failures,
+            bound=_bound(request, len(journal.routing.addresses)),
+        )
+        self._loops = actors.run_loops(self._settings, request.packed_loop)
         self._owners = actors.watch_owners()
+        self._starts: dict[Any, tuple[MemberId, float]] = {}  # call -> who starts, and since when
+        self._asleep: dict[str, float] = {}  # stopped processes, and since when
+        self._stall_s = request.zero.stall_timeout
         self._news = actors.coordinator.next_reports.remote()
         self._journal = journal
         self._on_report = request.on_report
         self._on_change = request.on_change
         self._on_stop = request.on_stop
+        self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
-        self._watch = Watch(len(loops))
+        self._watch = Watch(len(self._loops))
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            waiting = [*self._loops, *self._owners, self._news]
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=self._watch.patience_s(time.monotonic()))
+            waiting = [*self._loops, *self._owners, *self._starts, self._news]
+            patience_s = self._watch.patience_s(time.monotonic())
+            if self._controller.max_failures:
+                patience_s = min(_LOOK_S, _LOOK_S if patience_s is None else patience_s)
+                self._end_sleepers()
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=patience_s)
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
                     self._take(call)
@@ -227,6 +274,8 @@ class _Follower:
             self._take_outcome(call, self._loops.pop(call))
         elif call in self._owners:
             self._take_owner(call, self._owners.pop(call))
+        elif call in self._starts:
+            self._take_start(call, *self._starts.pop(call))
         else:
             self._take_news(call)
 
@@ -234,6 +283,7 @@ class _Follower:
         answer = self._answer(call, who)
         if isinstance(answer, RankOutcome):
             self._journal.measured[who] = answer.measured
+            self._controller.ended(answer.rank, self._controller.life(self._members[who]))
             self._watch.finished(answer, time.monotonic())
 
     def _take_owner(self, call: Any, who: str) -> None:
@@ -247,12 +297,86 @@ class _Follower:
         self._pass_on(reports)
 
     def _answer(self, call: Any, who: str) -> Any:
-        """The call's answer; None after a failure, which goes to the Watch."""
+        """The call's answer; None after a failure, which goes to the Watch, or a death, which goes to the
+        Controller."""
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
-            self._watch.failed(failure_from_ray(who, error, self._actors.pid(who)), time.monotonic())
+            failure = failure_from_ray(who, error, self._actors.pid(who))
+            if who not in self._members or isinstance(error, ray.exceptions.RayTaskError):
+                self._watch.failed(failure, time.monotonic())
+            else:
+                self._take_death(self._members[who], failure)
             return None
+
+    # ---- members that die
+
+    def _end_sleepers(self) -> None:
+        """Kill what has been stopped for half of ``stall_timeout``: others would fail, and it might wake up."""
+        now = time.monotonic()
+        self._asleep = {who: self._asleep.get(who, now) for who in self._actors.stopped}
+        for who, since in self._asleep.items():
+            if now - since > self._stall_s / 2:
+                log.warning("%s was stopped for %.3g s and is killed", who, now - since)
+                self._actors.kill(who)
+
+    def _take_death(self, member: MemberId, failure: Failure) -> None:
+        actions = self._controller.died(member, self._controller.life(member))
+        if (over := self._controller.over) is not None:
+            what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
+            self._watch.failed(replace(failure, what=what), time.monotonic())
+        elif actions:
+            left = count(self._controller.max_failures - self._controller.outlived, "more failure")
+            self._on_phase(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
+            self._perform(actions)
+
+    def _take_start(self, call: Any, member: MemberId, began: float) -> None:
+        who = self._names[member]
+        answer = self._answer(call, who)
+        if answer is None:
+            return
+        process, address, target = answer
+        if member.kind is Kind.OWNER:
+            self._owners[self._actors.owners[who].watch.remote()] = who
+        actions = self._controller.ready(member, self._controller.life(member), address)
+        self._journal.routing = self._actors.took_place(who, process, target, self._controller.addresses)
+        self._journal.members = list(self._actors.members.values())
+        self._journal.targets = self._actors.targets
+        self._perform(actions)
+        recovery = Recovery(who=who, pid=process.pid, seconds=time.monotonic() - began)
+        self._journal.recoveries.append(recovery)
+        self._on_phase(f"{who} is back as pid {process.pid}, {recovery.seconds:.1f} s after its death was noticed")
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(MemberId(Kind.OWNER, index) as member, life):
+                    self._starts[self._actors.start_owner(index, life)] = member, time.monotonic()
+                case Start(member):
+                    self._starts[self._actors.start_rank(member.index)] = member, time.monotonic()
+                case Lose(rank, life, owners):
+                    for owner in owners:
+                        self._actors.tell(self._names[owner], "lose", rank, life)
+                case Connect(index, life, addresses):
+                    self._connect(index, life, addresses)
+                case Succeed(index, address, _, others):
+                    for other in others:
+                        self._actors.tell(self._names[other], "succeed", index, address)
+                case Run(rank, life, addresses):
+                    settings = replace(self._settings[rank], life=life, addresses=addresses)
+                    self._loops |= self._actors.run_loop(settings, self._packed_loop)
+
+    def _connect(self, owner: int, life: int, addresses: Sequence[str]) -> None:
+        """Tell a successor where all owners are. If it does not answer, the call that watches it will say why."""
+        who = optimizer_name(owner)
+        try:
+            ray.get(self._actors.tell(who, "connect_peers", addresses), timeout=ANSWER_S)
+        except ray.exceptions.GetTimeoutError:
+            self._actors.kill(who)
+        except ray.exceptions.RayError as error:
+            log.debug("%s was not told where the owners are: %s", who, error)
+        else:
+            self._perform(self._controller.connected(owner, life))
 
     def _read_rest(self) -> None:
         """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;

@@ -16,6 +16,7 @@ __all__ = [
     "NAMESPACE",
     "TRACE_PATH",
     "Member",
+    "Recovery",
     "Report",
     "Routing",
     "RunState",
@@ -75,6 +76,16 @@ class Routing:
 
     epoch: int
     addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """A death that the run has outlived."""
+
+    who: str
+    pid: int  # of the process that took the place
+    seconds: float  # from when the death was noticed until that process could do its work
+    time: float = field(default_factory=time.time)  # when it could, seconds since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

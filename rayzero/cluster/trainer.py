@@ -224,6 +224,7 @@ class ZeroTrainer:
             "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
             "members": [asdict(member) for member in journal.members],
             "routing": asdict(journal.routing),
+            "recoveries": [asdict(recovery) for recovery in journal.recoveries],
             "telemetry": _telemetry(journal),
             "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
             "checkpoint": _text(checkpoint),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from rayzero.config.base import ConfigModel, Count, Flag, Positive, Processes, Seconds, Size
+from rayzero.config.base import ConfigModel, Count, Flag, Natural, Positive, Processes, Seconds, Size
 from rayzero.config.choices import CheckpointErrors
 from rayzero.config.telemetry import TelemetryConfig
 
@@ -99,6 +99,10 @@ class RunConfig(ConfigModel):
     """What save_checkpoint does if the storage does not take a checkpoint (full, read-only). "warn": it returns None
     with a warning, and training goes on. "raise": it raises CheckpointWriteError on every rank."""
 
+    max_failures: Natural = 3
+    """Deaths of optimizer actors and rank workers that the run outlives in all: another process takes the dead one's
+    place and repeats what was not decided. 0: a death ends the run."""
+
     resume: Flag | str = False
     """True: continue from the run's newest checkpoint; a path: from that checkpoint; False: start anew."""
 
@@ -115,6 +119,7 @@ class RunConfig(ConfigModel):
             checkpoint_every: int | None = ...,
             keep_last: int | None = ...,
             on_checkpoint_error: CheckpointErrors = ...,
+            max_failures: int = ...,
             resume: bool | str | Path = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
         ) -> None: ...

@@ -36,6 +36,7 @@ from rayzero.config import ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.store import ParameterStore
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -63,7 +64,7 @@ class Owners:
         def connect(model: int) -> ParameterStore:
             rank = place.get_world_rank()
             return connect_store(
-                rank, self.addresses, token=self.token, config=self.config, recorder=recorder, model=model
+                rank, OwnerTable(self.addresses), token=self.token, config=self.config, recorder=recorder, model=model
             )
 
         context = RankContext(

@@ -299,12 +299,13 @@ def _check_room(total: int, directory: Path) -> None:
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
     """Remove the slabs whose makers are dead, unless another process of their run lives; returns (path, bytes) of each.
-    Slabs of other users stay."""
-    running = {found.header.facts.run for found in list_slabs(directory) if found.alive and found.header is not None}
+    Slabs of other users stay; so do those that this rayzero cannot read, while a process has one that it cannot read
+    either: they may be of the same run."""
+    running = {_run_of(found.header) for found in list_slabs(directory) if found.alive}
     removed = []
     for path, fd in _opened(directory):
         header = _header_or_none(path, fd)
-        if header is not None and header.facts.run in running:
+        if _run_of(header) in running:
             continue
         if not _free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it
@@ -337,6 +338,11 @@ def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
         )
         for path, fd in _opened(directory)
     ]
+
+
+def _run_of(header: SlabHeader | None) -> str | None:
+    """The run of a slab; None if its header cannot be read."""
+    return None if header is None else header.facts.run
 
 
 def _header_or_none(path: Path, fd: int) -> SlabHeader | None:

@@ -96,7 +96,7 @@ def test_a_killed_optimizer_is_named_though_the_ranks_only_see_a_broken_link(tra
         os.kill(next(m["pid"] for m in members if m["who"] == "optimizer 1"), signal.SIGKILL)
 
     with pytest.raises(RunFailedError, match=r"optimizer 1 died: its process \(pid \d+\) ended unexpectedly"):
-        trainer(train_for_ever, on_report=once(kill)).fit()
+        trainer(train_for_ever, on_report=once(kill), run={"max_failures": 0}).fit()
 
 
 def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, nothing_left, tmp_path):
@@ -106,7 +106,7 @@ def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, not
 
     killed: list[tuple[int, int]] = []
     with pytest.raises(RunFailedError) as failed:
-        trainer(train_for_ever, on_report=once(kill), scaling={"num_optimizers": 1}).fit()
+        trainer(train_for_ever, on_report=once(kill), scaling={"num_optimizers": 1}, run={"max_failures": 0}).fit()
     rank, rows = killed[0]
     assert str(failed.value).startswith(f"run 'demo' failed: rank {rank} died: its process (pid ")
     assert len(read_log(tmp_path / "demo")) >= rows > 0, "what it had reported stays"
@@ -124,7 +124,7 @@ def test_a_process_that_stands_still_is_named_and_the_run_ends_soon(trainer, not
     with pytest.raises(
         RunFailedError, match=rf"failed: {who} makes no progress: its process \(pid \d+ on \S+\) is stopped"
     ):
-        trainer(train_for_ever, on_report=once(stop), zero_config=zero).fit()
+        trainer(train_for_ever, on_report=once(stop), zero_config=zero, run={"max_failures": 0}).fit()
     assert time.monotonic() - stopped[0] < 1.5 * 6.0 + 10.0 + BUSY_S
 
 

@@ -467,3 +467,14 @@ def test_who_only_looks_at_a_dead_process_s_slab_does_not_keep_it_from_its_succe
     Slab.adopt(path).close()
     looks_away.join()
     sweep(tmp_path)
+
+
+def test_a_dead_process_s_slab_that_cannot_be_read_waits_while_a_living_one_has_such_slabs(tmp_path: Path) -> None:
+    """They may be of one run of another rayzero, whose successor is about to take the slab over."""
+    for name in ("dead", "alive"):
+        (tmp_path / f"rayzero-r-{name}-0.0-abcd.slab").write_bytes(b"another format")
+    alive = os.open(tmp_path / "rayzero-r-alive-0.0-abcd.slab", os.O_RDWR)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    assert sweep(tmp_path) == []
+    os.close(alive)
+    assert len(sweep(tmp_path)) == 2

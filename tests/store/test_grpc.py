@@ -42,6 +42,7 @@ from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.owner_link import OwnerLink
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.rank.store import RankStore
@@ -639,30 +640,30 @@ def test_an_unknown_failure_is_a_store_error_that_says_it() -> None:
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("grpc", "rank 0 uses gRPC to every owner (1): transport='grpc' is set"),
+        ("grpc", "rank 0 uses gRPC to every owner: transport='grpc' is set"),
         ("auto", "rank 0: gRPC (another host or container) to optimizers [0]"),
     ],
 )
 def test_select_says_why_in_one_line(transport: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     config = ZeroConfig(transport=transport)  # type: ignore[arg-type]
     with serving() as servers, caplog.at_level(logging.INFO, "rayzero.store"):
-        addresses = [server.address for server in servers]
-        store = connect_store(0, addresses, token=TOKEN, config=config, recorder=MemoryRecorder())
+        table = OwnerTable([server.address for server in servers])
+        store = connect_store(0, table, token=TOKEN, config=config, recorder=MemoryRecorder())
         assert store.attach(make_spec(1)).needs_load
         store.close()
     assert [record.getMessage() for record in caplog.records] == [said]
     with pytest.raises(UnsupportedError, match="transport='inproc'"):
-        connect_store(0, addresses, token=TOKEN, config=ZeroConfig(transport="inproc"), recorder=MemoryRecorder())
+        connect_store(0, table, token=TOKEN, config=ZeroConfig(transport="inproc"), recorder=MemoryRecorder())
 
 
 def test_auto_without_shared_memory_warns_and_shm_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as servers, caplog.at_level(logging.WARNING, "rayzero.store"):
         options: dict[str, Any] = {"token": TOKEN, "recorder": MemoryRecorder()}
-        addresses = [server.address for server in servers]
-        connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent"), **options).close()
+        table = OwnerTable([server.address for server in servers])
+        connect_store(0, table, config=ZeroConfig(slab_dir="/nonexistent"), **options).close()
         with pytest.raises(UnsupportedError, match="/nonexistent cannot be written to; use 'auto' or 'grpc'"):
-            connect_store(0, addresses, config=ZeroConfig(slab_dir="/nonexistent", transport="shm"), **options)
-    assert caplog.messages == ["rank 0 uses gRPC to every owner (1): /nonexistent cannot be written to"]
+            connect_store(0, table, config=ZeroConfig(slab_dir="/nonexistent", transport="shm"), **options)
+    assert caplog.messages == ["rank 0 uses gRPC to every owner: /nonexistent cannot be written to"]
 
 
 def test_the_generated_code_is_current() -> None:

@@ -15,6 +15,7 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import RankLeftError, StallError, StoreError
 from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.store.wire.payload import decode_header
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -189,7 +190,7 @@ def test_select_passes_the_settings_on() -> None:
     config = ZeroConfig(wire_compression="bf16", broadcast="push", chunk_bytes=1 << 16)
     with serving() as servers:
         recorder = MemoryRecorder()
-        store = connect_store(0, [servers[0].address], token=TOKEN, config=config, recorder=recorder)
+        store = connect_store(0, OwnerTable([servers[0].address]), token=TOKEN, config=config, recorder=recorder)
         (rank,) = start([store], make_spec(1))
         rank.push(random_grads(rank.spec, 1))
         pushed = sum(unit.numel * 2 for unit in rank.spec.layout.units)

@@ -28,6 +28,7 @@ from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.rank.store import RankStore
@@ -173,7 +174,8 @@ def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
 def test_transport_shm_refuses_owners_elsewhere_and_auto_takes_them(stack: ExitStack) -> None:
     addresses = served(stack, 1, sharing=False)
     spec = make_spec(1)
-    forced = connect_store(0, addresses, token=TOKEN, config=ZeroConfig(transport="shm"), recorder=NullRecorder())
+    config = ZeroConfig(transport="shm")
+    forced = connect_store(0, OwnerTable(addresses), token=TOKEN, config=config, recorder=NullRecorder())
     stack.callback(forced.close)
     with pytest.raises(UnsupportedError, match=r"transport='shm', but optimizers \[0\] share no memory with rank 0"):
         forced.attach(spec)

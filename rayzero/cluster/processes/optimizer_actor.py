@@ -69,6 +69,21 @@ class OptimizerActor:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
         self._owner.connect_peers(addresses)
 
+    def take_place(
+        self, host: str, exporter: ExporterSettings | None, coordinator: Any
+    ) -> tuple[Member, str, Target | None]:
+        """Begin as the successor of an owner that has died: who this is, where it serves, and its exporter."""
+        address = self.serve(host)
+        return self.hello(), address, None if exporter is None else self.open_exporter(exporter, coordinator)
+
+    def succeed(self, owner: int, address: str) -> None:
+        """Another owner has died; its successor is at ``address``."""
+        self._owner.succeed(owner, address)
+
+    def lose(self, rank: int, life: int) -> None:
+        """A rank has died and comes back in ``life``."""
+        self._owner.lose(rank, life)
+
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
 

@@ -27,6 +27,8 @@ class OwnerSettings:
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
+    life: int = 0  # how often an owner of this number has died: it takes over the slabs of the last
+    replaces_members: bool = False  # whoever dies is started again
     token: str = field(repr=False)  # every call to the owner must carry it
 
 
@@ -45,18 +47,32 @@ class ServedOwner:
             recorder=recorder,
             norms_every=settings.norms_every,
             device=torch.device(settings.device),
+            succeeds=settings.life > 0,
         )
         self._server: OwnerServer | None = None
 
     def serve(self, host: str) -> str:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
-        self._server = serve_models(self.models, token=self._settings.token, host=host)
+        replaces = self._settings.replaces_members
+        self._server = serve_models(
+            self.models, token=self._settings.token, host=host, replaces_ranks=replaces, replaces_owners=replaces
+        )
         return self._server.address
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
         assert self._server is not None, "serve() comes first"
         self._server.connect_peers(addresses)
+
+    def succeed(self, owner: int, address: str) -> None:
+        """See ``OwnerServer.succeed``."""
+        assert self._server is not None, "serve() comes first"
+        self._server.succeed(owner, address)
+
+    def lose(self, rank: int, life: int) -> None:
+        """See ``OwnerServer.lose``."""
+        assert self._server is not None, "serve() comes first"
+        self._server.lose(rank, life)
 
     def stop(self) -> None:
         """Close the port, free the shards. Idempotent."""

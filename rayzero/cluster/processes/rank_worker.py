@@ -24,6 +24,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements, MemoryRecorder
@@ -47,6 +48,8 @@ class RankSettings:
     bind_numa: bool
     config: ZeroConfig
     addresses: tuple[str, ...]  # of the owners, by index
+    life: int = 0  # how often the rank has died and was started again
+    outlives_owners: bool = False  # an owner that dies gets a successor
     token: str = field(repr=False)  # every call to an owner must carry it
 
 
@@ -61,6 +64,7 @@ class RankWorker:
         self._recorder = MemoryRecorder()
         self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
         self._context: RankContext | None = None
+        self._table: OwnerTable | None = None  # while the loop runs
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
@@ -83,6 +87,22 @@ class RankWorker:
         assert self._owner is not None, "there is no owner beside this rank"
         self._owner.connect_peers(addresses)
 
+    def take_place(self, exporter: ExporterSettings | None, coordinator: Any) -> tuple[Member, str, Target | None]:
+        """Begin in the place of a rank that has died: who this is, no address, and its exporter."""
+        return self.hello(), "", None if exporter is None else self.open_exporter(exporter, coordinator)
+
+    def succeed(self, owner: int, address: str) -> None:
+        """An owner has died; its successor is at ``address``."""
+        if self._owner is not None:
+            self._owner.succeed(owner, address)
+        if self._table is not None:
+            self._table.succeed(owner, address)
+
+    def lose(self, rank: int, life: int) -> None:
+        """See ``ServedOwner.lose``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        self._owner.lose(rank, life)
+
     def stop_owner(self) -> None:
         """End the owner beside this rank, if there is one: after every rank's loop. Idempotent."""
         if self._owner is not None:
@@ -96,7 +116,8 @@ class RankWorker:
         load_compiler_only_to_compile()
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
-        context = self._context = _context(settings, channel, self._recorder)
+        self._table = OwnerTable(settings.addresses)
+        context = self._context = _context(settings, self._table, channel, self._recorder)
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
         try:
@@ -115,7 +136,9 @@ class RankWorker:
             self._context.close(reason)
 
 
-def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRecorder) -> RankContext:
+def _context(
+    settings: RankSettings, table: OwnerTable, channel: ReportChannel, recorder: MemoryRecorder
+) -> RankContext:
     gauges = ReportGauges(recorder)
 
     def sink(metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
@@ -127,16 +150,19 @@ def _context(settings: RankSettings, channel: ReportChannel, recorder: MemoryRec
     def connect(model: int) -> ParameterStore:
         return connect_store(
             settings.rank,
-            settings.addresses,
+            table,
             token=settings.token,
             config=settings.config,
             recorder=recorder,
             model=model,
+            life=settings.life,
+            outlives_owners=settings.outlives_owners,
         )
 
     context = RankContext(
         rank=settings.rank,
         world_size=settings.world_size,
+        life=settings.life,
         device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
         run=settings.run,
         run_dir=settings.run_dir,

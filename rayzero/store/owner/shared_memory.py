@@ -215,7 +215,7 @@ class SharedOwner:
             else:
                 orders = cells_of(slab, "orders", self.owner, plan.order_bytes)
                 replies = cells_of(self._own_control(), "replies", 0, plan.reply_bytes)
-                self._lead = Answerer(orders, replies, bell_of(slab))
+                self._lead = Answerer(orders, replies, bell_of(slab), resumes=self._taken_over)
 
     def _own_control(self) -> Slab:
         assert self._control is not None

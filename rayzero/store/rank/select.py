@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.store import ParameterStore
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
@@ -19,17 +20,19 @@ log = logging.getLogger(__name__)
 
 def connect_store(
     rank: int,
-    addresses: Sequence[str],
+    table: OwnerTable,
     *,
     token: str,
     config: ZeroConfig,
     recorder: Recorder,
     model: int = 0,
     life: int = 0,
+    outlives_owners: bool = False,
     tls: TlsFiles | None = None,
 ) -> ParameterStore:
-    """Make a rank's store for owners in other processes at ``addresses`` (by owner index). ``model``: the prepared
-    model's number. ``life``: how often the rank has died and was started again.
+    """Make a rank's store for owners in other processes, which are where ``table`` says. ``model``: the prepared
+    model's number. ``life``: how often the rank has died and was started again. ``outlives_owners``: ``table`` will be
+    told of successors.
 
     Raises UnsupportedError if ``config.transport`` cannot reach them."""
     if config.transport == "inproc":
@@ -42,9 +45,10 @@ def connect_store(
         raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
     if reason is not None:
         level = logging.INFO if share is None else logging.WARNING  # shared memory was wanted
-        log.log(level, "rank %d uses gRPC to every owner (%d): %s", rank, len(addresses), reason)
-    return RankStore(
-        RemoteConnection(
+        log.log(level, "rank %d uses gRPC to every owner: %s", rank, reason)
+
+    def make(addresses: Sequence[str]) -> RemoteConnection:
+        return RemoteConnection(
             rank,
             addresses,
             token=token,
@@ -57,6 +61,8 @@ def connect_store(
             broadcast=config.broadcast,
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",
+            outlives_owners=outlives_owners,
             recorder=recorder,
         )
-    )
+
+    return RankStore(table.connect(make))

@@ -1,0 +1,114 @@
+"""A run on Ray goes on when processes are killed, and ends with the bits of one that was not disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import rayzero
+from rayzero.cluster.files.metrics_log import read_log
+from rayzero.cluster.files.run_dir import read_record
+from rayzero.config import ZeroConfig
+from rayzero.engine import full_state_dict, get_context, report
+from rayzero.store.shm.same_host import why_no_sharing
+
+from .tiny import MAX_NORM, batch, make
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+]
+
+STEPS = 40
+
+
+def train(config: Any) -> None:
+    """Train to STEPS from wherever this life of the rank begins."""
+    context = get_context()
+    model, plain = make()
+    model, optimizer = rayzero.prepare(model, plain)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
+    rayzero.track(scheduler=scheduler)
+    for step in range(context.step, STEPS):
+        loss = model(batch(step, context.rank)).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        report({"done": step + 1, "loss": loss.item(), "pid": os.getpid()})
+    weights = full_state_dict(model)
+    if context.rank == 0:
+        assert context.run_dir is not None
+        save_file(weights, Path(context.run_dir) / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    scaling = rayzero.ScalingConfig(num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1)
+    rayzero.ZeroTrainer(
+        train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
+    ).fit()
+    return folder / "demo"
+
+
+class Kills:
+    """Sends a signal to a member as rank 0 reports that it has done so many steps."""
+
+    def __init__(self, run_dir: Path, kills: dict[int, str], how: int = signal.SIGKILL) -> None:
+        self.run_dir, self.kills, self.how = run_dir, kills, how
+
+    def __call__(self, one: Any) -> None:
+        if one.rank == 0 and one.metrics["done"] in self.kills:
+            who = self.kills.pop(one.metrics["done"])
+            members = read_record(self.run_dir)["members"]
+            os.kill(next(m["pid"] for m in members if m["who"] == who), self.how)
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    mine, other = load_file(ours / "weights.safetensors"), load_file(theirs / "weights.safetensors")
+    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def losses(run_dir: Path) -> dict[tuple[int, int], float]:
+    return {(row["rank"], row["done"]): row["loss"] for row in read_log(run_dir)}
+
+
+def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_path, undisturbed):
+    said: list[str] = []
+    kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1", 25: "optimizer 0"})
+    result = trainer(train, on_report=kills, on_phase=said.append).fit()
+    assert kills.kills == {}
+    assert same(result.path, undisturbed)
+    assert losses(result.path) == losses(undisturbed)
+    record = read_record(tmp_path / "demo")
+    assert [one["who"] for one in record["recoveries"]] == ["optimizer 1", "rank 1", "optimizer 0"]
+    assert {one["who"]: one["pid"] for one in record["recoveries"]}.items() <= {
+        (member["who"], member["pid"]) for member in record["members"]
+    }
+    assert record["routing"]["epoch"] == 3, "of two new addresses"
+    died = [line for line in said if " died: " in line]
+    assert [line.split(" died")[0] for line in died] == ["optimizer 1", "rank 1", "optimizer 0"]
+    assert died[0].endswith("Another process takes its place (2 more failures would be outlived)")
+    assert sum(" is back as pid " in line for line in said) == 3
+
+
+def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_path, undisturbed):
+    kills = Kills(tmp_path / "demo", {5: "optimizer 1"}, signal.SIGSTOP)
+    result = trainer(train, on_report=kills, zero_config=ZeroConfig(stall_timeout=20.0)).fit()
+    assert same(result.path, undisturbed)
+    assert [one["who"] for one in read_record(tmp_path / "demo")["recoveries"]] == ["optimizer 1"]
+
+
+def test_one_failure_too_many_ends_the_run(trainer, nothing_left, tmp_path):
+    kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1"})
+    with pytest.raises(rayzero.RunFailedError, match=r"rank 1 died: .* one failure too many: the run has outlived 1"):
+        trainer(train, on_report=kills, run={"max_failures": 1}).fit()
