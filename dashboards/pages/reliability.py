@@ -7,7 +7,7 @@ from dashboards.spec import ANY_IS_BAD, Page, Row, panel
 PAGE = Page(
     uid="rayzero-reliability",
     title="RayZero / Reliability",
-    description="Processes, heartbeats, checkpoints and links.",
+    description="Processes, heartbeats, recoveries, checkpoints and links.",
     variables=(),
     rows=(
         Row(
@@ -30,6 +30,28 @@ PAGE = Page(
                     "1: Prometheus reads the process's exporter. 0: gone, or its port is not reachable.",
                     "none",
                     ("max by (run, role, rank, actor) (up{<run>})", "{{run}} {{role}} {{rank}}{{actor}}"),
+                ),
+            ),
+        ),
+        Row(
+            title="Recoveries",
+            panels=(
+                panel(
+                    "Deaths outlived",
+                    "Processes that died and were replaced, in the last hour. Many: look at their nodes' memory and logs.",
+                    "none",
+                    ("sum by (run, what) (increase(rayzero_recoveries_total{<run>}[1h]))", "{{run}} {{what}}"),
+                    thresholds=ANY_IS_BAD,
+                ),
+                panel(
+                    "Seconds a death",
+                    "What the loops waited: start, until the new process answers; re-form, until everybody knows it.",
+                    "s",
+                    (
+                        "sum by (run, phase) (increase(rayzero_recovery_seconds_total{<run>}[1h])) / ignoring (phase) "
+                        "group_left () (sum by (run) (increase(rayzero_recoveries_total{<run>}[1h])) > 0)",
+                        "{{phase}} {{run}}",
+                    ),
                 ),
             ),
         ),

@@ -336,6 +336,7 @@ class _Follower:
         if answer is None:
             return
         process, address, target = answer
+        answered = time.monotonic()
         if member.kind is Kind.OWNER:
             self._owners[self._actors.owners[who].watch.remote()] = who
         actions = self._controller.ready(member, self._controller.life(member), address)
@@ -343,7 +344,10 @@ class _Follower:
         self._journal.members = list(self._actors.members.values())
         self._journal.targets = self._actors.targets
         self._perform(actions)
-        recovery = Recovery(who=who, pid=process.pid, seconds=time.monotonic() - began)
+        now = time.monotonic()
+        seconds = {"start": answered - began, "re-form": now - answered}
+        self._actors.coordinator.recovered.remote(str(member.kind), seconds)
+        recovery = Recovery(who=who, pid=process.pid, seconds=now - began)
         self._journal.recoveries.append(recovery)
         self._on_phase(f"{who} is back as pid {process.pid}, {recovery.seconds:.1f} s after its death was noticed")
 

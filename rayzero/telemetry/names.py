@@ -565,6 +565,23 @@ HEARTBEAT_AGE_SECONDS = _gauge(
     roles=(COORDINATOR,),
     help='Seconds since the last heartbeat of a process ("rank 0", "optimizer 1"); each sends one every 2 s.',
 )
+RECOVERIES = _counter(
+    name="rayzero_recoveries_total",
+    unit="processes",
+    labels=("what",),
+    roles=(COORDINATOR,),
+    only="a process that died",
+    help="Deaths that the run has outlived, because another process took the dead one's place. what: rank, optimizer.",
+)
+RECOVERY_SECONDS = _counter(
+    name="rayzero_recovery_seconds_total",
+    unit="s",
+    labels=("phase",),
+    roles=(COORDINATOR,),
+    only="a process that died",
+    help="Seconds of those recoveries. phase: start, from when the death was noticed until the new process answers; "
+    "re-form, from then until everybody knows it. The training loops wait through both.",
+)
 PINNED_UNITS = _counter(
     name="rayzero_pinned_units_total",
     unit="units",

@@ -26,7 +26,7 @@ from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Report, RunState
 from rayzero.cluster.trainer import ZeroTrainer
-from rayzero.config import RunConfig
+from rayzero.config import RunConfig, ZeroConfig
 
 
 class EndedRun:
@@ -49,6 +49,9 @@ class EndedRun:
     def move(self, state: RunState, reason: str | None = None) -> None:
         self.moves.append(state)
 
+    def run_loops(self, settings: list[Any], packed_loop: None) -> dict[Any, str]:
+        return {}
+
     def watch_owners(self) -> dict[Any, str]:
         return {}
 
@@ -64,8 +67,11 @@ class EndedRun:
 def asked(**told: Any) -> Any:
     """What a follower takes of a run's request; ``told``: what it is to do."""
     directory = SimpleNamespace(checkpoints=RunCheckpoints(Path("nowhere")))
-    nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None}
-    return SimpleNamespace(directory=directory, **nothing | told)
+    nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None, "on_phase": lambda _: None}
+    nobody = SimpleNamespace(num_workers=0, num_optimizers=0)
+    return SimpleNamespace(
+        directory=directory, scaling=nobody, run=RunConfig(), zero=ZeroConfig(), packed_loop=None, **nothing | told
+    )
 
 
 @pytest.mark.parametrize("at", ["a report", "the change"])
@@ -85,7 +91,7 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
     stopped: list[bool] = []
     actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
     request = asked(on_report=take, on_change=lambda: stop("the change"))
-    follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
+    follower = _Follower(actors, Journal(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
             follower.finish()
@@ -171,7 +177,7 @@ def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     steps: list[int] = []
     actors = EndedRun([Report(rank=0, metrics={"step": 0})])
     request = asked(on_report=lambda one: steps.append(one.metrics["step"]))
-    follower = _Follower(actors, {}, Journal(), request)  # type: ignore[arg-type]
+    follower = _Follower(actors, Journal(), request)  # type: ignore[arg-type]
     actors.unread += [Report(rank=0, metrics={"step": step}) for step in (1, 2)]
     follower.finish()
     assert steps == [0, 1, 2]
@@ -185,7 +191,7 @@ def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> Non
         told.append((journal.state, list(actors.moves)))
         raise OSError("the disk is full")
 
-    _Follower(actors, {}, journal, asked(on_stop=on_stop)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
+    _Follower(actors, journal, asked(on_stop=on_stop)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
     assert told == [(RunState.STOPPED, [])]
     assert actors.moves == [RunState.STOPPED]
 

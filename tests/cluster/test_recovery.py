@@ -16,6 +16,7 @@ from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report
+from rayzero.errors import RunFailedError
 from rayzero.store.shm.same_host import why_no_sharing
 
 from .tiny import MAX_NORM, batch, make
@@ -110,5 +111,5 @@ def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_pat
 
 def test_one_failure_too_many_ends_the_run(trainer, nothing_left, tmp_path):
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1"})
-    with pytest.raises(rayzero.RunFailedError, match=r"rank 1 died: .* one failure too many: the run has outlived 1"):
+    with pytest.raises(RunFailedError, match=r"rank 1 died: .* one failure too many: the run has outlived 1"):
         trainer(train, on_report=kills, run={"max_failures": 1}).fit()

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from rayzero.cluster.processes.process_exporter import ExporterSettings, Process
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
-from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, SHARD_IMBALANCE
+from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, RECOVERIES, RECOVERY_SECONDS, SHARD_IMBALANCE
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
 __all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunStatus", "this_process"]
@@ -174,6 +174,7 @@ class Coordinator:
         self._status = RunStatus(run, started_at=time.time())
         self._log = log
         self._heartbeats = Heartbeats()
+        self._recorder = MemoryRecorder()
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
         self._exporter: ProcessExporter | None = None
         self._news = asyncio.Event()
@@ -185,10 +186,9 @@ class Coordinator:
 
     async def open_exporter(self, settings: ExporterSettings) -> Target:
         """Open this process's exporter, which also serves discovery. Raises ConfigError where it has no port."""
-        recorder = MemoryRecorder()
-        recorder.watch(self._heartbeats.readings)
+        self._recorder.watch(self._heartbeats.readings)
         page = Page("application/json", lambda: service_discovery(self._targets))
-        self._exporter = ProcessExporter(settings, recorder, pages={DISCOVERY_PATH: page})
+        self._exporter = ProcessExporter(settings, self._recorder, pages={DISCOVERY_PATH: page})
         return self._exporter.target
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
@@ -208,6 +208,13 @@ class Coordinator:
         self._heartbeats.enlist([member.who for member in members])
         self._targets = tuple(targets)
         return self._status.route(addresses)
+
+    async def recovered(self, what: str, seconds: Mapping[str, float]) -> None:
+        """Another process has taken a dead one's place. ``what``: rank or optimizer. ``seconds``: by phase, see
+        ``names.RECOVERY_SECONDS``."""
+        self._recorder.add(RECOVERIES, what=what)
+        for phase, took in seconds.items():
+            self._recorder.add(RECOVERY_SECONDS, took, phase=phase)
 
     async def report(self, reports: Sequence[Report]) -> None:
         """Take a batch of one rank's reports. They are in metrics.jsonl when this returns."""
