@@ -38,7 +38,7 @@ PAGE = Page(
             panels=(
                 panel(
                     "Deaths outlived",
-                    "Processes that died and were replaced, in the last hour. Many: look at their nodes' memory and logs.",
+                    "Processes that died and were replaced, in the last hour. Many: look at their nodes and logs.",
                     "none",
                     ("sum by (run, what) (increase(rayzero_recoveries_total{<run>}[1h]))", "{{run}} {{what}}"),
                     thresholds=ANY_IS_BAD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -69,7 +70,8 @@ class _Run:
         max_failures: int,
         patience_s: float,
     ) -> None:
-        self._fn, self._places, self._owners, self._patience_s = fn, places, owners, patience_s
+        self._fn, self._places, self._owners = fn, places, owners
+        self._patience_s = patience_s if max_failures else math.inf  # with a stopped process that nobody can replace
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
         self._server.set_forkserver_preload(_PRELOADED)  # takes effect when the first process starts the server
         self._start_state = _Start(usual, dict(os.environ))
