@@ -188,6 +188,14 @@ class ZeroConfig(ConfigModel):
     bf16 and fp16 gradients. Of each block of 256 neighbours, the absolute error is at most the largest magnitude / 254,
     and a block with inf or nan arrives as nan."""
 
+    keep_pushed: Flag = True
+    """True: where the death of an owner does not end the run, a rank keeps what it has pushed to owners that it reaches
+    over gRPC until they have published it, so that an owner's successor can have it again. That takes host memory of
+    the rank, as much as its gradients (2 or 4 bytes a trained parameter; with accumulation 4), unless it shares memory
+    with other owners, where they lie anyway. With ``wire_compression`` and several backwards a step, what is sent again
+    is the exact sum and not that of the rounded pushes. False: it keeps nothing, and the death of an owner that a rank
+    reaches over gRPC ends the run with an error that names it, at any time."""
+
     broadcast: Broadcast = "pull"
     """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
     as soon as it has memory for the unit, and owners send each shard when they publish it, without another round
@@ -238,6 +246,7 @@ class ZeroConfig(ConfigModel):
             checkpoint_moments: CheckpointMoments = ...,
             chunk_bytes: int | str = ...,
             wire_compression: WireCompression = ...,
+            keep_pushed: bool = ...,
             broadcast: Broadcast = ...,
         ) -> None: ...
 

@@ -61,13 +61,10 @@ class StepUpdates:
             self._model.shards.values(), key=lambda owned: step.shards[owned.shard.index] is not None
         ):
             alike = list(group)
-            if not changes:
+            if not changes:  # also if a former life of this owner has made it, but perhaps not published it
                 self._publish(alike, step.version)
             for owned in alike if changes else ():
-                if owned.newest < step.version:
-                    self._update(owned, step.shards[owned.shard.index], norms)
-                else:  # a former life of this owner has made it, but perhaps not published it
-                    self._contributions.release(owned)
+                self._update(owned, step.shards[owned.shard.index], norms)
                 self._publish([owned], step.version)
         if norms is not None:  # after the last publication, so that nothing waits for it
             norms.tell(step.parts.result())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rayzero.config import ScalingConfig, ZeroConfig
@@ -85,6 +85,7 @@ class HostBytes:
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
     programs: int  # of its processes, without the run's data
     coordinator: bool  # whether the run's coordinator is here
+    kept: int = 0  # of its ranks: gradients for owners elsewhere, which their successors would need (keep_pushed)
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
 
     @property
@@ -94,7 +95,7 @@ class HostBytes:
     @property
     def of_ranks(self) -> int:
         """What its ranks take besides their programs."""
-        return self.staging + self.activations + self.compute
+        return self.staging + self.kept + self.activations + self.compute
 
     @property
     def total(self) -> int:
@@ -106,6 +107,7 @@ class HostBytes:
         terms = {
             f"{count(self.owners, 'optimizer actor')}" + self._beside: self.owner_bytes,
             "staging": self.staging,
+            "gradients for owners elsewhere": self.kept,
             "offloaded activations": self.activations,
             f"{count(self.ranks, 'rank')} computing": self.compute,
             f"{count(self.ranks + self.owners + self.coordinator, 'program')}": self.programs,
@@ -140,9 +142,10 @@ def plan_bytes(
     state_bytes: float,
     programs: Programs,
     measures_norms: bool = False,
+    outlives_owners: bool = False,
 ) -> RunBytes:
     """Sum up a run on these hosts. state_bytes: of the optimizer's states, per element. measures_norms: owners measure
-    norms by layer group. The coordinator is on the first host."""
+    norms by layer group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -172,7 +175,15 @@ def plan_bytes(
         _host_bytes(host, ranks_of[host], plans_of[host], owners, beside, layout, work, device, zero, hosts, programs)
         for host in sorted({*ranks, *owners})
     )
+    if outlives_owners and zero.keep_pushed:
+        each = tuple(replace(host, kept=host.ranks * _kept(plans, plans_of[host.host], zero)) for host in each)
     return RunBytes(device=device, owners=plans, hosts=each)
+
+
+def _kept(every: Sequence[OwnerPlan], here: Sequence[OwnerPlan], zero: ZeroConfig) -> int:
+    """One rank's gradients for owners that do not read them in its memory. ``here``: those on its host."""
+    sent = sum(plan.gradients for plan in every) - (sum(plan.gradients for plan in here) if shares_memory(zero) else 0)
+    return sent // every[0].world_size
 
 
 def shares_memory(zero: ZeroConfig) -> bool:

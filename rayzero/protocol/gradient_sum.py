@@ -77,7 +77,11 @@ class GradientSum:
 
     def lands(self, push: Contribution) -> bool:
         """Whether the bytes of ``push`` may go into the memory as they are, because there is nothing to add them to."""
-        return push.seq == 0 and self.memory.dtype is self.unit.dtype
+        return push.first == 0 and self.memory.dtype is self.dtype_of(push)
+
+    def dtype_of(self, push: Contribution) -> torch.dtype:
+        """The dtype in which the bytes of ``push`` come."""
+        return self.memory.dtype if push.sum_of else self.unit.dtype
 
     def holds(self, values: Tensor) -> bool:
         """Whether ``values`` is the memory itself."""
@@ -85,7 +89,7 @@ class GradientSum:
 
     def require_room(self, push: Contribution) -> None:
         """Raise AccumulationError for a second push into 16-bit memory."""
-        if push.seq > 0 and self.memory.dtype is not torch.float32:
+        if push.first > 0 and self.memory.dtype is not torch.float32:
             kept = str(self.memory.dtype).removeprefix("torch.")
             raise AccumulationError(
                 f"rank {push.rank} pushed {self.unit.name!r} {push.seq + 1} times in step {push.step}, but one "
@@ -94,8 +98,8 @@ class GradientSum:
             )
 
     def open(self, push: Contribution) -> None:
-        """Prepare to write ``push``. A newer attempt discards what is here."""
-        if (push.step, push.attempt) != (self.step, self.attempt):
+        """Prepare to write ``push``. A newer attempt discards what is here, and so does a sum."""
+        if (push.step, push.attempt) != (self.step, self.attempt) or push.first < self.count:
             self.step, self.attempt, self.count, self.presence = push.step, push.attempt, 0, 0
 
     def add(self, push: Contribution, values: Tensor) -> None:
@@ -126,9 +130,16 @@ class GradientSum:
 
     def close(self, push: Contribution) -> Pushed:
         """Count ``push``, whose bytes have been added. Returns what is here now."""
-        self.count += 1
+        self.count = push.seq + 1
         self.presence |= int.from_bytes(push.presence, "little")
-        bits = self.presence.to_bytes(len(push.presence), "little")
+        return self._now()
+
+    def pushed(self) -> Pushed | None:
+        """What is here; None while that is nothing."""
+        return self._now() if self.count else None
+
+    def _now(self) -> Pushed:
+        bits = self.presence.to_bytes((len(self.unit.slots) + 7) // 8, "little")
         return Pushed(step=self.step, attempt=self.attempt, count=self.count, presence=bits)
 
     def replace(self, pushed: Pushed) -> None:

@@ -93,6 +93,12 @@ class Contribution:
     unit: int
     seq: int  # how many pushes of this unit this rank has made before, in this attempt
     presence: bytes  # bit i (least significant first) set: slot i of the unit has a gradient
+    sum_of: int = 0  # n > 0: not push ``seq`` alone but the sum of the first n = seq + 1, in the dtype it is kept in
+
+    @property
+    def first(self) -> int:
+        """The number of the first push in it."""
+        return 0 if self.sum_of else self.seq
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,7 @@ from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
 from rayzero.owner.loop_states import LoopStates
-from rayzero.owner.memory import carve
 from rayzero.owner.service import CPU, ShardService
-from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import (
     COMPUTE,
@@ -45,7 +43,7 @@ from rayzero.protocol.messages import (
 from rayzero.protocol.ownership import owner_map
 from rayzero.store.owner.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Joined
-from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.shm.plan import SharedPlan
@@ -303,7 +301,7 @@ class LocalConnection:
         self.owners.lose(self.rank, self.life)
         answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
         if self._gradients is None:
-            self._gradients = GradientRegion(spec, _gradient_memory(spec, page_lock))
+            self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
         step = self.owners.lead.attach(self.rank, spec, answers[0].version)
         for service in services:
             service.map_gradients(self.rank, self._gradients.flats, step if self.life else None)
@@ -366,12 +364,6 @@ class LocalConnection:
         if self._windows is not None:
             self._windows.close()
         self._copies.shutdown(wait=True)
-
-
-def _gradient_memory(spec: ModelSpec, pinned: bool) -> dict[int, Tensor]:
-    """Zeroed memory for a rank's gradients, by unit: 1D, unit.numel elements, one block for each dtype."""
-    blocks = [carve(sizes, dtype, pinned=pinned) for dtype, sizes in gradient_sizes(spec).items()]
-    return {unit: flat for block in blocks for unit, flat in block.items()}
 
 
 def _copy_into(out: Tensor, memory: Tensor, kept: Kept | None) -> None:

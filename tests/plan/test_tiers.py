@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,22 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_setting() -> None:
         check_fits(run, replace(GPU_HOSTS, host_bytes=100 << 10))
     with pytest.raises(MemoryPlanError, match=r"of shared memory, but zero.slab_dir has room for 64 KiB; set slab_dir"):
         check_fits(run, replace(GPU_HOSTS, shm_bytes=64 << 10))
+
+
+def test_ranks_keep_gradients_for_owners_elsewhere_where_owners_are_replaced() -> None:
+    """Two bytes a trained element with bf16, four with accumulation; none for owners that read a rank's memory."""
+    layout, scaling = four_layers(), ScalingConfig(num_workers=2, num_optimizers=2)
+    trained = sum(unit.numel for unit in layout.units if unit.trainable)
+
+    def kept(**fields: Any) -> int:
+        zero = BF16.replace(**fields)
+        run = plan_bytes(
+            layout, WORK, zero, scaling, CPU_HOST.hosts, state_bytes=8, programs=NOTHING, outlives_owners=True
+        )
+        assert run.hosts[0].of_ranks >= run.hosts[0].kept
+        return run.hosts[0].kept
+
+    assert kept(transport="grpc") == 2 * 2 * trained
+    assert kept(transport="grpc", gradient_accumulation_steps=2) == 2 * 4 * trained
+    assert kept(transport="grpc", keep_pushed=False) == 0
+    assert kept() == 0

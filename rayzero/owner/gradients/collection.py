@@ -22,6 +22,7 @@ class Collection:
     step: int
     reports: Mapping[int, FinishReport]  # by rank
     future: Future[NormParts] = field(default_factory=Future)
+    shards: set[int] = field(default_factory=set)  # those whose pushes it waits for
     missing: dict[int, set[int]] = field(default_factory=dict)  # shard -> ranks whose counted pushes have not landed
     unsummed: set[int] = field(default_factory=set)  # shards without a valid norm part
 
@@ -46,13 +47,17 @@ class Collection:
         return [rank for rank in sorted(self.reports) if self.reports[rank].counts[unit]]
 
     def begin(self, shards: Mapping[int, OwnedShard], ranks: Mapping[int, RankGradients]) -> None:
-        """Note what is still missing. ``ranks``: the attached ranks' gradients. Raises StepMismatchError if more pushes
-        arrived than were counted."""
+        """Note what is still missing. ``shards``: all trained ones; those of which a former life of the owner has made
+        the step's version need nothing, and ranks may have dropped what they pushed for them. ``ranks``: the attached
+        ranks' gradients. Raises StepMismatchError if more pushes arrived than were counted."""
         for index, owned in shards.items():
+            if max(owned.published, owned.newest) > self.step:
+                continue
+            self.shards.add(index)
             missing = {rank for rank in self.reports if not self._is_there(owned, rank, ranks)}
             if missing:
                 self.missing[index] = missing
-        self.unsummed = set(shards)
+        self.unsummed = set(self.shards)
 
     def arrived(self, owned: OwnedShard, rank: int, ranks: Mapping[int, RankGradients]) -> bool:
         """A push landed; returns whether it was the last one missing for ``owned``. Raises StepMismatchError if more

@@ -324,7 +324,7 @@ class Contributions:
         return collection
 
     def _work_of(self, owned: OwnedShard, decision: Decision, collection: Collection) -> ShardWork | None:
-        if decision.action is not Action.APPLY or not owned.trainable:
+        if decision.action is not Action.APPLY or owned.shard.index not in collection.shards:
             return None
         contributors = self._contributors(owned, collection.ranks_of(owned))
         if not any(contributors):
@@ -425,7 +425,7 @@ class Contributions:
 
     def _norm_parts(self, collection: Collection) -> NormParts:
         found = []
-        for index in sorted(self._shards):
+        for index in sorted(collection.shards):
             owned = self._shards[index]
             contributors = self._contributors(owned, collection.ranks_of(owned))
             squares = self._parts[index][1]

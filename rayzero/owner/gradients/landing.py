@@ -48,7 +48,7 @@ class Landing:
         """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
         if self.sum.is_stale(push):
             return Admission.DROP
-        if push.seq > self.sum.count_of(push.step, push.attempt) or self._adding:
+        if push.first > self.sum.count_of(push.step, push.attempt) or self._adding:
             return Admission.WAIT
         self.sum.require_room(push)
         return Admission.LAND if self.sum.lands(push) else Admission.STAGE
@@ -61,7 +61,7 @@ class Landing:
     def begin(self, push: Contribution) -> bool:
         """The bytes of ``push`` are there. Returns False if they are not used (a repeat, or stale)."""
         here = self.sum.step, self.sum.attempt, self.sum.count
-        if here != (push.step, push.attempt, push.seq) or self._adding:
+        if here != (push.step, push.attempt, push.first) or self._adding:
             return False
         self._adding = True
         self.generation += 1

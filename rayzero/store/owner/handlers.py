@@ -221,7 +221,7 @@ class RankCalls:
         service = self._model.service
         shard, unit = self._model.shard(index, contribution.unit)
         codec = _wire_codec(wire_format, unit)
-        size = codec.most_bytes(shard.numel, unit.dtype)
+        size = codec.most_bytes(shard.numel, self._model.push_dtype(contribution, unit))
         memory = await result_of(service.reserve_when_free(contribution, index))
         if memory is None:  # a repeat
             await _receive(chunks, index, size, None)

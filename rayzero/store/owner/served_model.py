@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
-from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.gradient_sum import gradient_dtype
+from rayzero.protocol.messages import Contribution, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
@@ -67,10 +70,10 @@ class ServedModel:
         self._number, self._terms = number, terms
         self._peers: list[RemotePeer] = []
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
+        if self.shared is not None:  # first: a version is in the owner's slabs before a rank hears of it over gRPC
+            self.shared.serve(self.service, self.steps)
         self.service.on_publish(self.published.publish)
         self.service.failed.add_done_callback(self._abort)
-        if self.shared is not None:
-            self.shared.serve(self.service, self.steps)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """See ``OwnerServer.connect_peers``. Call it off the event loop."""
@@ -143,6 +146,11 @@ class ServedModel:
         if not 0 <= index < len(shards) or unit not in (None, shards[index].unit):
             raise StoreError(f"optimizer {self.service.owner}: there is no shard {index} in unit {unit}")
         return shards[index], self.spec.layout.units[shards[index].unit]
+
+    def push_dtype(self, push: Contribution, unit: UnitLayout) -> torch.dtype:
+        """The dtype in which the bytes of a push come, before they are encoded."""
+        assert self.spec is not None
+        return gradient_dtype(unit, self.spec.accumulation_steps > 1) if push.sum_of else unit.dtype
 
     async def compute(self, work: Callable[..., T], *args: Any) -> T:
         """Run ``work``, which allocates or computes, off the event loop. It must not wait for another client."""

@@ -120,7 +120,8 @@ class Joined:
     senders: Mapping[int, GradientSender]  # by owner; an owner without one reads this rank's memory
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
-    gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory
+    gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
+    keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
     gradient_tier: str  # tier of that memory, as metrics call it: "ram", "pinned" or "shm"
     kernel: str
     transport: str  # "inproc", "shm", "grpc", or "shm+grpc" where some owners are on other hosts

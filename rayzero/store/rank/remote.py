@@ -12,14 +12,15 @@ from typing import Any
 
 from rayzero.concurrency.futures import DONE, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.errors import ConfigError, HandshakeError, RayZeroError, UnsupportedError
+from rayzero.errors import ConfigError, HandshakeError, RayZeroError, StoreError, UnsupportedError
+from rayzero.layout.model_layout import Shard
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import owner_map
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.owner_link import QUICK_S, Channel, OwnerLink, say_goodbye
@@ -67,6 +68,7 @@ class RemoteConnection:
         share: Path | None = None,
         share_with_all: bool = False,
         outlives_owners: bool = False,
+        keep_pushed: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
@@ -76,7 +78,8 @@ class RemoteConnection:
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
         memory with this rank. ``outlives_owners``: wait for the successor of an owner whose process has died
-        (``succeed``); else that is the end of the run. Raises ConfigError without addresses."""
+        (``succeed``); else that is the end of the run. ``keep_pushed``: see ``ZeroConfig``. Raises ConfigError without
+        addresses."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
@@ -98,6 +101,7 @@ class RemoteConnection:
             )
             for owner, address in enumerate(addresses)
         ]
+        self._keep_pushed = outlives_owners and keep_pushed
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
         self._order = PushOrder()
@@ -128,6 +132,7 @@ class RemoteConnection:
         self._gradients: GradientRegion | None = None
         self._lead: RemoteLead | None = None  # after attach
         self._greeted = False  # an owner may know this rank, so leave() tells all of them
+        self._plan: SharedPlan | None = None  # after attach
         self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
         self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
         self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
@@ -142,7 +147,10 @@ class RemoteConnection:
         step = answers[plan.shard_map.owner(0)].step
         if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
+            self._plan = plan
             self._join_host(plan, {owner: files for owner, files in offers.items() if files.control}, step, page_lock)
+            if self._gradients is None and self._keep_pushed:
+                self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
         if self._senders:
@@ -158,7 +166,8 @@ class RemoteConnection:
             lead=self._lead,
             windows=self._windows,
             gradients=self._gradients,
-            gradient_tier="shm",
+            keeps_pushed=self._keep_pushed and bool(self._senders),
+            gradient_tier="shm" if self._shared is not None else "pinned" if page_lock else "ram",
             kernel=answers[0].kernel,
             transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
         )
@@ -252,31 +261,58 @@ class RemoteConnection:
         self._links[owner].succeed(address)
 
     def _rejoin(self, link: OwnerLink, channel: Channel) -> None:
-        """Shake hands with a successor, which has taken over its predecessor's memory. Raises HandshakeError if it has
-        other memory."""
+        """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
+        has sent and only the predecessor had. Raises HandshakeError if it lacks values that the predecessor had,
+        StoreError if this rank has not kept what it pushed."""
         if self._attaching is None:
             return
+        if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
+            raise StoreError(
+                f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
+                "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
+            )
         deadline_s = max(QUICK_S, self._stall_s)
         request = _to_owner(self._attaching, link.owner)
         answer = channel.answer(channel.start("Attach", request, deadline_s))
         for kept in self._keeps if link is self._keeper else ():
             channel.answer(channel.start("Keep", kept, deadline_s))
         offered = self._offered.get(link.owner)
-        if offered is None:
-            return
-        if answer.shared != offered:
+        lacks = answer.needs_load or (offered is not None and answer.shared != offered)
+        if self._plan is not None and lacks:
             raise HandshakeError(
-                f"rank {self.rank}: the successor of {link.name} has other memory than its predecessor, which had "
-                "published nothing: start the run again"
+                f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
+                "lacks some: start the run again"
             )
-        channel.answer(channel.start("Share", self._sharing, deadline_s))
+        if offered is not None:
+            channel.answer(channel.start("Share", self._sharing, deadline_s))
+        elif self._plan is not None:
+            self._push_again(self._plan, link.owner, channel)
         if self._lead is not None and self._lead.is_over(link):
             self._lead.repeat()
 
+    def _push_again(self, plan: SharedPlan, owner: int, channel: Channel) -> None:
+        """Send the successor of an owner what it may lack of this rank's gradients. Those of decided steps go first: it
+        takes no others before it has redone the decisions."""
+        assert self._gradients is not None
+        by_unit: dict[int, list[Shard]] = {}
+        for shard in plan.shards_of(owner):
+            by_unit.setdefault(shard.unit, []).append(shard)
+        lacking = []
+        for unit in sorted(by_unit.keys() & self._gradients.flats.keys()):
+            pushed = self._gradients.pushed(unit)
+            indices = [shard.index for shard in by_unit[unit]]
+            if pushed is not None and self._board.content(indices, pushed.step + 1) is None:
+                lacking.append((pushed.step, pushed.attempt, unit))
+        for step, attempt, unit in sorted(lacking):
+            now, sums = self._gradients.copy(unit, by_unit[unit])
+            if now is not None and (now.step, now.attempt) == (step, attempt):  # newer ones go by themselves
+                shape = plan.spec.layout.units[unit]
+                self._wires[owner].push_again(channel, shape, by_unit[unit], now, sums, self._stall_s)
+
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
-        assert self._shared is not None
-        self._shared.announce(unit, pushed)
+        if self._shared is not None:
+            self._shared.announce(unit, pushed)
 
     # ---- the loop's state
 

@@ -62,6 +62,7 @@ def connect_store(
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",
             outlives_owners=outlives_owners,
+            keep_pushed=config.keep_pushed,
             recorder=recorder,
         )
 

@@ -56,6 +56,7 @@ class _Route:
     unit: UnitLayout
     parts: Parts
     away: list[tuple[GradientSender, list[Shard]]]  # by owner, those that gradients are sent to
+    keeps: bool  # gradients go into this rank's memory first, also if they are only sent
     here: int  # elements whose owners read gradients in this rank's memory
     here_by: str  # the transport that metrics count those elements under
 
@@ -117,6 +118,7 @@ class RankStore:
             unit=unit,
             parts=parts,
             away=[(joined.senders[owner], shards) for owner, shards in by_owner.items() if owner in joined.senders],
+            keeps=joined.keeps_pushed,
             here=sum(shard.numel for _, shards in here for shard in shards),
             here_by=here[0][0].transport if here else "",
         )
@@ -210,6 +212,8 @@ class RankStore:
             written = self._write_here(route, contribution, grads, DONE)
             written.add_done_callback(lambda done: over() if is_well(done) else None)
             return written
+        if route.keeps and route.away:
+            return self._push_kept(route, contribution, grads, over)
         gather = Gather((len(route.away) > 0) + (route.here > 0), over)  # none of a unit without elements
         sent = self._send(gather, route, contribution, grads) if route.away else DONE
         if route.here:
@@ -217,11 +221,30 @@ class RankStore:
             written.add_done_callback(lambda done: gather.end(done.exception()))
         return gather.future
 
+    def _push_kept(
+        self, route: _Route, contribution: Contribution, grads: Tensor, over: Callable[[], None]
+    ) -> Future[None]:
+        """Write the gradients into this rank's memory, and only then send them: what an owner may have is kept here
+        until its version is published, so that the owner's successor can have it again."""
+        gather, sent = Gather(1, over), Future[None]()
+        written = self._write_here(route, contribution, grads, sent)
+
+        def send(_: object) -> None:
+            sending = self._send(gather, route, contribution, grads)
+            sending.add_done_callback(lambda _: settle(sent, None))
+
+        def give_up(error: BaseException) -> None:
+            settle(sent, None)
+            gather.end(error)
+
+        when_all([written], send, give_up)
+        return gather.future
+
     def _write_here(self, route: _Route, contribution: Contribution, grads: Tensor, sent: Future[None]) -> Future[None]:
         """Write the gradients into this rank's memory, where owners of its host read them."""
 
         def count(done: Future[None]) -> None:
-            if is_well(done):
+            if is_well(done) and route.here:
                 count_bytes(self._recorder, "push", route.here_by, route.here, grads.dtype)
 
         assert self._writer is not None

@@ -60,12 +60,28 @@ def spec_from_bytes(described: bytes) -> ModelSpec:
 
 def contribution_to_pb(c: Contribution) -> pb.Contribution:
     """The header of a push."""
-    return pb.Contribution(step=c.step, attempt=c.attempt, rank=c.rank, unit=c.unit, seq=c.seq, presence=c.presence)
+    return pb.Contribution(
+        step=c.step,
+        attempt=c.attempt,
+        rank=c.rank,
+        unit=c.unit,
+        seq=c.seq,
+        presence=c.presence,
+        sum_of=c.sum_of,
+    )
 
 
 def contribution_from_pb(c: pb.Contribution) -> Contribution:
     """The inverse of :func:`contribution_to_pb`."""
-    return Contribution(step=c.step, attempt=c.attempt, rank=c.rank, unit=c.unit, seq=c.seq, presence=c.presence)
+    return Contribution(
+        step=c.step,
+        attempt=c.attempt,
+        rank=c.rank,
+        unit=c.unit,
+        seq=c.seq,
+        presence=c.presence,
+        sum_of=c.sum_of,
+    )
 
 
 def report_to_pb(report: FinishReport) -> pb.FinishReport:

@@ -1,4 +1,5 @@
-"""One rank's gradients in its own memory, where the owners of its host read them.
+"""One rank's gradients in its own memory, where the owners of its host read them. For other owners they are kept there
+until they are published: an owner that is replaced needs them again.
 
 [Note: one writer] The rank copies a unit's first push of a step into its range and adds later ones in fp32, in the
 order of its pushes; owners only read. Nothing is written before the unit's current version is published: until then
@@ -7,25 +8,40 @@ the owners may still read the last step's gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import StoreError
-from rayzero.protocol.gradient_sum import GradientSum
+from rayzero.layout.model_layout import Shard
+from rayzero.protocol.gradient_sum import GradientSum, gradient_sizes
 from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
+
+
+def gradient_memory(spec: ModelSpec, *, pinned: bool) -> dict[int, Tensor]:
+    """Zeroed memory of this process for a rank's gradients, by trained unit: 1D, unit.numel elements, one block for
+    each dtype. ``pinned``: page-locked (CUDA)."""
+    found: dict[int, Tensor] = {}
+    for dtype, sizes in gradient_sizes(spec).items():
+        block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, pin_memory=pinned)
+        found |= zip([unit for unit, _ in sizes], torch.split(block, [numel for _, numel in sizes]), strict=True)
+    return found
 
 
 class GradientRegion:
     """All trained units' gradients of one rank, each contiguous.
 
-    Knows units and pushes; not owners, or when a range is free. Calls for one unit must not overlap."""
+    Knows units and pushes; not owners, or when a range is free. Calls for one unit must not overlap, but for those of
+    ``pushed`` and ``copy``."""
 
     def __init__(self, spec: ModelSpec, flats: Mapping[int, Tensor]) -> None:
         """``flats``: by trained unit, 1D, unit.numel elements of ``gradient_dtype``."""
         self.flats = flats
         trained = [unit for unit in spec.layout.units if unit.trainable]
         self._sums = {unit.index: GradientSum.of_unit(unit, flats[unit.index]) for unit in trained}
+        self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
 
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped. Raises StoreError for a push
@@ -59,6 +75,22 @@ class GradientRegion:
         if found.is_stale(push):
             return None
         found.require_room(push)
-        found.open(push)
-        found.add(push, grads)
-        return found.close(push)
+        with self._locks[push.unit]:
+            found.open(push)
+            found.add(push, grads)
+            return found.close(push)
+
+    def pushed(self, unit: int) -> Pushed | None:
+        """What the unit's range holds now; None before the first push."""
+        with self._locks[unit]:
+            return self._sums[unit].pushed()
+
+    def copy(self, unit: int, shards: Sequence[Shard]) -> tuple[Pushed | None, Tensor]:
+        """The same, with a copy of the shards' elements in memory for the whole unit (1D, unit.numel elements, the
+        dtype of the sum), of which the rest stays untouched."""
+        with self._locks[unit]:
+            found = self._sums[unit]
+            values = torch.empty_like(found.memory)
+            for shard in shards:
+                values[shard.start : shard.stop] = found.memory[shard.start : shard.stop]
+            return found.pushed(), values

@@ -12,39 +12,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rayzero.codecs import RAW, Codec, codec_for
-from rayzero.codecs.record import LENGTH, codec_of, kept_bytes, read_record, used_bytes
+from rayzero.codecs.record import codec_of
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import COMPUTE, STORED, Contribution
+from rayzero.protocol.messages import COMPUTE, STORED, Contribution, Pushed
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, LinkDownError, OwnerLink, Upload
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import Describe, StallWatch
 from rayzero.store.rank.transfers.batches import Batches
+from rayzero.store.rank.transfers.parts import Download, Sending, holes_of
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
-from rayzero.store.wire.payload import Assembly, byte_view, encode_shard
 from rayzero.store.wire.rpc import MAX_CHUNK_BYTES
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
-
-Range = tuple[int, int]  # start, stop
 
 _ATTEMPTS = 3  # at a stream whose bytes are damaged
 _RETRY_PAUSE_S = 0.1
@@ -67,108 +64,6 @@ class WireOptions:
     def push_codec(self, unit: UnitLayout) -> Codec:
         """How a unit's gradients travel."""
         return codec_for(self.wire_compression, unit.dtype)
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Fetch:
-    """One unit's shards of one owner, on their way into ``out``."""
-
-    gather: Gather
-    awaited: str  # "layers.7 v42", for messages
-    shards: list[Shard]
-    version: int
-    what: str  # the tensor kind
-    out: Tensor  # the whole unit
-    kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
-    filled: int = 0  # shards
-    received: int = 0  # bytes
-    ended: bool = False
-
-    @property
-    def size(self) -> int:
-        return sum(shard.numel for shard in self.shards) * self.out.itemsize
-
-    @property
-    def kind(self) -> Hashable:
-        return self.version, self.what
-
-    def fill(self, messages: Iterator[bytes]) -> None:
-        """Copy, or decode, the next messages into ``out``, from the first shard on."""
-        self.filled = self.received = 0
-        for shard in self.shards:
-            values = self.out[shard.start : shard.stop]
-            if self.kept is None:
-                self._receive(messages, shard, values)
-            else:
-                record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8)
-                self._receive(messages, shard, record)
-                read_record(record, self.kept, shard, values)
-            self.filled += 1
-
-    def _receive(self, messages: Iterator[bytes], shard: Shard, memory: Tensor) -> None:
-        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
-        while not assembly.complete:
-            assembly.take(next(messages, None))
-            if self.kept is not None and assembly.filled >= LENGTH:
-                assembly.end_at(used_bytes(memory))
-        self.received += assembly.filled
-
-    def end(self, error: Exception | None) -> None:
-        self.ended = True
-        self.gather.end(error)
-
-
-def _holes(unit: UnitLayout, presence: bytes) -> list[Range]:
-    """Ranges of a unit's flat vector that hold no gradient: padding, and slots without one."""
-    holes, end = [], 0
-    for i, slot in enumerate(unit.slots):
-        if presence[i // 8] >> i % 8 & 1:
-            holes.append((end, slot.start))
-            end = slot.start + slot.numel
-    return [(start, stop) for start, stop in [*holes, (end, unit.numel)] if start < stop]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Send:
-    """One unit's shards of ``values``, on their way to one owner."""
-
-    gather: Gather
-    shards: list[Shard]
-    values: Tensor  # the whole unit
-    codec: Codec  # on the wire
-    holes: Sequence[Range] = ()  # of the unit: what has no values, where that would change how others are encoded
-    header: bytes  # goes with the first bytes
-    on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
-    ended: bool = False
-
-    @property
-    def size(self) -> int:
-        return sum(self.codec.most_bytes(shard.numel, self.values.dtype) for shard in self.shards)
-
-    @property
-    def kind(self) -> Hashable:
-        return None
-
-    def messages(self, chunk_bytes: int) -> Iterator[bytes]:
-        header = self.header
-        for shard in self.shards:
-            content = self.codec.encode(self._values_of(shard))  # shares memory unless it is compressed
-            yield from encode_shard(shard.index, content, chunk_bytes, header)
-            header = b""
-
-    def _values_of(self, shard: Shard) -> Tensor:
-        values = self.values[shard.start : shard.stop]
-        inside = [(start, stop) for start, stop in self.holes if start < shard.stop and stop > shard.start]
-        if inside:
-            values = values.clone()
-            for start, stop in inside:
-                values[max(0, start - shard.start) : stop - shard.start] = 0.0
-        return values
-
-    def end(self, error: Exception | None) -> None:
-        self.ended = True
-        self.on_end(error)
-        self.gather.end(error)
 
 
 class _Progress:
@@ -211,14 +106,14 @@ class WireTransfers:
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._lead_says = closing, lead_says
         self._options, self._recorder = options, recorder
-        self._fetches: Batches[_Fetch] = Batches(fetches, partial(self._run, self._download), at_once=streams)
-        self._pushes: Batches[_Send] = Batches(
+        self._fetches: Batches[Download] = Batches(fetches, partial(self._run, self._download), at_once=streams)
+        self._pushes: Batches[Sending] = Batches(
             pushes, partial(self._run, partial(self._upload, "Push")), at_once=streams
         )
-        self._loads: Batches[_Send] = Batches(
+        self._loads: Batches[Sending] = Batches(
             pushes, partial(self._run, partial(self._upload, "Load")), at_once=streams
         )
-        self._stages: Batches[_Send] = Batches(
+        self._stages: Batches[Sending] = Batches(
             pushes, partial(self._run, partial(self._upload, "Stage")), at_once=streams
         )
         self._fetch_pool = fetches
@@ -228,37 +123,69 @@ class WireTransfers:
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See ``Transfers.load``."""
         header = pb.LoadRequest(header=pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
-        part = _Send(gather=gather, shards=shards, values=values, codec=RAW, header=header.SerializeToString())
+        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=header.SerializeToString())
         self._when(_DONE, part, lambda: self._loads.add(part))
 
     def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
         """See ``Transfers.stage``."""
         header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
         message = pb.StageRequest(header=header).SerializeToString()
-        part = _Send(gather=gather, shards=shards, values=values, codec=RAW, header=message)
+        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=message)
         self._when(_DONE, part, lambda: self._stages.add(part))
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> None:
         """Send gradients when it is their turn; see ``GradientSender.push``."""
-        codec = self._options.push_codec(unit)
+        part = self._push_of(gather, unit, shards, contribution, grads)
+        part.on_end = partial(self._order.end, self._link.owner, contribution)
+        turn = self._order.turn(self._link.owner, contribution)
+        self._when(turn, part, lambda: self._pushes.add(part))
+
+    def _push_of(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
+    ) -> Sending:
+        codec = RAW if contribution.sum_of else self._options.push_codec(unit)
         header = pb.PushRequest.Header(
             contribution=translate.contribution_to_pb(contribution),
             shards=_indices(shards),
             format=_FORMATS[codec.name],
         )
-        part = _Send(
+        return Sending(
             gather=gather,
             shards=shards,
             values=grads,
             codec=codec,
-            holes=_holes(unit, contribution.presence) if codec.mixes else (),
+            holes=holes_of(unit, contribution.presence) if codec.mixes else (),
             header=pb.PushRequest(header=header).SerializeToString(),
-            on_end=partial(self._order.end, self._link.owner, contribution),
         )
-        turn = self._order.turn(self._link.owner, contribution)
-        self._when(turn, part, lambda: self._pushes.add(part))
+
+    def push_again(
+        self, channel: Channel, unit: UnitLayout, shards: list[Shard], pushed: Pushed, sums: Tensor, timeout_s: float
+    ) -> None:
+        """Send what this rank has pushed of a unit to the owner's successor, over a channel to it; blocks.
+
+        ``sums``: the sum of the pushes (1D, unit.numel elements, the dtype it is kept in). A push that is not part of a
+        longer sum goes as it went before, in the same encoding. ``timeout_s``: seconds to add to those that the bytes
+        may take. Raises as ``Channel.answer`` does."""
+        alone = pushed.count == 1 and sums.dtype is unit.dtype
+        contribution = Contribution(
+            step=pushed.step,
+            attempt=pushed.attempt,
+            rank=self._link.rank,
+            unit=unit.index,
+            seq=pushed.count - 1,
+            presence=pushed.presence,
+            sum_of=0 if alone else pushed.count,
+        )
+        part = self._push_of(Gather(1), unit, shards, contribution, sums)
+        upload = Upload(part.messages(self._options.chunk_bytes))
+        try:
+            channel.answer(channel.start("Push", upload, timeout_s + _bulk_deadline_s(part.size)))
+        finally:
+            upload.stop()
+        for shard in shards:
+            count_bytes(self._recorder, "push", "grpc", shard.numel, sums.dtype, codec=part.codec)
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
@@ -267,7 +194,7 @@ class WireTransfers:
         awaited = f"{unit.name} v{version}"
         kept = unit if kind == COMPUTE and unit.is_coded else None
         what = kind if kept is None else STORED
-        part = _Fetch(gather=gather, awaited=awaited, shards=shards, version=version, what=what, out=out, kept=kept)
+        part = Download(gather=gather, awaited=awaited, shards=shards, version=version, what=what, out=out, kept=kept)
         if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
             self._fetch_early(part)
             return
@@ -285,7 +212,7 @@ class WireTransfers:
 
     # ---- waiting
 
-    def _when(self, ready: Future[None], part: _Fetch | _Send, go: Callable[[], object]) -> None:
+    def _when(self, ready: Future[None], part: Download | Sending, go: Callable[[], object]) -> None:
         """Start a part once ``ready`` is done; if ``ready`` fails, the part ends with its error."""
 
         def begin(done: Future[None]) -> None:
@@ -300,7 +227,7 @@ class WireTransfers:
 
         ready.add_done_callback(begin)
 
-    def _fetch_early(self, part: _Fetch) -> None:
+    def _fetch_early(self, part: Download) -> None:
         """Request now what will be published later. When the fetch fails or is cancelled, the call ends."""
         channel = self._link.channel()
         published = self.published(part.awaited, part.shards[:1], part.version)
@@ -358,7 +285,7 @@ class WireTransfers:
                 elif not part.ended:
                     part.end(error)
 
-    def _request(self, parts: Sequence[_Fetch]) -> pb.FetchRequest:
+    def _request(self, parts: Sequence[Download]) -> pb.FetchRequest:
         return pb.FetchRequest(
             rank=self._link.rank,
             shards=[index for part in parts for index in _indices(part.shards)],
@@ -367,7 +294,7 @@ class WireTransfers:
             chunk_bytes=self._options.chunk_bytes,
         )
 
-    def _download(self, parts: list[_Fetch]) -> None:
+    def _download(self, parts: list[Download]) -> None:
         """Fetch published shards; each part ends when its bytes are there."""
 
         def begin(channel: Channel) -> Any:
@@ -376,7 +303,7 @@ class WireTransfers:
 
         self._receive(parts, begin)
 
-    def _receive_early(self, channel: Channel, call: Any, parts: list[_Fetch]) -> None:
+    def _receive_early(self, channel: Channel, call: Any, parts: list[Download]) -> None:
         """Receive a fetch that was sent early over ``channel``; its later shards may not be published yet."""
         calls = [call]
 
@@ -387,7 +314,7 @@ class WireTransfers:
         request = self._request(parts)
         self._receive(parts, begin)
 
-    def _receive(self, parts: list[_Fetch], begin: Callable[[Channel], Any]) -> None:
+    def _receive(self, parts: list[Download], begin: Callable[[Channel], Any]) -> None:
         """Read a Fetch's messages into its parts. ``begin``: starts the call."""
 
         def describe(timeout_s: float) -> Future[str]:
@@ -411,7 +338,7 @@ class WireTransfers:
 
         self._repeat("fetch", self._name(parts[0].awaited), describe, stream)
 
-    def _upload(self, method: str, parts: list[_Send]) -> None:
+    def _upload(self, method: str, parts: list[Sending]) -> None:
         size = sum(part.size for part in parts)
         what = f"optimizer {self._link.owner} to take the {size:,} bytes of a {method}"
 

@@ -49,20 +49,22 @@ class Chunk(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "attempt", "rank", "unit", "seq", "presence")
+    __slots__ = ("step", "attempt", "rank", "unit", "seq", "presence", "sum_of")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    SUM_OF_FIELD_NUMBER: _ClassVar[int]
     step: int
     attempt: int
     rank: int
     unit: int
     seq: int
     presence: bytes
-    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., presence: _Optional[bytes] = ...) -> None: ...
+    sum_of: int
+    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., presence: _Optional[bytes] = ..., sum_of: _Optional[int] = ...) -> None: ...
 
 class FinishReport(_message.Message):
     __slots__ = ("step", "attempt", "rank", "counts", "clamp")

@@ -1,0 +1,126 @@
+"""One unit's bytes on their way between a rank and one owner over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rayzero.codecs import Codec
+from rayzero.codecs.record import LENGTH, kept_bytes, read_record, used_bytes
+from rayzero.concurrency.gather import Gather
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.store.wire.payload import Assembly, byte_view, encode_shard
+
+Range = tuple[int, int]  # start, stop
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Download:
+    """One unit's shards of one owner, on their way into ``out``."""
+
+    gather: Gather
+    awaited: str  # "layers.7 v42", for messages
+    shards: list[Shard]
+    version: int
+    what: str  # the tensor kind
+    out: Tensor  # the whole unit
+    kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
+    filled: int = 0  # shards
+    received: int = 0  # bytes
+    ended: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire, at most."""
+        return sum(shard.numel for shard in self.shards) * self.out.itemsize
+
+    @property
+    def kind(self) -> Hashable:
+        """See ``Part``."""
+        return self.version, self.what
+
+    def fill(self, messages: Iterator[bytes]) -> None:
+        """Copy, or decode, the next messages into ``out``, from the first shard on."""
+        self.filled = self.received = 0
+        for shard in self.shards:
+            values = self.out[shard.start : shard.stop]
+            if self.kept is None:
+                self._receive(messages, shard, values)
+            else:
+                record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8)
+                self._receive(messages, shard, record)
+                read_record(record, self.kept, shard, values)
+            self.filled += 1
+
+    def _receive(self, messages: Iterator[bytes], shard: Shard, memory: Tensor) -> None:
+        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
+        while not assembly.complete:
+            assembly.take(next(messages, None))
+            if self.kept is not None and assembly.filled >= LENGTH:
+                assembly.end_at(used_bytes(memory))
+        self.received += assembly.filled
+
+    def end(self, error: Exception | None) -> None:
+        """It has moved, or never will."""
+        self.ended = True
+        self.gather.end(error)
+
+
+def holes_of(unit: UnitLayout, presence: bytes) -> list[Range]:
+    """The ranges of a unit's flat vector that hold no gradient: padding, and slots without one."""
+    holes, end = [], 0
+    for i, slot in enumerate(unit.slots):
+        if presence[i // 8] >> i % 8 & 1:
+            holes.append((end, slot.start))
+            end = slot.start + slot.numel
+    return [(start, stop) for start, stop in [*holes, (end, unit.numel)] if start < stop]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sending:
+    """One unit's shards of ``values``, on their way to one owner."""
+
+    gather: Gather
+    shards: list[Shard]
+    values: Tensor  # the whole unit
+    codec: Codec  # on the wire
+    holes: Sequence[Range] = ()  # of the unit: what has no values, where that would change how others are encoded
+    header: bytes  # goes with the first bytes
+    on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
+    ended: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire, at most."""
+        return sum(self.codec.most_bytes(shard.numel, self.values.dtype) for shard in self.shards)
+
+    @property
+    def kind(self) -> Hashable:
+        """See ``Part``."""
+        return None
+
+    def messages(self, chunk_bytes: int) -> Iterator[bytes]:
+        """The section of a stream that it is."""
+        header = self.header
+        for shard in self.shards:
+            content = self.codec.encode(self._values_of(shard))  # shares memory unless it is compressed
+            yield from encode_shard(shard.index, content, chunk_bytes, header)
+            header = b""
+
+    def _values_of(self, shard: Shard) -> Tensor:
+        values = self.values[shard.start : shard.stop]
+        inside = [(start, stop) for start, stop in self.holes if start < shard.stop and stop > shard.start]
+        if inside:
+            values = values.clone()
+            for start, stop in inside:
+                values[max(0, start - shard.start) : stop - shard.start] = 0.0
+        return values
+
+    def end(self, error: Exception | None) -> None:
+        """It has moved, or never will."""
+        self.ended = True
+        self.on_end(error)
+        self.gather.end(error)
