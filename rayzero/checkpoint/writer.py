@@ -300,6 +300,25 @@ def commit_checkpoint(
     return CheckpointInfo(path=str(directory), step=step, digest=manifest.digest)
 
 
+def resume_commit(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> CheckpointInfo | None:
+    """Take up a commit whose process has died: the checkpoint of ``step`` with just these ``rank_files``, if it is
+    there; else None, and what that process had taken is staged again."""
+    if (directory / MANIFEST).is_file():
+        with suppress(CheckpointError):  # another one, which this save replaces
+            text = (directory / MANIFEST).read_text(encoding="utf-8")
+            manifest = Manifest.from_json(text, str(directory / MANIFEST))
+            if manifest.step == step and manifest.rank_files == tuple(sorted(rank_files, key=lambda f: f.name)):
+                return CheckpointInfo(path=str(directory), step=step, digest=manifest.digest)
+    taken, staging = taken_path(directory), staging_path(directory)
+    if holds_nothing_else(taken):
+        staging.mkdir(exist_ok=True)
+        for path in taken.iterdir():
+            if not (staging / path.name).exists():
+                path.rename(staging / path.name)
+        shutil.rmtree(taken)
+    return None
+
+
 def _commit_staged(
     directory: Path,
     step: int,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayzero.checkpoint.writer import commit_checkpoint, discard_staging
+from rayzero.checkpoint.writer import commit_checkpoint, discard_staging, resume_commit
 from rayzero.concurrency.futures import fail, settle, when_ended
 from rayzero.errors import RayZeroError, StepMismatchError
 from rayzero.lead.round import have, owing
-from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
+from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec, Saved
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.telemetry.names import CHECKPOINT_FAILURES, CHECKPOINT_LAST_SUCCESS, CHECKPOINT_SECONDS
 from rayzero.telemetry.recorder import Recorder, timed
@@ -31,6 +31,11 @@ class CheckpointRequest:
     futures: dict[int, Future[CheckpointInfo]] = field(default_factory=dict)
     writing: bool = False  # the owners were asked to write
     asked: tuple[Future[FileEntry], ...] = ()  # the owners' answers, by index
+
+    @property
+    def rank_files(self) -> list[FileEntry]:
+        """The ranks' own files, by rank."""
+        return [entry for rank in sorted(self.files) for entry in self.files[rank]]
 
     def fail(self, error: BaseException) -> None:
         """Fail the request for the ranks that made it."""
@@ -49,6 +54,8 @@ class CheckpointRequests:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._open: CheckpointRequest | None = None
+        self._owed: dict[int, Saved] = {}  # ranks that may not have heard of the last save of the lead's former life
+        self._resumes = False  # the next save may be one that a former life of the lead had begun
         self._back: set[int] = set()  # ranks that have come back and may ask for the last checkpoint again
         self._made: tuple[tuple[int, Path], CheckpointInfo] | None = None  # the last one, and what was asked for
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
@@ -86,6 +93,24 @@ class CheckpointRequests:
             made = self._made
             return made[1] if again and self._open is None and made and made[0] == (step, directory) else None
 
+    def owed(self, rank: int, step: int, directory: Path) -> CheckpointInfo | RayZeroError | None:
+        """What came of the checkpoint that a rank asks for, if it ended in a former life of the lead and only others
+        have heard of it."""
+        with self._lock:
+            had = self._owed.pop(rank, None)
+        return had.outcome if had is not None and (had.step, had.directory) == (step, str(directory)) else None
+
+    def go_on(self, ended: Mapping[int, Saved | None]) -> None:
+        """Begin with what ranks have heard from a former life of the lead. ``ended``: by rank, the last save of which
+        it knows the end; the others may not have heard of the newest."""
+        known = [saved for saved in ended.values() if saved is not None]
+        newest = max(known, key=lambda saved: saved.number) if known else None
+        with self._lock:
+            self._resumes = True
+            for rank, saved in ended.items():
+                if newest is not None and (saved is None or saved.number < newest.number):
+                    self._owed[rank] = newest
+
     def holds(self, step: int) -> bool:
         """True while version ``step`` is requested and some owner has not written it yet."""
         return self._open is not None and self._open.step == step
@@ -109,12 +134,41 @@ class CheckpointRequests:
         hyper_at: Callable[[int], tuple[Hyper, ...]],
         over: Callable[[], None],
     ) -> None:
-        """Ask every owner to write. Once all have answered, calls ``over``, and a thread commits the manifest or
-        discards the staged files. Only then do ranks get the result, and may try again.
+        """Make a checkpoint that all ranks have requested. Calls ``over`` once owners have written or failed.
 
         ``hyper_at``: the hyper-parameters that made a version; raises if they are no longer kept."""
         if not self._begin(request):
             return
+        ask = partial(self._ask_owners, request, spec, hyper_at, over)
+        if self._resumes:
+            self._resumes = False
+            self._committer.submit(self._resume, request, ask, over)
+        else:
+            ask()
+
+    def _resume(self, request: CheckpointRequest, ask: Callable[[], None], over: Callable[[], None]) -> None:
+        """Tell ranks of the checkpoint if a former life of the lead has made it; else ``ask`` the owners."""
+        try:
+            info = resume_commit(request.directory, request.step, request.rank_files)
+        except OSError as exc:  # its file system refuses
+            self._end(request, _give_up, request, exc)
+            over()
+            return
+        if info is None:
+            ask()
+        else:
+            self._end(request, self._tell, request, info)
+            over()
+
+    def _ask_owners(
+        self,
+        request: CheckpointRequest,
+        spec: ModelSpec,
+        hyper_at: Callable[[int], tuple[Hyper, ...]],
+        over: Callable[[], None],
+    ) -> None:
+        """Ask every owner to write. Once all have answered, a thread commits the manifest or discards the staged files.
+        Only then do ranks get the result, and may try again."""
 
         def then(owner_files: list[FileEntry]) -> None:
             try:
@@ -158,8 +212,10 @@ class CheckpointRequests:
         owner_files: Sequence[FileEntry],
     ) -> None:
         info = _commit(request, spec, hyper, owner_files, self._recorder)
-        if info is None:
-            return
+        if info is not None:
+            self._tell(request, info)
+
+    def _tell(self, request: CheckpointRequest, info: CheckpointInfo) -> None:
         with self._lock:
             self._made = (request.step, request.directory), info
             waiting = list(request.futures.values())
@@ -196,7 +252,7 @@ def _commit(
 ) -> CheckpointInfo | None:
     """Commit a checkpoint whose files are there; None if that failed, and ranks have the error."""
     commit = partial(commit_checkpoint, request.directory, step=request.step, spec=spec, hyper=hyper)
-    rank_files = [entry for rank in sorted(request.files) for entry in request.files[rank]]
+    rank_files = request.rank_files
     try:  # the content of each file carries its own step counts
         with timed(recorder, CHECKPOINT_SECONDS, phase="publish"):
             info = commit(slot_steps={}, owner_files=owner_files, rank_files=rank_files)

@@ -21,10 +21,11 @@ from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.lead.checkpoints import CheckpointRequests
 from rayzero.lead.decide import agreed, check_hyper, decide, nonfinite_error, total_norm
+from rayzero.lead.hearing import Hearing, open_steps, rounds_of, writes_made
 from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
 from rayzero.lead.journal import DecisionJournal, DecisionRecord, tell_decision
 from rayzero.lead.means import Means
-from rayzero.lead.round import CallsAhead, Pass, Round, owing
+from rayzero.lead.round import CallsAhead, Pass, Round, have, owing
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import (
     CheckpointInfo,
@@ -38,6 +39,7 @@ from rayzero.protocol.messages import (
     NormParts,
     Record,
     StepInputs,
+    Told,
     Write,
 )
 from rayzero.protocol.owner import OwnerPeer
@@ -69,6 +71,7 @@ class StepLead:
         self._next: Round | None = None  # reports for the next attempt, from ranks that discarded before others did
         self._journal = DecisionJournal(record)
         self._ahead = CallsAhead()
+        self._hearing = Hearing()
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that is being sent to owners:
         # they cannot collect the next step until all of them have it
         self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
@@ -80,10 +83,11 @@ class StepLead:
 
     # ---- membership
 
-    def attach(self, rank: int, spec: ModelSpec, version: int = 0) -> int:
+    def attach(self, rank: int, spec: ModelSpec, version: int = 0, told: Told | None = None) -> int:
         """A rank has shaken hands with every owner. ``version``: the version that they start at. The first one makes
-        owners act again on what a former life of the lead recorded, before a step is collected. Returns the step that
-        is open, with which a rank that comes back begins."""
+        owners act again on what a former life of the lead recorded, before a step is collected. ``told``: what the rank
+        has told that life; calls then wait until every rank has said it. Returns the step that is open, with which a
+        rank that comes back begins."""
         with self._lock:
             if self._spec is None:
                 records = self._journal.restore()
@@ -93,14 +97,40 @@ class StepLead:
                     self._telling = []
                     self._lock.defer(self._redo, records)
             self._dead.discard(rank)
+            self._hearing.meet(rank, told)
+            self._end_hearing()
             self._check_left()
             return self._round.step
+
+    def _end_hearing(self) -> None:
+        """Once every rank has been heard, go on from what a former life of the lead knew, and take their calls."""
+        assert self._spec is not None
+        told = self._hearing.end(self._spec.world_size, self._left)
+        if told is None:
+            return
+        steps = open_steps(self._round.step, told)
+        self._round, self._next = rounds_of(self._round.step, steps)
+        for asked in self._round.passes:
+            if asked.norm is not None:
+                for future in asked.norms.values():
+                    self._answer(future, asked.norm, self._nonfinite(self._round))
+        self._writes.go_on(self._round.step, *writes_made(steps))
+        for rank, each in told.items():
+            for number, given in each.means:
+                self._means.ask(rank, number, given)
+        self._end_means()
+        everyone = range(self._spec.world_size)
+        self._checkpoints.go_on({rank: told[rank].saved if rank in told else None for rank in everyone})
+        for call in self._ahead.take_all():
+            self._lock.defer(call)
+        self._advance()
 
     def lose(self, rank: int) -> None:
         """A rank has died and will come back: the others wait for it. What it asked for and is not decided or made yet
         counts no more, because it will ask again."""
         with self._lock:
             self._dead.add(rank)
+            self._hearing.forget(rank)
             for each in (self._round, *([self._next] if self._next is not None else ())):
                 each.forget(rank)
             self._ahead.forget(rank)
@@ -148,6 +178,8 @@ class StepLead:
         fails."""
         with self._lock:
             self._left.setdefault(rank, reason)
+            if self._spec is not None:
+                self._end_hearing()
             self._check_left()
             self._end_means()
 
@@ -166,7 +198,7 @@ class StepLead:
             with self._lock:
                 if (known := self._journal.record(report.step)) is not None and known.counts(report):
                     return settled(known.norm)  # asked again, after the lead's former life had decided
-                if self._is_ahead(report.rank, report.step):
+                if self._must_wait(report.rank, report.step):
                     return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))
                 current = self._round_of(report)
                 asked = self._pass_of(current, report)
@@ -184,9 +216,12 @@ class StepLead:
         except RayZeroError as exc:
             return failed(exc)
 
-    def _is_ahead(self, rank: int, step: int) -> bool:
-        """True if a rank has committed the open step and is already in a later one, because it used no parameters."""
-        return self._failure is None and step > self._round.step and rank in self._round.inputs
+    def _must_wait(self, rank: int, step: int) -> bool:
+        """True if a call has to wait: all do until every rank has been heard, and so does that of a rank that has
+        committed the open step and is already in a later one, because it used no parameters."""
+        if self._failure is not None:
+            return False
+        return self._hearing.lasts or (step > self._round.step and rank in self._round.inputs)
 
     def _open_round(self, step: int) -> None:
         self._round = Round(step)
@@ -232,22 +267,15 @@ class StepLead:
             raise error
         return asked
 
-    def commit(
-        self, rank: int, step: int, inputs: StepInputs, reports: Sequence[FinishReport] = ()
-    ) -> Future[Decision]:
-        """A rank commits the step after a finish without inputs. ``reports``: its finishes, which a former life of the
-        lead may have taken."""
+    def commit(self, rank: int, step: int, inputs: StepInputs) -> Future[Decision]:
+        """A rank commits the step after a finish without inputs."""
         try:
             with self._lock:
                 if (known := self._journal.decision(step)) is not None:
                     return settled(known)
-                if self._is_ahead(rank, step):
-                    return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs, reports))
+                if self._must_wait(rank, step):
+                    return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs))
                 self._check_open(step, rank)
-                for report in reports:
-                    asked = self._pass_of(self._round_of(report), report)
-                    asked.reports[rank] = report
-                    asked.norms.setdefault(rank, Future())
                 current = self._next if rank in self._round.discarded and self._next else self._round
                 if rank not in current.reports:
                     raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
@@ -269,6 +297,8 @@ class StepLead:
         for all."""
         try:
             with self._lock:
+                if self._must_wait(rank, step):
+                    return self._ahead.wait(rank, step, lambda: self.discard(rank, step, attempt))
                 self._check_open(step, rank)
                 report = self._round.reports.get(rank)
                 if report is None or report.attempt != attempt or rank in self._round.inputs:
@@ -288,7 +318,7 @@ class StepLead:
         make it; different requests fail the step for all."""
         try:
             with self._lock:
-                if self._is_ahead(rank, write.version):
+                if self._must_wait(rank, write.version):
                     return self._ahead.wait(rank, write.version, lambda: self.write(rank, write))
                 self._check_open(write.version, rank)
                 assert self._spec is not None
@@ -327,7 +357,7 @@ class StepLead:
 
     def _advance(self) -> None:
         """Do everything that has become possible; called after every event."""
-        if self._spec is None or self._failure is not None:
+        if self._spec is None or self._failure is not None or self._hearing.lasts:
             return
         current, everyone = self._round, self._spec.world_size
         never = impasse(current, self._checkpoints.asked(), self._writes, self._means.waiting(), self._spec)
@@ -340,8 +370,8 @@ class StepLead:
         elif len(current.inputs) > 1 and not self._agree(current):
             return
         elif len(current.to_collect.reports) == everyone and current.to_collect.parts is None:
-            if self._telling is not None:
-                return
+            if self._telling is not None or (current.discarded and current.norm is not None):
+                return  # what a rank has discarded may be gone from its memory, and its norm is known
             asked = current.to_collect
             asked.parts = ()
             self._collect(current, asked)
@@ -467,6 +497,10 @@ class StepLead:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
+                if self._hearing.lasts:
+                    return self._ahead.wait(rank, step, lambda: self.save(rank, step, directory, files))
+                if (ended := self._checkpoints.owed(rank, step, directory)) is not None:
+                    return settled(ended) if isinstance(ended, CheckpointInfo) else failed(ended)
                 if (made := self._checkpoints.made_again(rank, step, directory)) is not None:
                     self._lock.defer(discard_staging, directory)
                     return settled(made)
@@ -510,6 +544,8 @@ class StepLead:
                     raise self._failure
                 if self._spec is None or rank not in range(self._spec.world_size):
                     raise StoreError(f"rank {rank} has not attached")
+                if self._hearing.lasts:
+                    return self._ahead.wait(rank, 0, lambda: self.mean(rank, number, given))
                 future = self._means.ask(rank, number, given)
                 self._end_means()
                 self._advance()
@@ -560,6 +596,9 @@ class StepLead:
     def _waits_for_living(self) -> str:
         if self._spec is None:
             return "no rank has attached"
+        if self._hearing.lasts:
+            missing = self._hearing.missing(self._spec.world_size, self._left)
+            return f"{have(missing)} not said what it has told the lead that died"
         if self._telling is not None:
             return f"{owing(self._told)} not accepted the decision of step {self._round.step - 1}"
         if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # ranks that wait there do nothing else

@@ -137,9 +137,9 @@ class CallsAhead:
         return ready
 
     def take_all(self) -> list[Callable[[], None]]:
-        """Remove and return all calls: no further step will open."""
+        """Remove and return all calls, by step: no further step will open, or they are made again."""
         calls, self._calls = self._calls, []
-        return [call for _, _, call in calls]
+        return [call for _, _, call in sorted(calls, key=lambda each: each[1])]
 
 
 def have(ranks: Sequence[int]) -> str:

@@ -29,7 +29,6 @@ class WriteRequests:
 
     def __init__(self) -> None:
         self._asked: _Asked | None = None
-        self._count = 0
         self._version = -1  # the version of the latest write
         self._made: list[Write] = []  # writes to that version
         self._asked_by: dict[int, int] = {}  # rank -> how many of them it has asked for
@@ -46,12 +45,16 @@ class WriteRequests:
                 raise _disagreement(rank, write, rank, self._made[before], layout)
             return settled(None)
         if self._asked is None:
-            self._count += 1
-            self._asked = _Asked(write, self._count)
+            self._asked = _Asked(write, len(self._made) + 1)
         asked = self._asked
         if write != asked.write or rank in asked.futures:
             raise _disagreement(rank, write, min(asked.futures, default=rank), asked.write, layout)
         return asked.futures.setdefault(rank, Future())
+
+    def go_on(self, version: int, made: list[Write], asked_by: dict[int, int]) -> None:
+        """Begin with what a former life of the lead has made. ``asked_by``: how many of them each rank has asked for
+        and had."""
+        self._version, self._made, self._asked_by = version, made, asked_by
 
     def forget(self, rank: int) -> None:
         """A rank has died: it will ask for the version's writes again."""
@@ -67,7 +70,8 @@ class WriteRequests:
         return frozenset(self._asked.futures) if self._asked is not None else frozenset()
 
     def begin(self, world_size: int) -> tuple[int, Write] | None:
-        """(number, write) once all ranks have requested it; returned only once."""
+        """(number, write) once all ranks have requested it; returned only once. Writes to one version are numbered from
+        1."""
         asked = self._asked
         if asked is None or asked.begun or len(asked.futures) < world_size:
             return None

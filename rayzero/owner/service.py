@@ -161,7 +161,13 @@ class ShardService:
         checkpoints = CheckpointWriter(self.owner, shards, model.rule, updater, recorder, version=version)
         updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._norms_every)
         self._publisher.open(model.rule)
-        self._parts = _Parts(model, contributions, updates, checkpoints, StagedWrites(shards, model.rule, updater))
+        self._parts = _Parts(
+            model,
+            contributions,
+            updates,
+            checkpoints,
+            StagedWrites(shards, model.rule, updater, restaged=bool(model.former)),
+        )
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if model.former:
@@ -360,7 +366,7 @@ class ShardService:
 
     def write(self, number: int, write: Write) -> Future[None]:
         """Make a write whose values are staged, in the updater thread, after the decisions accepted so far.
-        ``write.version`` must be the open step's. Idempotent by ``number``."""
+        ``write.version`` must be the open step's. Idempotent by version and ``number``."""
         try:
             parts = self._attached()
             step = parts.contributions.open_step

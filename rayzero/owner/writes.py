@@ -26,11 +26,16 @@ class StagedWrites:
     Knows shards' memory; not who writes, or when a step is decided. Any thread may call it; the updater's thread
     changes the shards, after decisions that were queued earlier."""
 
-    def __init__(self, shards: Mapping[int, OwnedShard], rule: UpdateRule, updater: Updater) -> None:
+    def __init__(
+        self, shards: Mapping[int, OwnedShard], rule: UpdateRule, updater: Updater, *, restaged: bool = False
+    ) -> None:
+        """``restaged``: a former life of this owner may have had values, which rank 0 stages again."""
+        self._restaged = restaged
+        self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
         self._shards, self._rule, self._updater = shards, rule, updater
         self._lock = threading.Lock()
         self._staged: dict[int, tuple[int, str, Tensor]] = {}  # shard -> version, kind, values. freed by: _make
-        self._last: tuple[int, Future[None]] | None = None
+        self._last: tuple[tuple[int, int], Future[None]] | None = None  # its version and number
         self._error: StoreError | None = None
 
     def stage(self, owned: OwnedShard, version: int, kind: str, values: Tensor) -> None:
@@ -42,18 +47,33 @@ class StagedWrites:
             )
         with self._lock:
             self._staged[owned.shard.index] = version, kind, values
+            self._begin()
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Change the unit's shards. A repeat of ``number`` is the same write."""
+        """Change the unit's shards. A repeat of ``number`` at the same version is the same write. Where a former life
+        of this owner may have had the values, the write waits until they are staged again."""
+        asked = write.version, number
         with self._lock:
             if self._error is not None:
                 return failed(self._error)
-            if self._last is not None and self._last[0] == number:
+            if self._last is not None and self._last[0] == asked:
                 return self._last[1]
             future: Future[None] = Future()
-            self._last = number, future
-            self._updater.submit(lambda: self._make_all(write, future))
+            self._last = asked, future
+            self._waiting = write, future
+            self._begin()
         return future
+
+    def _begin(self) -> None:
+        """Begin the write that waits, if its values are here or never will be."""
+        if self._waiting is None:
+            return
+        write, future = self._waiting
+        wanted = [index for index, owned in self._shards.items() if owned.unit.index == write.unit]
+        if self._restaged and any(self._staged.get(i, ())[:2] != (write.version, write.kind) for i in wanted):
+            return
+        self._waiting = None
+        self._updater.submit(lambda: self._make_all(write, future))
 
     def _make_all(self, write: Write, future: Future[None]) -> None:
         try:
@@ -83,7 +103,10 @@ class StagedWrites:
     def fail(self, error: StoreError) -> None:
         """Refuse further writes with ``error``; queued ones are still made."""
         with self._lock:
-            self._error = self._error or error
+            self._error = error = self._error or error
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            fail(waiting[1], error)
 
 
 def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 
 PROTOCOL_VERSION = 6
@@ -320,3 +321,42 @@ class SharedPaths:
 
     control: str
     tensors: tuple[str, ...]  # params of an owner, grads of a rank, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldAttempt:
+    """What a rank has told the lead of one attempt at a step, and the norms that it has got."""
+
+    reports: tuple[FinishReport, ...] = ()  # one for each norm that it has asked for
+    norms: tuple[Norm, ...] = ()  # those that it has got
+    inputs: StepInputs | None = None  # after its commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldStep:
+    """What a rank has told the lead of one step."""
+
+    step: int
+    discards: int = 0  # attempts that it has finished and discarded
+    discarded: ToldAttempt = ToldAttempt()  # the last one of these
+    attempt: ToldAttempt = ToldAttempt()  # the present one
+    written: tuple[Write, ...] = ()  # writes to this version that are made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint that a rank asked for, and what came of it."""
+
+    number: int  # the rank's counter of saves
+    step: int
+    directory: str
+    outcome: CheckpointInfo | RayZeroError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a rank has told a lead that has died, and has heard from it: the lead's successor goes on from there."""
+
+    steps: tuple[ToldStep, ...] = ()  # those that may not be decided, ascending
+    means: tuple[tuple[int, MeanInput], ...] = ()  # the last that it asked for, by number
+    saved: Saved | None = None  # the last one that has ended

@@ -147,7 +147,16 @@ class LocalTransfers:
 
         self._submit(gather, copy)
 
-    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+    def stage(
+        self,
+        gather: Gather,
+        unit: int,
+        shards: list[Shard],
+        version: int,
+        kind: str,
+        values: Tensor,
+        made: Future[None],
+    ) -> None:
         """See ``Transfers.stage``."""
 
         def copy() -> None:

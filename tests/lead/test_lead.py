@@ -33,6 +33,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     NormParts,
     StepInputs,
+    Write,
 )
 from rayzero.telemetry.names import DECIDED_STEPS, LOSS_SCALE
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -74,6 +75,10 @@ class WatchedPeer:
         if "save" in self.fails:
             return failed(self.fails["save"])
         return self.answers.pop() if self.answers else self.service.write_checkpoint(step, directory)
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        self.calls.append(f"write {number} {write.digest}")
+        return settled(None)
 
     def abort(self, error: StoreError) -> None:
         self.calls.append(f"abort {type(error).__name__}")

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -112,12 +112,21 @@ class Run:
 def each_alone(ranks: Sequence[Rank], steps: int, step: Step) -> list[list[Any]]:
     """Let each rank take its steps in a thread of its own; what the loops saw, by rank."""
 
+    errors: list[Exception] = []
+
     def loop(rank: Rank) -> list[Any]:
-        return [value for _ in range(steps) for value in step(rank)]
+        try:
+            return [value for _ in range(steps) for value in step(rank)]
+        except Exception as error:  # the first one is raised below: the others wait in vain for that rank
+            errors.append(error)
+            rank.store.close()
+            return []
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        asked: list[Future[list[Any]]] = [pool.submit(loop, rank) for rank in ranks]
-        return [future.result() for future in asked]
+        seen = list(pool.map(loop, ranks))
+    if errors:
+        raise errors[0]
+    return seen
 
 
 def train(rank: Rank) -> list[Any]:

@@ -121,7 +121,8 @@ class RankCalls:
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
         self._model.take_spec(spec)
-        step = self._connected_lead().attach(request.rank, spec, attached.version) if self._model.leads else 0
+        told = translate.told_from_pb(request.told) if request.HasField("told") else None
+        step = self._connected_lead().attach(request.rank, spec, attached.version, told) if self._model.leads else 0
         self._model.ranks.attached(request.rank, translate.process_from_pb(request.process), request.lease_s)
         return pb.AttachResponse(
             step=step,

@@ -65,9 +65,8 @@ class StepCalls:
         return then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
 
     def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
-        reports = [translate.report_from_pb(report) for report in request.reports]
         decision = self._answering.require_lead().commit(
-            request.rank, request.step, translate.inputs_from_pb(request.inputs), reports
+            request.rank, request.step, translate.inputs_from_pb(request.inputs)
         )
         return then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
 

@@ -44,8 +44,18 @@ class Transfers(Protocol):
         """Send initial values: fp32 for trained units, the unit's dtype for frozen ones."""
         ...
 
-    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
-        """Send the values of a write before the lead is asked for it: the unit's dtype for COMPUTE, else fp32."""
+    def stage(
+        self,
+        gather: Gather,
+        unit: int,
+        shards: list[Shard],
+        version: int,
+        kind: str,
+        values: Tensor,
+        made: Future[None],
+    ) -> None:
+        """Send the values of a write before the lead is asked for it: the unit's dtype for COMPUTE, else fp32.
+        ``made``: done when the write is made; until then a successor of the owner needs them again."""
         ...
 
     def fetch(

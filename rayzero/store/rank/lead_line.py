@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rayzero.concurrency.futures import then
+from rayzero.concurrency.futures import chain, then
+from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.protocol.messages import (
     CheckpointInfo,
     Decision,
@@ -20,6 +20,7 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.lead_history import LeadHistory
 from rayzero.store.rank.long_poll import LongPoll
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.owner_link import OwnerLink
@@ -41,57 +42,64 @@ class RemoteLead:
         self._link, self._shared, self._watch = link, shared, watch
         self._rank = link.rank
         self._writes = self._saves = 0  # calls so far
-        self._reports: list[pb.FinishReport] = []  # of the open step's attempt: one for each norm
-        self._last: Callable[[], Future[Any]] | None = None  # the last finish or commit, as a call
+        self._history = LeadHistory()
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
         sent = None if inputs is None else translate.inputs_to_pb(inputs)
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
-        if report.clamp is None:
-            self._reports.clear()
-        self._reports.append(request.report)
-        ask = partial(self._ask, awaited, "Finish", request, lambda answer: translate.norm_from_pb(answer.norm))
-        self._last = ask
-        return ask()
+        self._history.finish(report, inputs)
+        return self._ask(
+            awaited, "Finish", request, lambda answer: self._history.normed(translate.norm_from_pb(answer.norm))
+        )
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """See ``LeadLine.commit``."""
-        sent = translate.inputs_to_pb(inputs)
-        request = pb.CommitRequest(rank=self._rank, step=step, inputs=sent, reports=self._reports)
-        ask = partial(self._ask, awaited, "Commit", request, _decision_of)
-        self._last = ask
-        return ask()
+        request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
+        self._history.commit(step, inputs)
+        return self._ask(awaited, "Commit", request, self._decision_of)
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
         """See ``LeadLine.decision``."""
         request = pb.GetDecisionRequest(step=step)
-        return self._ask(awaited, "GetDecision", request, _decision_of)
+        return self._ask(awaited, "GetDecision", request, self._decision_of)
+
+    def _decision_of(self, answer: Any) -> Decision:
+        return self._history.decided(translate.decision_from_pb(answer.decision))
 
     def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
         """See ``LeadLine.discard``."""
         request = pb.DiscardRequest(rank=self._rank, step=step, attempt=attempt)
-        return self._ask(awaited, "Discard", request, lambda _: None)
+        return self._ask(awaited, "Discard", request, lambda _: self._history.discarded(step))
 
     def write(self, awaited: str, write: Write) -> Future[None]:
         """See ``LeadLine.write``."""
         self._writes += 1
         request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes)
-        return self._ask(awaited, "Write", request, lambda _: None)
+        return self._ask(awaited, "Write", request, lambda _: self._history.written(write))
 
     def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
         self._saves += 1
+        number, saved = self._saves, Future[CheckpointInfo]()
         entries = [translate.file_to_pb(entry) for entry in files]
-        request = pb.SaveRequest(
-            rank=self._rank, step=step, directory=str(directory), files=entries, number=self._saves
-        )
-        return self._ask(awaited, "Save", request, lambda answer: translate.checkpoint_from_pb(answer.checkpoint))
+        request = pb.SaveRequest(rank=self._rank, step=step, directory=str(directory), files=entries, number=number)
+
+        def ended(answer: Future[CheckpointInfo]) -> None:
+            error = answer.exception()
+            if error is None or isinstance(error, RayZeroError):
+                self._history.saved(number, step, directory, error or answer.result())
+            chain(answer, saved)
+
+        asked = self._ask(awaited, "Save", request, lambda answer: translate.checkpoint_from_pb(answer.checkpoint))
+        asked.add_done_callback(ended)
+        return saved
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
         """See ``LeadLine.mean``."""
         request = translate.mean_to_pb(self._rank, number, given)
+        self._history.mean(number, given)
         return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
     def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
@@ -108,11 +116,16 @@ class RemoteLead:
         """Whether this is the line over ``link``."""
         return link is self._link
 
-    def repeat(self) -> None:
-        """The lead has a successor, which knows what is recorded and nothing else: tell it again how far this rank is
-        in the open step, even if the former lead had answered. What has no answer is repeated anyway."""
-        if self._last is not None:
-            self._last()
+    def told(self) -> pb.Told:
+        """What the lead's successor has to know of what this rank has told the lead; blocks. Call it once the lead is
+        dead and its channel is closed: every answer that has come is noted first."""
+        if self._shared is not None:
+            self._shared.take_answers()
+        try:
+            self._answers.submit(lambda: None).result()
+        except RuntimeError:  # shut down by close()
+            raise StoreClosedError(f"rank {self._rank} closed its store") from None
+        return translate.told_to_pb(self._history.told(), self._rank)
 
     def describe(self, timeout_s: float) -> Future[str]:
         """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""
@@ -121,7 +134,3 @@ class RemoteLead:
     def close(self) -> None:
         """End the thread that completes answers, after the link and the mailbox have been closed. Idempotent."""
         self._answers.shutdown(wait=True)
-
-
-def _decision_of(answer: Any) -> Decision:
-    return translate.decision_from_pb(answer.decision)

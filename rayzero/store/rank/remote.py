@@ -273,6 +273,9 @@ class RemoteConnection:
             )
         deadline_s = max(QUICK_S, self._stall_s)
         request = _to_owner(self._attaching, link.owner)
+        request.told.SetInParent()
+        if self._lead is not None and self._lead.is_over(link):
+            request.told.CopyFrom(self._lead.told())
         answer = channel.answer(channel.start("Attach", request, deadline_s))
         for kept in self._keeps if link is self._keeper else ():
             channel.answer(channel.start("Keep", kept, deadline_s))
@@ -285,10 +288,9 @@ class RemoteConnection:
             )
         if offered is not None:
             channel.answer(channel.start("Share", self._sharing, deadline_s))
-        elif self._plan is not None:
+        self._wires[link.owner].stage_again(channel, self._stall_s)
+        if offered is None and self._plan is not None:
             self._push_again(self._plan, link.owner, channel)
-        if self._lead is not None and self._lead.is_over(link):
-            self._lead.repeat()
 
     def _push_again(self, plan: SharedPlan, owner: int, channel: Channel) -> None:
         """Send the successor of an owner what it may lack of this rank's gradients. Those of decided steps go first: it

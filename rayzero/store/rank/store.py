@@ -284,10 +284,9 @@ class RankStore:
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
         awaited = f"the write to {route.unit.name} at step {version}"
         parts = route.parts if self.connection.rank == 0 else []
-        staged = Gather(len(parts))
+        staged, done = Gather(len(parts)), Future[None]()
         for way, shards in parts:
-            way.stage(staged, unit, shards, version, kind, values)
-        done: Future[None] = Future()
+            way.stage(staged, unit, shards, version, kind, values, done)
 
         def ask(_: object) -> None:
             chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)

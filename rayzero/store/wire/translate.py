@@ -23,12 +23,17 @@ from rayzero.protocol.messages import (
     Norm,
     NormParts,
     Record,
+    Saved,
     SharedPaths,
     StepInputs,
+    Told,
+    ToldAttempt,
+    ToldStep,
     Write,
     canonical_json,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.wire.rpc import from_failure, to_failure
 
 _ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
 _FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
@@ -234,6 +239,69 @@ def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
 def paths_from_pb(files: pb.SharedFiles) -> SharedPaths:
     """The inverse of :func:`paths_to_pb`."""
     return SharedPaths(files.control, tuple(files.tensors))
+
+
+# ---- a lead's successor
+
+
+def told_to_pb(told: Told, rank: int) -> pb.Told:
+    """What a rank has told the lead."""
+    steps = [
+        pb.Told.Step(
+            step=each.step,
+            discards=each.discards,
+            discarded=_attempt_to_pb(each.discarded),
+            attempt=_attempt_to_pb(each.attempt),
+            written=map(write_to_pb, each.written),
+        )
+        for each in told.steps
+    ]
+    means = [mean_to_pb(rank, number, given) for number, given in told.means]
+    message = pb.Told(steps=steps, means=means)
+    if told.saved is not None:
+        saved = told.saved
+        message.saved.number, message.saved.step, message.saved.directory = saved.number, saved.step, saved.directory
+        if isinstance(saved.outcome, CheckpointInfo):
+            message.saved.checkpoint.CopyFrom(checkpoint_to_pb(saved.outcome))
+        else:
+            message.saved.failure.CopyFrom(to_failure(saved.outcome))
+    return message
+
+
+def told_from_pb(told: pb.Told) -> Told:
+    """The inverse of :func:`told_to_pb`, without the rank."""
+    steps = tuple(
+        ToldStep(
+            step=each.step,
+            discards=each.discards,
+            discarded=_attempt_from_pb(each.discarded),
+            attempt=_attempt_from_pb(each.attempt),
+            written=tuple(map(write_from_pb, each.written)),
+        )
+        for each in told.steps
+    )
+    saved = None
+    if told.HasField("saved"):
+        had = told.saved
+        outcome = checkpoint_from_pb(had.checkpoint) if had.HasField("checkpoint") else from_failure(had.failure)
+        saved = Saved(number=had.number, step=had.step, directory=had.directory, outcome=outcome)
+    return Told(steps=steps, means=tuple((each.number, mean_from_pb(each)) for each in told.means), saved=saved)
+
+
+def _attempt_to_pb(attempt: ToldAttempt) -> pb.Told.Attempt:
+    return pb.Told.Attempt(
+        reports=map(report_to_pb, attempt.reports),
+        norms=map(norm_to_pb, attempt.norms),
+        inputs=None if attempt.inputs is None else inputs_to_pb(attempt.inputs),
+    )
+
+
+def _attempt_from_pb(attempt: pb.Told.Attempt) -> ToldAttempt:
+    return ToldAttempt(
+        reports=tuple(map(report_from_pb, attempt.reports)),
+        norms=tuple(map(norm_from_pb, attempt.norms)),
+        inputs=inputs_from_pb(attempt.inputs) if attempt.HasField("inputs") else None,
+    )
 
 
 # ---- loops

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
@@ -95,7 +96,7 @@ class RemotePeer:
         self._recorder = recorder or NullRecorder()
         self._loop = shared_loop()
         self._aborts: list[Future[None]] = []
-        self._saves = 0  # calls so far
+        self._saves = secrets.randbits(48)  # the number of the last call; a former life of the lead has used others
         self._over: StoreError | None = None  # why the owner will never answer again
         self._down: tuple[float, str] | None = None  # since when the link is down, and why
         self._unwatch: Callable[[], None] = lambda: None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -85,6 +86,7 @@ class SharedRank:
         self._stamps = Stamps(self._control, plan)
         self._owners: dict[int, _Owner] = {}
         self._lead: Asker | None = None
+        self._taking = threading.RLock()  # held while the lead's answers are taken, each once
         self._listener: Listener | None = None
 
     # ---- joining
@@ -127,8 +129,13 @@ class SharedRank:
             published = owner.lines.news()
             if published:
                 self._board.publish(owner.owner, published)
+        self.take_answers()
+
+    def take_answers(self) -> None:
+        """Settle the questions that the lead has answered. Any thread may call it."""
         if self._lead is not None:
-            self._lead.take_answers()
+            with self._taking:
+                self._lead.take_answers()
 
     # ---- a step
 

@@ -47,9 +47,18 @@ class SharedTransfers:
         """See ``Transfers``."""
         self._wire.load(gather, unit, shards, values)
 
-    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+    def stage(
+        self,
+        gather: Gather,
+        unit: int,
+        shards: list[Shard],
+        version: int,
+        kind: str,
+        values: Tensor,
+        made: Future[None],
+    ) -> None:
         """See ``Transfers``."""
-        self._wire.stage(gather, unit, shards, version, kind, values)
+        self._wire.stage(gather, unit, shards, version, kind, values, made)
 
     def content(self, shards: Sequence[Shard], version: int) -> int | None:
         """See ``Transfers``."""

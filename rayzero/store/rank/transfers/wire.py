@@ -117,6 +117,7 @@ class WireTransfers:
             pushes, partial(self._run, partial(self._upload, "Stage")), at_once=streams
         )
         self._fetch_pool = fetches
+        self._staged: Sending | None = None  # the values of the last write, until it is made
 
     # ---- verbs
 
@@ -126,12 +127,42 @@ class WireTransfers:
         part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=header.SerializeToString())
         self._when(_DONE, part, lambda: self._loads.add(part))
 
-    def stage(self, gather: Gather, unit: int, shards: list[Shard], version: int, kind: str, values: Tensor) -> None:
+    def stage(
+        self,
+        gather: Gather,
+        unit: int,
+        shards: list[Shard],
+        version: int,
+        kind: str,
+        values: Tensor,
+        made: Future[None],
+    ) -> None:
         """See ``Transfers.stage``."""
         header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
         message = pb.StageRequest(header=header).SerializeToString()
         part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=message)
+        self._staged = part
+        made.add_done_callback(lambda _: self._forget_staged(part))
         self._when(_DONE, part, lambda: self._stages.add(part))
+
+    def _forget_staged(self, part: Sending) -> None:
+        if self._staged is part:
+            self._staged = None
+
+    def stage_again(self, channel: Channel, timeout_s: float) -> None:
+        """Send the values of a write that is not made yet to the owner's successor; see ``push_again``."""
+        part = self._staged
+        if part is not None:
+            self._send_now(channel, "Stage", part, timeout_s)
+
+    def _send_now(self, channel: Channel, method: str, part: Sending, timeout_s: float) -> None:
+        upload = Upload(part.messages(self._options.chunk_bytes))
+        try:
+            channel.answer(channel.start(method, upload, timeout_s + _bulk_deadline_s(part.size)))
+        finally:
+            upload.stop()
+        for shard in part.shards:
+            count_bytes(self._recorder, method.lower(), "grpc", shard.numel, part.values.dtype, codec=part.codec)
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
@@ -179,13 +210,7 @@ class WireTransfers:
             sum_of=0 if alone else pushed.count,
         )
         part = self._push_of(Gather(1), unit, shards, contribution, sums)
-        upload = Upload(part.messages(self._options.chunk_bytes))
-        try:
-            channel.answer(channel.start("Push", upload, timeout_s + _bulk_deadline_s(part.size)))
-        finally:
-            upload.stop()
-        for shard in shards:
-            count_bytes(self._recorder, "push", "grpc", shard.numel, sums.dtype, codec=part.codec)
+        self._send_now(channel, "Push", part, timeout_s)
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor

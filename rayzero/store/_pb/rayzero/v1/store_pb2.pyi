@@ -179,7 +179,7 @@ class Process(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class AttachRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -198,7 +199,53 @@ class AttachRequest(_message.Message):
     host: str
     process: Process
     lease_s: float
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    told: Told
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ...) -> None: ...
+
+class Told(_message.Message):
+    __slots__ = ("steps", "means", "saved")
+    class Attempt(_message.Message):
+        __slots__ = ("reports", "norms", "inputs")
+        REPORTS_FIELD_NUMBER: _ClassVar[int]
+        NORMS_FIELD_NUMBER: _ClassVar[int]
+        INPUTS_FIELD_NUMBER: _ClassVar[int]
+        reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
+        norms: _containers.RepeatedCompositeFieldContainer[Norm]
+        inputs: StepInputs
+        def __init__(self, reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
+    class Step(_message.Message):
+        __slots__ = ("step", "discards", "discarded", "attempt", "written")
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        DISCARDS_FIELD_NUMBER: _ClassVar[int]
+        DISCARDED_FIELD_NUMBER: _ClassVar[int]
+        ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+        WRITTEN_FIELD_NUMBER: _ClassVar[int]
+        step: int
+        discards: int
+        discarded: Told.Attempt
+        attempt: Told.Attempt
+        written: _containers.RepeatedCompositeFieldContainer[Write]
+        def __init__(self, step: _Optional[int] = ..., discards: _Optional[int] = ..., discarded: _Optional[_Union[Told.Attempt, _Mapping]] = ..., attempt: _Optional[_Union[Told.Attempt, _Mapping]] = ..., written: _Optional[_Iterable[_Union[Write, _Mapping]]] = ...) -> None: ...
+    class Saved(_message.Message):
+        __slots__ = ("number", "step", "directory", "checkpoint", "failure")
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+        CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+        FAILURE_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        step: int
+        directory: str
+        checkpoint: SaveResponse.Checkpoint
+        failure: Failure
+        def __init__(self, number: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[Told.Step]
+    means: _containers.RepeatedCompositeFieldContainer[MeanRequest]
+    saved: Told.Saved
+    def __init__(self, steps: _Optional[_Iterable[_Union[Told.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[Told.Saved, _Mapping]] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors")
@@ -460,16 +507,14 @@ class FinishResponse(_message.Message):
     def __init__(self, norm: _Optional[_Union[Norm, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("rank", "step", "inputs", "reports")
+    __slots__ = ("rank", "step", "inputs")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
-    REPORTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
     inputs: StepInputs
-    reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("decision", "waiting")

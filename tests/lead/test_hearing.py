@@ -1,0 +1,195 @@
+"""A lead's successor hears from every rank what only its predecessor knew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayzero.checkpoint.writer import checkpoint_name, staging_path, taken_path, write_rank_state
+from rayzero.errors import CheckpointWriteError
+from rayzero.lead.hearing import rounds_of
+from rayzero.lead.lead import StepLead
+from rayzero.protocol.messages import (
+    COMPUTE,
+    CheckpointInfo,
+    MeanInput,
+    ModelSpec,
+    Norm,
+    Saved,
+    Told,
+    ToldAttempt,
+    ToldStep,
+    Write,
+)
+from tests.store.toy import WAIT, make_spec
+
+from .test_lead import WatchedPeer, inputs, lead_of, report
+
+NORM = Norm(step=0, total=3.0, finite=True)
+SILENT = Told()
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return make_spec(2)
+
+
+@pytest.fixture
+def peers(spec: ModelSpec) -> Iterator[list[WatchedPeer]]:
+    """Owners whose lead has died."""
+    with lead_of(spec) as (_, peers):
+        yield peers
+
+
+@pytest.fixture
+def lead(peers: list[WatchedPeer]) -> Iterator[StepLead]:
+    """The successor; it has heard nobody."""
+    lead = StepLead(peers)
+    for peer in peers:
+        peer.lead = lead
+    yield lead
+    lead.close()
+
+
+def of_step(*attempts: ToldAttempt, discards: int = 0, written: tuple[Write, ...] = ()) -> Told:
+    """What a rank has told of step 0: its last discarded attempt, if any, and the present one."""
+    discarded = attempts[0] if discards else ToldAttempt()
+    return Told(
+        steps=(ToldStep(step=0, discards=discards, discarded=discarded, attempt=attempts[-1], written=written),)
+    )
+
+
+def finished(rank: int, *norms: Norm, attempt: int = 0) -> ToldAttempt:
+    return ToldAttempt(reports=(report(rank, attempt=attempt),), norms=norms)
+
+
+def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec: ModelSpec) -> None:
+    """Rank 0 has gone on to its finish; that rank 1 still waits in a mean is known only once rank 1 has said so."""
+    lead.attach(0, spec, told=SILENT)
+    given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
+    norm, mean = lead.finish(report(0), inputs(spec)), lead.mean(0, 1, given)
+    assert lead.describe() == "rank 1 has not said what it has told the lead that died"
+    assert not norm.done()
+    lead.attach(1, spec, told=Told(means=((1, given),)))
+    assert mean.result(WAIT) == (1.0,)
+    assert lead.finish(report(1), inputs(spec)).result(WAIT) == norm.result(WAIT)
+
+
+def test_a_rank_without_a_predecessor_of_the_lead_ends_the_wait(lead: StepLead, spec: ModelSpec) -> None:
+    """It has come back in a new life, and has told this lead nothing."""
+    lead.attach(0, spec, told=SILENT)
+    norm = lead.finish(report(0), None)
+    lead.attach(1, spec)
+    lead.finish(report(1), None).result(WAIT)
+    assert norm.done()
+
+
+def test_a_rank_that_dies_is_heard_in_its_next_life(lead: StepLead, spec: ModelSpec) -> None:
+    lead.attach(0, spec, told=of_step(ToldAttempt(inputs=inputs(spec))))
+    lead.lose(0)
+    lead.attach(1, spec, told=SILENT)
+    norm = lead.finish(report(1), None)
+    assert not norm.done()
+    lead.attach(0, spec)
+    lead.finish(report(0), None).result(WAIT)
+    assert norm.result(WAIT).finite
+
+
+def test_what_one_rank_has_discarded_another_gets_the_norm_of(lead: StepLead, spec: ModelSpec) -> None:
+    """Owners are not asked: rank 0 has overwritten what it pushed in that attempt."""
+    lead.attach(0, spec, told=of_step(finished(0, NORM), ToldAttempt(), discards=1))
+    lead.attach(1, spec, told=SILENT)
+    assert lead.finish(report(1), None).result(WAIT) == NORM
+    again = lead.finish(report(0, attempt=1), inputs(spec))
+    assert not again.done()
+    lead.discard(1, 0, 0).result(WAIT)
+    lead.finish(report(1, attempt=1), inputs(spec)).result(WAIT)
+    assert again.result(WAIT).step == 0
+
+
+def test_attempts_that_all_ranks_have_discarded_are_over(spec: ModelSpec) -> None:
+    """Rank 0 is in the third attempt, rank 1 in the second, whose norm it has."""
+    told = {
+        0: of_step(finished(0, NORM, attempt=1), finished(0, attempt=2), discards=2).steps[0],
+        1: of_step(finished(1), finished(1, NORM, attempt=1), discards=1).steps[0],
+    }
+    current, following = rounds_of(0, told)
+    assert {rank: each.attempt for rank, each in current.reports.items()} == {0: 1, 1: 1}
+    assert (current.norm, current.discarded) == (NORM, {0: 1})
+    assert following is not None
+    assert list(following.reports) == [0]
+
+
+def test_a_commit_that_was_told_counts(lead: StepLead, spec: ModelSpec) -> None:
+    committed = ToldAttempt(reports=(report(0),), norms=(NORM,), inputs=inputs(spec))
+    lead.attach(0, spec, told=of_step(committed))
+    lead.attach(1, spec, told=of_step(finished(1)))
+    decision = lead.commit(1, 0, inputs(spec)).result(WAIT)
+    assert lead.commit(0, 0, inputs(spec)).result(WAIT) == decision
+
+
+def test_a_write_that_one_rank_knows_is_made_is_not_made_again(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec
+) -> None:
+    write = Write(version=0, unit=0, kind=COMPUTE, digest="d")
+    lead.attach(0, spec, told=of_step(ToldAttempt(), written=(write,)))
+    lead.attach(1, spec, told=SILENT)
+    lead.write(1, write).result(WAIT)  # nothing is staged: an owner that was asked would refuse
+    asked = Write(version=0, unit=0, kind=COMPUTE, digest="another")
+    more = [lead.write(rank, asked) for rank in range(2)]
+    assert [future.result(WAIT) for future in more] == [None, None]
+    assert [call for peer in peers for call in peer.calls] == ["write 2 another", "write 2 another"]
+
+
+@pytest.mark.parametrize(
+    "outcome", [CheckpointInfo(path="p", step=0, digest="d"), CheckpointWriteError("the disk is full")]
+)
+def test_the_end_of_a_save_reaches_ranks_that_have_not_heard(
+    lead: StepLead, spec: ModelSpec, outcome: CheckpointInfo | CheckpointWriteError, tmp_path: Path
+) -> None:
+    directory = tmp_path / checkpoint_name(0)
+    saved = Saved(number=3, step=0, directory=str(directory), outcome=outcome)
+    lead.attach(0, spec, told=Told(saved=saved))
+    lead.attach(1, spec, told=SILENT)
+    asked = lead.save(1, 0, directory, ())
+    if isinstance(outcome, CheckpointInfo):
+        assert asked.result(WAIT) == outcome
+    else:
+        with pytest.raises(CheckpointWriteError, match="the disk is full"):
+            asked.result(WAIT)
+    again = [lead.save(rank, 0, directory, ()) for rank in range(2)]  # from here on saves are new ones
+    assert {future.result(WAIT).path for future in again} == {str(directory)}
+
+
+def test_a_checkpoint_that_was_made_but_not_told_is_found(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec, tmp_path: Path
+) -> None:
+    directory = tmp_path / checkpoint_name(0)
+    files = [(write_rank_state(staging_path(directory), rank, {}, {}),) for rank in range(2)]
+    first = StepLead(peers)
+    for rank in range(2):
+        first.attach(rank, spec)
+    info, _ = [saved.result(WAIT) for saved in [first.save(rank, 0, directory, files[rank]) for rank in range(2)]]
+    for peer in peers:
+        peer.calls.clear()
+    for rank in range(2):
+        lead.attach(rank, spec, told=SILENT)
+    again = [lead.save(rank, 0, directory, files[rank]) for rank in range(2)]
+    assert [future.result(WAIT) for future in again] == [info] * 2
+    assert [call for peer in peers for call in peer.calls] == []
+
+
+def test_a_commit_that_was_cut_is_taken_up(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec, tmp_path: Path
+) -> None:
+    """The predecessor had taken the staged files of all, ranks' too, which only their ranks could write again."""
+    directory = tmp_path / checkpoint_name(0)
+    files = [(write_rank_state(staging_path(directory), rank, {}, {}),) for rank in range(2)]
+    staging_path(directory).rename(taken_path(directory))
+    for rank in range(2):
+        lead.attach(rank, spec, told=SILENT)
+    saved = [lead.save(rank, 0, directory, files[rank]) for rank in range(2)]
+    assert saved[0].result(WAIT) == saved[1].result(WAIT)
+    assert [path.name for path in tmp_path.iterdir()] == [directory.name]
