@@ -3,20 +3,26 @@ again."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from rayzero.errors import StoreError
+from rayzero.errors import HandshakeError, StoreError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.slab import sweep
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.signals import available
 
-from .deaths import Run, differing, disturbed, random_kills, train, undisturbed
+from .deaths import Owners, Run, differing, disturbed, random_kills, train, undisturbed
+from .stores import TOKEN
 from .test_succession import spec_of
+from .toy import WAIT, flatten, initial_values
 
-STEPS, KILLS = 30, 2
+STEPS, KILLS = 16, 2
 SHARES = {"grpc": (False, False), "mixed": (True, False)}
 pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
 
@@ -55,3 +61,26 @@ def test_a_rank_that_shares_memory_with_every_owner_keeps_nothing_apart(slab_dir
     ours = spec(1, "beside")
     found = disturbed(slab_dir, ours, STEPS, train, [(2, 0.0, 0)], shares=(True, True), keep_pushed=False)
     assert differing(ours, found, expected(1)) == []
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("loaded", [0, 2])
+def test_an_owner_that_dies_before_all_values_are_loaded_is_refused_by_name(
+    loaded: int, shared: bool, slab_dir: Path
+) -> None:
+    """Rank 0 no longer has the values of the units that it has loaded."""
+    ours, owners = spec(1, "loading"), Owners(slab_dir, 1)
+    share = slab_dir if shared else None
+    connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=share, outlives_owners=True)
+    with closing(RankStore(connection)) as store:
+        owners.stores = [store]
+        store.attach(ours)
+        values = initial_values(ours)
+        for unit in ours.layout.units[:loaded]:
+            store.load(unit.index, flatten(unit, values, torch.float32)).result(WAIT)
+        waiting = store.published(2, 0)
+        owners.kill(0)
+        with pytest.raises(HandshakeError, match=r"optimizer 0 .* has died before .* its successor lacks some: start"):
+            waiting.result(WAIT)
+    owners.close()
+    sweep(slab_dir)

@@ -18,7 +18,7 @@ from .deaths import Run, differing, disturbed, random_kills, undisturbed
 from .test_succession import CLIP, gradients, spec_of
 from .toy import WAIT, Rank
 
-STEPS = 28
+STEPS = 18
 SHARES = {"shm": (True, True), "grpc": (False, False), "mixed": (True, False)}
 pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
 

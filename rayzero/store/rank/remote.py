@@ -147,12 +147,12 @@ class RemoteConnection:
         step = answers[plan.shard_map.owner(0)].step
         if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
-            self._plan = plan
             self._join_host(plan, {owner: files for owner, files in offers.items() if files.control}, step, page_lock)
             if self._gradients is None and self._keep_pushed:
                 self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
+            self._plan = plan
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         return Joined(
