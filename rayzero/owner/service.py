@@ -378,7 +378,11 @@ class ShardService:
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published, and before
-        any later update. Records how long updates wait for it."""
+        any later update; waits for the first attach. Records how long updates wait for it."""
+        if not self._begun.done():  # a successor, which a new lead has asked before a rank has come
+            written: Future[FileEntry] = Future()
+            self._begun.add_done_callback(lambda _: chain(self.write_checkpoint(step, directory), written))
+            return written
         try:
             return self._attached().checkpoints.ask(step, directory)
         except StoreError as exc:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rayzero.checkpoint.writer import checkpoint_name, staging_path, taken_path, write_rank_state
-from rayzero.errors import CheckpointWriteError
+from rayzero.errors import CheckpointWriteError, StoreError
 from rayzero.lead.hearing import rounds_of
 from rayzero.lead.lead import StepLead
+from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
     COMPUTE,
     CheckpointInfo,
@@ -193,3 +194,14 @@ def test_a_commit_that_was_cut_is_taken_up(
     saved = [lead.save(rank, 0, directory, files[rank]) for rank in range(2)]
     assert saved[0].result(WAIT) == saved[1].result(WAIT)
     assert [path.name for path in tmp_path.iterdir()] == [directory.name]
+
+
+def test_an_owner_that_no_rank_has_met_writes_its_file_once_one_has(tmp_path: Path) -> None:
+    """A successor, which the new lead may ask before a rank attaches. (This one has no values, and says so then.)"""
+    spec, service = make_spec(1), ShardService(0, 1)
+    written = service.write_checkpoint(0, tmp_path / checkpoint_name(0))
+    assert not written.done()
+    service.attach(0, spec)
+    with pytest.raises(StoreError, match="'emb' is at v-1, v0 cannot be saved"):
+        written.result(WAIT)
+    service.close()
