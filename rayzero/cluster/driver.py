@@ -164,7 +164,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             bind_numa=request.scaling.bind_numa,
             config=request.zero,
             addresses=routing.addresses,
-            outlives_owners=request.run.max_failures > 0,
+            outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
             token=actors.token,
         )
         for rank in range(request.scaling.num_workers)

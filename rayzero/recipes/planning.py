@@ -22,7 +22,7 @@ from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
-from rayzero.plan.tiers import RunBytes, plan_bytes
+from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
@@ -161,6 +161,7 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         state_bytes=_state_bytes(recipe),
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
+        outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
     )
 
 

@@ -99,7 +99,7 @@ def run_ranks(
         stall_timeout=stall_timeout,
         share=share,
         config=settings,
-        outlives_owners=processes and replaces,
+        outlives_owners=processes and replaces and share is not None,
     )
     try:
         if processes and replaces:

@@ -55,7 +55,11 @@ class ServedOwner:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
         replaces = self._settings.replaces_members
         self._server = serve_models(
-            self.models, token=self._settings.token, host=host, replaces_ranks=replaces, replaces_owners=replaces
+            self.models,
+            token=self._settings.token,
+            host=host,
+            replaces_ranks=replaces,
+            replaces_owners=replaces and self._settings.share is not None,
         )
         return self._server.address
 
