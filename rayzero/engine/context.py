@@ -40,6 +40,8 @@ class RankContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     life: int = 0  # how often the rank has died and was started again
     run: str = "alone"  # the run's name, the same on every rank
+    lineage: str = ""  # of the run's states in shared memory, the same on every rank; a later run may continue them
+    repeats: bool = False  # after the death of the whole run: every rank does the last decided iteration's end again
     run_dir: Path | None = None  # folder of the run's files; None: the run has none
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
     on_checkpoint_error: CheckpointErrors = "raise"  # what save_checkpoint does if the storage fails

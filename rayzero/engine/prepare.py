@@ -138,7 +138,7 @@ def prepare(
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         comeback, version = None, attached.version
         if context.life:
-            comeback = comeback_of(store, attached, rank=context.rank, number=number)
+            comeback = comeback_of(store, attached, rank=context.rank, number=number, repeats=context.repeats)
             version, context.decided = comeback.step, comeback.decided
             store.repeat(comeback.decided)
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
@@ -350,6 +350,7 @@ def _spec(
         checkpoint_moments=config.checkpoint_moments,
         offload_fraction=config.host_fraction,
         restore_from=None if resume is None else str(resume),
+        lineage=context.lineage,
     )
 
 

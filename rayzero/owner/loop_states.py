@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rayzero.protocol.messages import LoopState
-
-_STEPS = 2  # kept of each rank: a rank may have committed a step that is not decided yet
+from rayzero.protocol.messages import LOOP_STEPS, LoopState
 
 
 class LoopStates:
@@ -22,7 +20,7 @@ class LoopStates:
             mine = self._states.setdefault(rank, {})
             mine[state.step, state.part] = state
             newest = max(step for step, _ in mine)
-            for key in [key for key in mine if key[0] <= newest - _STEPS]:
+            for key in [key for key in mine if key[0] <= newest - LOOP_STEPS]:
                 del mine[key]
 
     def of(self, rank: int) -> list[LoopState]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Protocol
 
@@ -12,9 +13,17 @@ from torch import Tensor
 from rayzero.errors import StoreError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
-from rayzero.protocol.messages import FormerShard, ModelSpec
+from rayzero.protocol.messages import FormerShard, ModelSpec, Pushed
 
 Sizes = Sequence[tuple[int, int]]  # (key, elements)
+
+
+@dataclass(frozen=True, slots=True)
+class FormerRank:
+    """What a dead rank has left in its own memory."""
+
+    gradients: Mapping[int, Tensor]  # by unit: 1D, read-only
+    pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there)
 
 
 class ShardJournal(Protocol):
@@ -83,6 +92,10 @@ class HostMemory(Protocol):
         this owner has noted."""
         ...
 
+    def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
+        """What ranks that are dead have pushed of ``step``, by rank, where a former life of this owner read it."""
+        ...
+
     def close(self) -> None:
         """Release the memory. Idempotent."""
         ...
@@ -122,6 +135,10 @@ class PrivateMemory:
     def first_version(self, version: int) -> int:
         """See ``HostMemory.first_version``."""
         return version
+
+    def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
+        """See ``HostMemory.former_ranks``."""
+        return {}
 
     def close(self) -> None:
         """Nothing to do: it is freed with its tensors."""
@@ -172,6 +189,10 @@ class DeviceMemory:
     def first_version(self, version: int) -> int:
         """See ``HostMemory.first_version``."""
         return self._host.first_version(version)
+
+    def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
+        """See ``HostMemory.former_ranks``."""
+        return self._host.former_ranks(step)
 
     def close(self) -> None:
         """See ``HostMemory.close``; the device's memory is freed with its tensors."""

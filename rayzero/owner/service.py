@@ -171,6 +171,8 @@ class ShardService:
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if model.former:
+            for rank, left in model.memory.former_ranks(version).items():
+                contributions.add_former(rank, left.gradients, left.pushed)
             self._publisher.taken_over([shards[index] for index in model.former])
         elif not model.needs_load:
             self._publisher.loaded(list(shards.values()), version)

@@ -56,6 +56,7 @@ class ModelSpec:
     checkpoint_moments: str = "fp32"  # "fp32" | "kept": how checkpoints hold them
     offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
+    lineage: str = ""  # of the states in shared memory: a later run that continues them has the same
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description; ``from_json`` is its inverse."""
@@ -115,6 +116,8 @@ class Pushed:
 
 LOOP_PARTS = 2  # of a loop's state at a step: AT_COMMIT, then AT_FORWARD
 AT_COMMIT, AT_FORWARD = range(LOOP_PARTS)
+LOOP_STEPS = 3  # of a rank that are kept: the open one, which it may have committed, and the two before, of which all
+# ranks repeat the older one's end if the whole run has died there
 MOST_LOOP_STATE = 16 << 20  # bytes of a part that is kept
 
 

@@ -14,7 +14,7 @@ def state(step: int, part: int = AT_COMMIT, size: int = 100) -> LoopState:
 
 
 @pytest.mark.parametrize("size", [2, 40_000, 3_000_000])
-def test_the_parts_of_the_latest_two_steps_are_kept(make_stores: StoreFactory, size: int) -> None:
+def test_the_parts_of_the_latest_three_steps_are_kept(make_stores: StoreFactory, size: int) -> None:
     with make_stores(2, 3) as stores:
         spec = make_spec(world_size=2)
         ranks = start(stores, spec)
@@ -24,7 +24,7 @@ def test_the_parts_of_the_latest_two_steps_are_kept(make_stores: StoreFactory, s
             stores[0].keep(state(step, AT_FORWARD, size))
         stores[1].keep(state(9, AT_COMMIT, size))
         take_step(ranks, [random_grads(spec, 0), random_grads(spec, 1)])  # a commit waits until they are kept
-        assert stores[0].kept() == [state(step, part, size) for step in (3, 4) for part in (AT_COMMIT, AT_FORWARD)]
+        assert stores[0].kept() == [state(step, part, size) for step in (2, 3, 4) for part in (AT_COMMIT, AT_FORWARD)]
         assert stores[1].kept() == [state(9, AT_COMMIT, size)]
 
 

@@ -56,6 +56,27 @@ def test_answers_find_their_questions_in_any_order(both: tuple[Asker, Answerer])
     assert answerer.take_questions() == []
 
 
+def test_what_a_former_asker_was_answered_is_no_answer_to_a_new_one() -> None:
+    """Its questions have the numbers that the former one's had, and the answers are still in the cells."""
+    before, ours, theirs = control("before"), control("asker"), control("answerer")
+    former = Answerer(cells(before), cells(theirs), bell(before))
+    Asker(cells(before), cells(theirs), bell(theirs)).ask("Finish", b"old")
+    ((slot, number, _, _),) = former.take_questions()
+    former.answer(slot, number, b"old")
+    answerer = Answerer(cells(ours), cells(theirs), bell(ours))
+    asker = Asker(cells(ours), cells(theirs), bell(theirs))
+    future = asker.ask("Finish", b"new")
+    asker.take_answers()
+    assert future is not None
+    assert not future.done()
+    ((slot, number, _, _),) = answerer.take_questions()
+    answerer.answer(slot, number, b"new")
+    asker.take_answers()
+    assert future.result(0) == b"new"
+    for slab in (before, ours, theirs):
+        slab.close()
+
+
 def test_a_question_is_taken_once_and_its_cell_serves_the_next(both: tuple[Asker, Answerer]) -> None:
     asker, answerer = both
     for turn in range(3 * SLOTS):

@@ -22,8 +22,8 @@ from torch import Tensor
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import ModelSpec, SharedPaths
-from rayzero.slabs.slab import FoundSlab, list_slabs, sweep
+from rayzero.protocol.messages import ModelSpec
+from rayzero.slabs.slab import list_slabs, sweep
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.remote import RemoteConnection
@@ -134,7 +134,7 @@ def killed(directory: Path, spec: ModelSpec, num_owners: int, after: int, seed: 
 
 @dataclass
 class Successors:
-    """Owners that have taken over what a killed process left, joined with the dead ranks' gradients."""
+    """Owners that have taken over what a killed process left, the dead ranks' gradients included."""
 
     services: list[ShardService]
     version: int
@@ -148,7 +148,6 @@ class Successors:
 
 
 def succeed(stack: ExitStack, directory: Path, spec: ModelSpec, num_owners: int, threads: int = 2) -> Successors:
-    found = [slab for slab in list_slabs(directory) if slab.header is not None]
     made = []
     for owner in range(num_owners):
         models = HostedModels(owner, num_owners, share=directory, threads=threads, succeeds=True)
@@ -160,25 +159,11 @@ def succeed(stack: ExitStack, directory: Path, spec: ModelSpec, num_owners: int,
     for server, service, _ in made:
         server.connect_peers(addresses)
         versions.append(service.attach(0, spec, own_gradients=True).version)
-    controls = {owner: shared.offer().control for owner, (_, _, shared) in enumerate(made) if shared is not None}
-    for _, service, shared in made:
-        assert shared is not None
-        for rank in range(RANKS):
-            service.attach(rank, spec, own_gradients=True)
-            shared.join(rank, files_of(found, rank), controls)
     lead = made[0][0]._first.model.lead
     assert lead is not None
     lead.attach(0, spec, min(versions))
     newest = max([*versions, *(record.decision.step + 1 for record in made[0][2].records())])
     return Successors([service for _, service, _ in made], newest)
-
-
-def files_of(found: list[FoundSlab], rank: int) -> SharedPaths:
-    """The slabs of a dead rank."""
-    facts = [(slab, slab.header.facts) for slab in found if slab.header is not None]
-    (control,) = [slab.path for slab, f in facts if (f.role, f.kernel, f.index) == ("control", "rank", rank)]
-    grads = [slab.path for slab, f in facts if (f.role, f.index) == ("grads", rank)]
-    return SharedPaths(str(control), tuple(map(str, sorted(grads))))
 
 
 def same(ours: dict[int, list[Tensor]], theirs: dict[int, list[Tensor]]) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
-from rayzero.errors import StepMismatchError, StoreError
+from rayzero.errors import HandshakeError, StepMismatchError, StoreError
 from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, check_push
 from rayzero.owner.gradients.squares import Squares
@@ -77,6 +77,7 @@ class Contributions:
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
         self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have not read a shard's gradients yet
         self._waiting: list[_Reservation] = []
+        self._former: set[int] = set()  # dead ranks whose memory is read where they have left it
         self._back: dict[int, tuple[int, RankGradients]] = {}  # ranks that come back -> their step, their new memory
         counts = (spec.accumulation_steps,) * len(spec.layout.units)
         self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: only a hint
@@ -96,6 +97,12 @@ class Contributions:
             (Memory that this owner keeps stays: pushes of the rank's later attempts replace what is there.)"""
         with self._lock:
             if rank in self.ranks and (back_at is None or own_memory is None):
+                if own_memory is None and rank in self._former:
+                    raise HandshakeError(
+                        f"{self._who} reads gradients of rank {rank} in the memory of its former life, but the rank "
+                        "comes back without shared memory: start it on the same host with the same transport, or "
+                        "resume from a checkpoint by name (run.resume=CHECKPOINT)"
+                    )
                 return
             gradients = RankGradients(
                 rank,
@@ -109,6 +116,13 @@ class Contributions:
             assert back_at is not None
             self._back[rank] = back_at, gradients
             self._take_back()
+
+    def add_former(self, rank: int, memory: Mapping[int, Tensor], pushed: Sequence[tuple[int, Pushed]]) -> None:
+        """A rank is dead, and a former life of this owner may not have applied what it ``pushed`` into ``memory``."""
+        self.add_rank(rank, memory)
+        self._former.add(rank)
+        for unit, each in pushed:
+            self.observe(rank, unit, each)
 
     def _take_back(self) -> None:
         """Read the new memory of ranks that have come back, once the decisions that count their old memory are here."""

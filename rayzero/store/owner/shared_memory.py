@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rayzero.errors import RayZeroError, StoreClosedError, StoreError
+from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths
@@ -20,7 +20,7 @@ from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
-from rayzero.store.owner.slabs import FormerSlabs, OwnerSlabs
+from rayzero.store.owner.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
@@ -71,7 +71,7 @@ class SharedOwner:
         self._looking = threading.Lock()  # held while reading what others wrote, so that each message is taken once
         self._failed = False  # a message could not be read
         self._ranks: dict[int, _Rank] = {}
-        self._loops: dict[int, LoopSlab] = {}  # of ranks whose loops this owner keeps. freed by: close()
+        self._loops: dict[int, list[LoopSlab]] = {}  # of ranks whose loops this owner keeps. freed by: close()
         self._orders: dict[int, Asker] = {}  # on the lead: its mailbox to each other owner
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
@@ -109,7 +109,7 @@ class SharedOwner:
         """Take over the control slab of a former life; its other slabs. None: there are none, or they held nothing and
         are removed. Raises HandshakeError if they are of another model."""
         spec = plan.spec
-        former = FormerSlabs.find(spec.run, self.owner, self.directory)
+        former = FormerSlabs.find(spec, self.owner, self.directory)
         if former is None:
             return None
         control = former.control()
@@ -118,6 +118,12 @@ class SharedOwner:
             check_regions(control, regions, but="undo")  # of which each life has as many as threads
             lines = ShardLines(control, plan.shards_of(self.owner))
             lines.check(str(control.path))
+        except HandshakeError as error:
+            control.close(unlink=False)
+            raise HandshakeError(
+                f"optimizer {self.owner} cannot go on with what its run has left in memory: {error}; go on with the "
+                "same model and config, or resume from a checkpoint by name (run.resume=CHECKPOINT)"
+            ) from error
         except BaseException:
             control.close(unlink=False)
             raise
@@ -126,6 +132,7 @@ class SharedOwner:
             former.remove()
             return None
         self._control, self._lines, self._taken_over = control, lines, True
+        self._loops = former_loops(plan, self.owner, self.directory)
         return former
 
     def offer(self) -> SharedPaths:
@@ -227,15 +234,14 @@ class SharedOwner:
         assert plan is not None
         mapped = LoopSlab(plan.attach(path, f"optimizer {self.owner}", writable=True))
         with self._lock:
-            before, self._loops[rank] = self._loops.get(rank), mapped
-        if before is not None:
-            before.close()
+            before, self._loops[rank] = self._loops.get(rank, []), [mapped]
+        for each in before:
+            each.close()
 
     def loop_states(self, rank: int) -> list[LoopState]:
-        """The states in the slab of a rank's loop; none if there is none."""
+        """The states in the slab of a rank's loop; none if there is none. Those of later lives come last."""
         with self._lock:
-            found = self._loops.get(rank)
-            return [] if found is None else list(found.states())
+            return [state for slab in self._loops.get(rank, []) for state in slab.states()]
 
     # ---- messages
 
@@ -315,8 +321,9 @@ class SharedOwner:
             asker.close(error)
         for rank in list(self._ranks):
             self.leave(rank)
-        for loop in self._loops.values():
-            loop.close()
+        for loops in self._loops.values():
+            for loop in loops:
+                loop.close()
         for slab in self._others:
             slab.close()
         if self._control is not None:  # what was taken over but refused stays for another successor

@@ -1,7 +1,9 @@
-"""Allocates an owner's tensors in slabs, so that ranks can map what it publishes."""
+"""Allocates an owner's tensors in slabs, so that ranks can map what it publishes; finds what dead processes of its run
+have left there."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +12,16 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import HandshakeError
-from rayzero.owner.memory import Sizes
-from rayzero.protocol.messages import FormerShard
+from rayzero.owner.memory import FormerRank, Sizes
+from rayzero.protocol.messages import FormerShard, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
-from rayzero.slabs.slab import Slab, list_slabs
+from rayzero.slabs.slab import FoundSlab, Slab, list_slabs
+from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
+from rayzero.store.shm.words import Stamps
 
 _ROLES = ("control", "params", "state")
 
@@ -48,13 +52,13 @@ class FormerSlabs:
         self._found = found
 
     @classmethod
-    def find(cls, run: str, owner: int, directory: Path) -> FormerSlabs | None:
-        """Those of a run's owner; None if there are none. Raises HandshakeError if they are of two lives."""
-        headers = [(found.path, found.header.facts) for found in list_slabs(directory) if found.header is not None]
-        ours = [(path, f) for path, f in headers if (f.run, f.index) == (run, owner) and f.role in _ROLES]
+    def find(cls, spec: ModelSpec, owner: int, directory: Path) -> FormerSlabs | None:
+        """Those of an owner of this run and lineage; None if there are none. Raises HandshakeError if they are of two
+        lives."""
+        ours = [(slab.path, f) for slab, f in of_lineage(spec, directory) if f.index == owner and f.role in _ROLES]
         controls = [f for path, f in ours if f.role == "control" and f.kernel != RANK]
         if len(controls) > 1:
-            raise HandshakeError(f"optimizer {owner} of run {run!r} has left slabs of {len(controls)} lives")
+            raise HandshakeError(f"optimizer {owner} of run {spec.run!r} has left slabs of {len(controls)} lives")
         if not controls:
             return None
         life = controls[0].incarnation
@@ -78,6 +82,54 @@ class FormerSlabs:
         """Remove all of them: they hold nothing."""
         for path in self._found.values():
             Slab.adopt(path).close()
+
+
+def of_lineage(spec: ModelSpec, directory: Path) -> list[tuple[FoundSlab, SlabFacts]]:
+    """The slabs of a run and its lineage, of all its processes."""
+    found = [(slab, slab.header.facts) for slab in list_slabs(directory) if slab.header is not None]
+    return [(slab, facts) for slab, facts in found if (facts.run, facts.lineage) == (spec.run, spec.lineage)]
+
+
+def former_ranks(plan: SharedPlan, who: str, directory: Path, step: int) -> Mapping[int, FormerRank]:
+    """What dead ranks have pushed of ``step``, by rank. If several lives of a rank have, only the last one counts.
+    ``who``: the process that maps it, for messages."""
+    lives: dict[int, dict[int, dict[str, list[Path]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for slab, facts in of_lineage(plan.spec, directory):
+        if not slab.alive and (facts.role == "grads" or (facts.role, facts.kernel) == ("control", RANK)):
+            lives[facts.index][facts.incarnation][facts.role].append(slab.path)
+    found = {}
+    for rank, slabs in lives.items():
+        for incarnation in sorted(slabs, reverse=True):
+            control, grads = slabs[incarnation]["control"], slabs[incarnation]["grads"]
+            if not control or len(grads) < len(plan.gradients().slabs):
+                continue  # it died while it made them
+            left = _former_rank(plan, who, SharedPaths(str(control[0]), tuple(map(str, grads))))
+            if any(pushed.step == step for _, pushed in left.pushed):
+                found[rank] = left
+                break
+    return found
+
+
+def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
+    control = plan.attach(files.control, who, writable=False)
+    slabs = [plan.attach(path, who, writable=False, life=control.header.facts) for path in files.tensors]
+    slabs.sort(key=lambda slab: slab.header.facts.number)
+    arena = Arena(plan.gradients(), slabs)
+    gradients = {key: arena.tensor(key) for key in arena.plan.places if isinstance(key, int)}
+    left = FormerRank(gradients, Stamps(control, plan).news())
+    for slab in (control, *slabs):
+        slab.close()  # the tensors keep what is mapped
+    return left
+
+
+def former_loops(plan: SharedPlan, owner: int, directory: Path) -> dict[int, list[LoopSlab]]:
+    """The loop slabs of the ranks whose states ``owner`` keeps, by rank, those of earlier lives first; of living ranks,
+    too."""
+    num_owners, found = plan.shard_map.num_owners, defaultdict(list)
+    for slab, facts in of_lineage(plan.spec, directory):
+        if facts.role == "loop" and facts.index % num_owners == owner:
+            found[facts.index].append(LoopSlab(plan.attach(str(slab.path), f"optimizer {owner}", writable=False)))
+    return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}
 
 
 class OwnerSlabs:
@@ -153,6 +205,12 @@ class OwnerSlabs:
         if self._lines is None:
             return version
         return self._lines.first_version(version, noted=self._former is not None)
+
+    def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
+        """See ``HostMemory.former_ranks``."""
+        if self._former is None or self._directory is None:
+            return {}
+        return former_ranks(self._plan, self._who, self._directory, step)
 
     def room(self, shard: int) -> SlabRoom:
         """See ``HostMemory.room``."""

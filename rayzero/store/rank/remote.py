@@ -230,7 +230,9 @@ class RemoteConnection:
             return
         if page_lock and (doubt := doubt_of_locks(plan, list(offers))) is not None:
             log.warning("rank %d: %s", self.rank, doubt)
-        shared = self._shared = SharedRank(self.rank, plan, self._share, page_lock=page_lock)  # freed by: free()
+        shared = self._shared = SharedRank(  # freed by: free()
+            self.rank, plan, self._share, life=self.life, page_lock=page_lock
+        )
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
             del self._senders[owner]

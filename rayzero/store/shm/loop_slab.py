@@ -1,27 +1,25 @@
-"""A slab with the states of a rank's loop at its latest two steps. The rank writes; an owner maps it, so that it
+"""A slab with the states of a rank's loop at its latest three steps. The rank writes; an owner maps it, so that it
 outlives the rank, and reads it when the rank is gone."""
 
 from __future__ import annotations
 
-import secrets
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayzero.protocol.messages import LOOP_PARTS, LoopState
+from rayzero.protocol.messages import LOOP_PARTS, LOOP_STEPS, LoopState
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.signals import Cell
 from rayzero.store.shm.words import region
 
-_STEPS = 2
 _HEAD = struct.Struct("<qI")  # step, part
 _LEAST = 32 << 10  # bytes of a state that the first slab has room for
 
 
 class LoopSlab:
-    """One slab: a cell for each part of each of two steps."""
+    """One slab: a cell for each part of each of ``LOOP_STEPS`` steps."""
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
@@ -32,20 +30,22 @@ class LoopSlab:
         ]
 
     @classmethod
-    def create(cls, plan: SharedPlan, rank: int, room: int, directory: Path) -> LoopSlab:
-        """Make a slab for states of at most ``room`` bytes. Raises MemoryPlanError if there is no room."""
+    def create(cls, plan: SharedPlan, rank: int, incarnation: int, room: int, directory: Path) -> LoopSlab:
+        """Make a slab for states of at most ``room`` bytes. ``incarnation``: of the rank's slabs.
+
+        Raises MemoryPlanError if there is no room."""
         capacity = _HEAD.size + max(_LEAST, 1 << (room - 1).bit_length())
         stride = Cell.bytes_for(capacity)
-        facts = plan.facts("loop", rank, RANK, secrets.randbits(63))
-        return cls(Slab.create(lay_out_slab(facts, [("states", stride * _STEPS * LOOP_PARTS, stride)]), directory))
+        facts = plan.facts("loop", rank, RANK, incarnation)
+        return cls(Slab.create(lay_out_slab(facts, [("states", stride * LOOP_STEPS * LOOP_PARTS, stride)]), directory))
 
     def takes(self, state: LoopState) -> bool:
         """Whether the state fits."""
         return _HEAD.size + len(state.content) <= self._cells[0].capacity
 
     def write(self, state: LoopState) -> None:
-        """Keep a state over the one of two steps before."""
-        cell = self._cells[state.step % _STEPS * LOOP_PARTS + state.part]
+        """Keep a state over the one of ``LOOP_STEPS`` steps before."""
+        cell = self._cells[state.step % LOOP_STEPS * LOOP_PARTS + state.part]
         cell.write(_HEAD.pack(state.step, state.part) + state.content)
 
     def states(self) -> Iterator[LoopState]:

@@ -146,6 +146,9 @@ class Answerer:
         this process answered the same asker, so only what it left unanswered is new."""
         self._cells = answers.cells()
         self._news = _News(questions, [_answered(cell) for cell in self._cells] if resumes else (0,) * SLOTS)
+        for cell in self._cells if not resumes else ():
+            if cell.read() is not None:  # to a former asker, whose questions had the numbers that new ones have
+                cell.write(_ANSWERED.pack(0, False))
         self._capacity = answers.capacity
         self._bell = bell
         self._locks = [threading.Lock() for _ in range(SLOTS)]

@@ -14,6 +14,7 @@ Every word has one writer, except bells: whoever has news for a bell's listener 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +45,19 @@ _REQUEST_BYTES = 256  # a mean without its names and values: rank, number, weigh
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
 _STAMP_BYTES = 24  # before the presence bits: _STAMP in store/shm/words.py
 
+_RANDOM_BITS = 40  # of an incarnation of a rank
+
 Wanted = tuple[str, int, int]  # region kind, bytes, stride
+
+
+def rank_incarnation(life: int) -> int:
+    """A new incarnation for the slabs of a rank in its ``life``. Those of later lives are higher."""
+    return life << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+
+
+def life_of(incarnation: int) -> int:
+    """The life of a rank whose slabs have this incarnation."""
+    return incarnation >> _RANDOM_BITS
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class SharedPlan:
             incarnation=incarnation,
             layout_digest=self.spec.layout.digest,
             kernel=kernel,
+            lineage=self.spec.lineage,
         )
 
     def attach(self, path: str, who: str, *, writable: bool, life: SlabFacts | None = None) -> Slab:

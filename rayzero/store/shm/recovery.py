@@ -9,9 +9,9 @@ gradients stay in their memory until n + 1 is published.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -20,7 +20,8 @@ from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import torn
 from rayzero.protocol.messages import Action, Decision
 from rayzero.slabs.slab import FoundSlab, Slab
-from rayzero.store.shm.plan import ON_DEVICE
+from rayzero.store.shm.loop_slab import LoopSlab
+from rayzero.store.shm.plan import ON_DEVICE, RANK, life_of
 from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps
 from rayzero.store.shm.signals import load_acquire_64
 from rayzero.store.shm.words import read_records, region
@@ -73,6 +74,10 @@ class DeadRun:
     records: tuple[Decision, ...]  # whole slots of the lead's record
     ranks: frozenset[int]  # ranks whose gradients are here
     lives: tuple[int, ...]  # owner index of each control slab; a repeated index has slabs of two lives
+    world_size: int = 0
+    began: int = 0  # the version with which the run began
+    loops: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)  # rank -> (step, part) that is kept
+    rank_life: int = 0  # the highest life of a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +149,12 @@ def _refusals(run: DeadRun) -> Iterator[str]:
 
 def dead_runs(slabs: Sequence[FoundSlab]) -> list[DeadRun]:
     """Every run that has lost an owner, by name. What its other processes still write may be missed."""
-    by_run: dict[str, list[FoundSlab]] = defaultdict(list)
+    by_run: dict[tuple[str, str], list[FoundSlab]] = defaultdict(list)
     for slab in slabs:
-        if slab.header is not None and slab.header.facts.role == "control":
-            by_run[slab.header.facts.run].append(slab)
+        if slab.header is not None:
+            by_run[slab.header.facts.run, slab.header.facts.lineage].append(slab)
     lost = {run for run, found in by_run.items() if any(not s.alive and _is_owner(s) for s in found)}
-    return [read for run in sorted(lost) if (read := read_run(run, by_run[run])) is not None]
+    return [read for run in sorted(lost) if (read := read_run(run[0], by_run[run])) is not None]
 
 
 def _is_owner(slab: FoundSlab) -> bool:
@@ -157,9 +162,12 @@ def _is_owner(slab: FoundSlab) -> bool:
 
 
 def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
-    """What the control slabs of one run say; None if no owner's is among them."""
+    """What the slabs of one run say, all of one lineage; None if no owner's control slab is among them."""
     with ExitStack() as stack:
-        slabs = [slab for entry in found if (slab := _opened(stack, entry)) is not None]
+        small = [
+            entry for entry in found if entry.header is not None and entry.header.facts.role in ("control", "loop")
+        ]
+        slabs = [slab for entry in small if (slab := _opened(stack, entry)) is not None]
         owners = [slab for slab in slabs if slab.header.regions_of("versions")]
         if not owners:
             return None
@@ -171,7 +179,21 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
             records=tuple(record.decision for slab in owners for record in read_records(slab)),
             ranks=frozenset(slab.header.facts.index for slab in slabs if slab.header.regions_of("stamps")),
             lives=tuple(slab.header.facts.index for slab in owners),
+            world_size=region(owners[0], "joined").bytes // 8,
+            began=max(load_acquire_64(slab.address(region(slab, "began").offset)) for slab in owners) - 1,
+            loops=_read_loops(slabs),
+            rank_life=max(
+                (life_of(s.header.facts.incarnation) for s in slabs if s.header.facts.kernel == RANK), default=0
+            ),
         )
+
+
+def _read_loops(slabs: Sequence[Slab]) -> dict[int, frozenset[tuple[int, int]]]:
+    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for slab in slabs:
+        if slab.header.facts.role == "loop":
+            found[slab.header.facts.index] |= {(each.step, each.part) for each in LoopSlab(slab).states()}
+    return {rank: frozenset(parts) for rank, parts in found.items()}
 
 
 def _opened(stack: ExitStack, found: FoundSlab) -> Slab | None:

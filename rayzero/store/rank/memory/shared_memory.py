@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.plan import RANK, SharedPlan
+from rayzero.store.shm.plan import RANK, SharedPlan, rank_incarnation
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Stamps, bell_of, cells_of
@@ -61,23 +60,24 @@ class SharedRank:
     bell and takes in published versions and answers."""
 
     def __init__(
-        self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, page_lock: bool = False
+        self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, life: int = 0, page_lock: bool = False
     ) -> None:
         """Allocate the rank's gradient memory. ``page_lock``: lock it and the owners' parameters, for copies to and
-        from a CUDA device. Raises MemoryPlanError if there is no room."""
+        from a CUDA device. ``life``: how often the rank has died and come back. Raises MemoryPlanError if there is no
+        room."""
         self.rank, self._plan, self._page_lock, self._directory = rank, plan, page_lock, directory
         self._loop: LoopSlab | None = None  # made at the first keep
         self._locks: list[PageLock] = []
-        gradients, life = plan.gradients(), secrets.randbits(63)
+        gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
         check_shared(sum(gradients.slabs), directory)
         self._gradients = Arena.create(
             gradients,
-            plan.facts("grads", rank, "", life),
+            plan.facts("grads", rank, "", self._incarnation),
             directory,
             on_progress=FillProgress(f"rank {rank}"),
         )
         try:
-            header = lay_out_slab(plan.facts("control", rank, RANK, life), plan.rank_control())
+            header = lay_out_slab(plan.facts("control", rank, RANK, self._incarnation), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
             self._gradients.close()
@@ -152,7 +152,7 @@ class SharedRank:
         grown = self._loop is None or not self._loop.takes(state)
         if grown:
             before = self._loop
-            self._loop = LoopSlab.create(self._plan, self.rank, len(state.content), self._directory)
+            self._loop = LoopSlab.create(self._plan, self.rank, self._incarnation, len(state.content), self._directory)
             if before is not None:
                 for older in before.states():
                     self._loop.write(older)

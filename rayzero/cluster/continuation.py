@@ -1,0 +1,157 @@
+"""Whether a run that was killed can be continued from what its processes have left in this host's shared memory.
+
+A run that is killed as a whole leaves shards, the lead's record, gradients and the states of its ranks' loops. A run
+that continues it has owners that take all of that over, and ranks in their next life, which begin the open step. If a
+rank had not ended the iteration before, all ranks do its end again: they may wait for each other there (a mean, a
+checkpoint), and nobody alive has those answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
+from rayzero.quantities import count
+from rayzero.slabs.slab import FoundSlab, list_slabs
+from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
+from rayzero.store.shm.same_host import host_identity, why_no_sharing
+
+__all__ = ["Continuation", "Left", "Lost", "States", "choose", "find_continuation", "read_left"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Where a run has its states: what ``run.json`` says for a run that continues it."""
+
+    lineage: str  # in the header of every slab; a name alone may be another run's
+    directory: str  # of the slabs
+    memory: str  # ``host_identity``: host, boot, mount and user
+
+    @classmethod
+    def in_directory(cls, lineage: str, directory: Path) -> States:
+        """Those of a run of this host."""
+        return cls(lineage=lineage, directory=str(directory), memory=host_identity(directory))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """How a run goes on from memory."""
+
+    step: int  # that is open: as many are decided
+    life: int  # of every rank
+    repeats: bool  # ranks do the last decided iteration's end again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A run cannot go on from memory."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What a run has left in this host's shared memory."""
+
+    run: DeadRun | None  # None: no slab of an owner
+    alive: tuple[str, ...] = ()  # processes that still run: "params 0 (pid 4711)"
+    models: int = 1  # prepared models
+
+
+def find_continuation(
+    record: Mapping[str, Any], *, directory: Path, num_workers: int, num_owners: int
+) -> Continuation | Lost:
+    """How the run with this ``run.json`` goes on from memory. ``directory``: of the new run's slabs. ``num_owners``:
+    those beside ranks included."""
+    states = record.get("states")
+    if not isinstance(states, dict):
+        return Lost(why="it shared no memory, or its run.json is of another version of rayzero")
+    if why_no_sharing(directory) is not None or states.get("memory") != host_identity(directory):
+        return Lost(why=f"its memory was {states.get('directory')} on another host, or this host has been restarted")
+    left = read_left(str(record["run"]), str(states["lineage"]), directory)
+    return choose(left, num_workers=num_workers, num_owners=num_owners)
+
+
+def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | Lost:
+    """Decide from what is left alone."""
+    why = next(_refusals(left, num_workers, num_owners), None)
+    if why is not None or left.run is None:
+        return Lost(why=why or "nothing of it is left")
+    step = assess(left.run).version
+    return Continuation(step=step, life=left.run.rank_life + 1, repeats=not all(_begun(left.run, step)))
+
+
+def _refusals(left: Left, num_workers: int, num_owners: int) -> Iterator[str]:
+    """Every reason against going on, the most telling first."""
+    run = left.run
+    if left.alive:
+        yield f"processes of it still run: {', '.join(left.alive)}"
+    if run is None:
+        yield "nothing of it is left in this host's shared memory"
+        return
+    if (run.world_size, run.num_owners) != (num_workers, num_owners):
+        yield (
+            f"it had {count(run.world_size, 'rank')} and {count(run.num_owners, 'optimizer')}, and now there are to be "
+            f"{num_workers} and {num_owners}"
+        )
+    if left.models > 1:
+        yield f"its loop prepares {left.models} models, whose steps cannot be repeated alone"
+    verdict = assess(run)
+    if verdict.outcome is Outcome.REFUSED:
+        yield verdict.reason
+        return
+    if verdict.version <= run.began:
+        yield "it had decided no step"
+        return
+    if not all(_begun(run, verdict.version)):
+        lost = [str(rank) for rank, can in enumerate(_ended(run, verdict.version)) if not can]
+        if lost:
+            yield (
+                f"the state of the loop at step {verdict.version} was not kept on {_ranks(lost)}; loops that call "
+                "rayzero.track() are kept"
+            )
+
+
+def _ranks(numbers: list[str]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def _begun(run: DeadRun, step: int) -> list[bool]:
+    """By rank: whether its loop can begin ``step``."""
+    return [{(step, AT_COMMIT), (step, AT_FORWARD)} <= _kept(run, rank) for rank in range(run.world_size)]
+
+
+def _ended(run: DeadRun, step: int) -> list[bool]:
+    """By rank: whether its loop can do the end of the iteration before ``step`` again."""
+    before = {(step - 1, AT_COMMIT), (step - 1, AT_FORWARD)} if step - 1 > run.began else set()
+    return [before | {(step, AT_COMMIT)} <= _kept(run, rank) for rank in range(run.world_size)]
+
+
+def _kept(run: DeadRun, rank: int) -> frozenset[tuple[int, int]]:
+    return run.loops.get(rank, frozenset())
+
+
+# ---- reading the files
+
+
+def read_left(run: str, lineage: str, directory: Path) -> Left:
+    """What is left of a run in ``directory``. If a process of it lives, what it writes may be missed."""
+    found = [slab for slab in list_slabs(directory) if slab.header is not None and _is_of(slab, run, lineage)]
+    first = [slab for slab in found if slab.header is not None and slab.header.facts.run == run]
+    alive = {
+        slab.header.pid: f"{slab.header.facts.role} {slab.header.facts.index} (pid {slab.header.pid})"
+        for slab in found
+        if slab.alive and slab.header is not None
+    }
+    names = {slab.header.facts.run for slab in found if slab.header is not None}
+    return Left(run=read_run(run, first), alive=tuple(alive[pid] for pid in sorted(alive)), models=len(names))
+
+
+def _is_of(slab: FoundSlab, run: str, lineage: str) -> bool:
+    """Whether it is the run's: of its first prepared model, or of a later one, "RUN model 1"."""
+    assert slab.header is not None
+    facts = slab.header.facts
+    return facts.lineage == lineage and (facts.run == run or facts.run.startswith(f"{run} model "))
