@@ -37,9 +37,13 @@ def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
 
 def swept(directory: Path) -> list[str]:
     """Remove the slabs of dead processes; returns a line for each, and their sum."""
+    from rayzero.slabs.hold import end_hold, held_in
     from rayzero.slabs.slab import list_slabs, sweep
 
     runs = dead_run_lines(list_slabs(directory))
+    for held in held_in(directory):
+        if held.step is not None:  # its janitor has nothing to do any more but to keep it
+            end_hold(directory, held.lineage)
     removed = sweep(directory)
     lines = [f"removed {path}: {_size(size)}" for path, size in removed]
     return [

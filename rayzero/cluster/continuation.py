@@ -8,6 +8,7 @@ checkpoint), and nobody alive has those answers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rayzero.slabs.slab import FoundSlab, list_slabs
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
 from rayzero.store.shm.same_host import host_identity, why_no_sharing
 
-__all__ = ["Continuation", "Left", "Lost", "States", "choose", "find_continuation", "read_left"]
+__all__ = ["Continuation", "Left", "Lost", "States", "choose", "find_continuation", "read_left", "what_is_left"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +151,27 @@ def read_left(run: str, lineage: str, directory: Path) -> Left:
     return Left(run=read_run(run, first), alive=tuple(alive[pid] for pid in sorted(alive)), models=len(names))
 
 
+def what_is_left(run: str, lineage: str, directory: Path) -> Continuation | Lost:
+    """How a run with the same counts would go on."""
+    left = read_left(run, lineage, directory)
+    counts = (left.run.world_size, left.run.num_owners) if left.run is not None else (0, 0)
+    return choose(left, num_workers=counts[0], num_owners=counts[1])
+
+
 def _is_of(slab: FoundSlab, run: str, lineage: str) -> bool:
     """Whether it is the run's: of its first prepared model, or of a later one, "RUN model 1"."""
     assert slab.header is not None
     facts = slab.header.facts
     return facts.lineage == lineage and (facts.run == run or facts.run.startswith(f"{run} model "))
+
+
+def main() -> None:
+    """Print the step with which a run goes on (arguments: its name, lineage and directory). Exit code 1: it cannot."""
+    found = what_is_left(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    if isinstance(found, Lost):
+        sys.exit(1)
+    print(found.step)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,9 @@ session, which reads a pipe from the driver. A last line means that the driver h
 one, or the janitor's parent changes, the driver is dead; the parent matters because a child that the driver forked also
 holds the pipe and may outlive it. Then the janitor waits for the run's processes on this host, kills those that stay,
 and sweeps.
+
+[Note: states are kept] If what the dead processes left is enough for a run that continues this one, it is not swept for
+a while: the janitor holds it (slabs/hold.py) and sleeps. A driver that continues the run ends it, with SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 
-__all__ = ["Janitor", "clear_up"]
+from rayzero.slabs.hold import Hold
+
+__all__ = ["Janitor", "KeptStates", "clear_up"]
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
@@ -33,18 +40,28 @@ _DONE = "done"
 _END_S = 5.0  # how long a janitor may take to end after the driver's last line
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStates:
+    """The states of a run that are kept if its driver is killed."""
+
+    run: str
+    lineage: str
+    seconds: float  # how long; 0: not at all
+
+
 class Janitor:
     """The driver's end: starts the janitor process, sends it the run's processes, and releases it.
 
     Knows processes and two folders; not Ray or runs."""
 
-    def __init__(self, slab_dir: Path | None, discovery_dir: Path | None) -> None:
-        """``slab_dir``: where the run's shared memory is; ``discovery_dir``: where it is announced; None: nowhere."""
+    def __init__(self, slab_dir: Path | None, discovery_dir: Path | None, *, keep: KeptStates | None = None) -> None:
+        """``slab_dir``: where the run's shared memory is; ``discovery_dir``: where it is announced; None: nowhere.
+        ``keep``: the states that are kept there if the driver is killed; None: none."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         folders = ["" if folder is None else str(folder.absolute()) for folder in (slab_dir, discovery_dir)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()), *folders],
+            [sys.executable, "-m", __name__, str(os.getpid()), *folders, json.dumps(keep and asdict(keep))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # a reader of the driver's output must not wait for this process
             stderr=subprocess.DEVNULL,
@@ -90,10 +107,16 @@ class Janitor:
 
 
 def clear_up(
-    processes: Iterable[psutil.Process], slab_dir: Path | None, discovery_dir: Path | None, ends_s: float = _ENDS_S
+    processes: Iterable[psutil.Process],
+    slab_dir: Path | None,
+    discovery_dir: Path | None,
+    ends_s: float = _ENDS_S,
+    *,
+    keep: KeptStates | None = None,
 ) -> None:
     """Remove the dead driver's run from Prometheus' folder, wait ``ends_s`` for its processes and kill those that stay,
-    and remove their shared memory."""
+    keep their states for a while, and remove their shared memory."""
+    hold = _hold(slab_dir, keep)  # before they end: other runs' starts sweep
     if discovery_dir is not None:
         with suppress(OSError):  # the next start removes what stays, as below
             _sweep_announcements(discovery_dir)
@@ -102,9 +125,30 @@ def clear_up(
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(stay, timeout=_KILL_S)
+    if hold is not None and slab_dir is not None and keep is not None:
+        _wait_for_a_driver(hold, slab_dir, keep)
+        hold.close()
     if slab_dir is not None and slab_dir.is_dir():
         with suppress(OSError):
             _sweep_slabs(slab_dir)
+
+
+def _hold(slab_dir: Path | None, keep: KeptStates | None) -> Hold | None:
+    """Hold the states. None: none are kept, or the folder takes no file."""
+    if slab_dir is not None and keep is not None and keep.seconds > 0:
+        with suppress(OSError):
+            return Hold(slab_dir, keep.lineage, time.time() + keep.seconds)
+    return None
+
+
+def _wait_for_a_driver(hold: Hold, slab_dir: Path, keep: KeptStates) -> None:
+    """See [Note: states are kept]. Returns when time is up, or at once if nobody can go on from what is left. Another
+    process looks at it, because it imports torch."""
+    code = [sys.executable, "-m", "rayzero.cluster.continuation", keep.run, keep.lineage, str(slab_dir)]
+    found = subprocess.run(code, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    if found.returncode == 0:
+        hold.tell(int(found.stdout), time.time() + keep.seconds)
+        time.sleep(keep.seconds)
 
 
 def _sweep_announcements(folder: Path) -> None:
@@ -148,13 +192,15 @@ def main() -> None:
     """Read the driver's pipe to its end."""
     driver = int(sys.argv[1])  # it may be dead already; then this process has another parent
     slab_dir, discovery_dir = (Path(folder) if folder else None for folder in sys.argv[2:4])
+    kept = json.loads(sys.argv[4])
+    keep = None if kept is None else KeptStates(**kept)
     processes: list[psutil.Process] = []
     for line in _lines(sys.stdin.fileno(), driver):
         told = json.loads(line)
         if told == _DONE:
             return
         processes = _watched(told)
-    clear_up(processes, slab_dir, discovery_dir)
+    clear_up(processes, slab_dir, discovery_dir, keep=keep)
 
 
 if __name__ == "__main__":

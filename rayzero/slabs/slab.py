@@ -34,6 +34,7 @@ from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreE
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
+from rayzero.slabs.hold import held_in, remove_dead_holds
 from rayzero.slabs.mapping import PAGE, Mapping, punch_hole
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -298,14 +299,16 @@ def _check_room(total: int, directory: Path) -> None:
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
-    """Remove the slabs whose makers are dead, unless another process of their run lives; returns (path, bytes) of each.
-    Slabs of other users stay; so do those that this rayzero cannot read, while a process has one that it cannot read
-    either: they may be of the same run."""
+    """Remove the slabs whose makers are dead, unless another process of their run lives or somebody holds them
+    (slabs/hold.py); returns (path, bytes) of each. Slabs of other users stay; so do those that this rayzero cannot
+    read, while a process has one that it cannot read either: they may be of the same run."""
+    remove_dead_holds(directory)
+    held = {each.lineage for each in held_in(directory)}
     running = {_run_of(found.header) for found in list_slabs(directory) if found.alive}
     removed = []
     for path, fd in _opened(directory):
         header = _header_or_none(path, fd)
-        if _run_of(header) in running:
+        if _run_of(header) in running or (header is not None and header.facts.lineage in held):
             continue
         if not _free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it

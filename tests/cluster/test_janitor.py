@@ -7,14 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from engine.test_whole_run import killed_once
+from engine.whole_run import LINEAGE, RUN
 
-from rayzero.cluster.janitor import Janitor, clear_up
+from rayzero.cluster.continuation import Continuation, what_is_left
+from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
+from rayzero.slabs.hold import held_in
+from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.store.shm.same_host import why_no_sharing
 
 from .processes import still_there
 
@@ -127,7 +136,15 @@ def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path
 def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(owner, tmp_path):
     (tmp_path / "targets").mkdir()
     janitor = subprocess.Popen(
-        [sys.executable, "-m", "rayzero.cluster.janitor", str(os.getpid()), tmp_path / "slabs", tmp_path / "targets"],
+        [
+            sys.executable,
+            "-m",
+            "rayzero.cluster.janitor",
+            str(os.getpid()),
+            tmp_path / "slabs",
+            tmp_path / "targets",
+            "null",
+        ],
         stdin=subprocess.PIPE,
     )
     whole = json.dumps([[owner.pid, psutil.Process(owner.pid).create_time()]]).encode()
@@ -166,3 +183,34 @@ def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path):
         psutil.Process(janitor.pid).wait(10)
         janitor.watch([psutil.Process()])
     janitor.close()
+
+
+# ---- states of a run that can go on
+
+
+@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:
+        slabs, keep = Path(folder), KeptStates(run=RUN, lineage=LINEAGE, seconds=3)
+        goes_on = Continuation(step=2, life=1, repeats=True)
+        killed_once(slabs, tmp_path)
+        clearing = threading.Thread(target=clear_up, args=([], slabs, None), kwargs={"keep": keep})
+        clearing.start()
+        until = time.monotonic() + 60
+        while not any(held.step is not None for held in held_in(slabs)):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        ((held),) = held_in(slabs)
+        assert held.step == 2
+        assert held.until is not None
+        assert 0 < held.until - time.time() < 60
+        assert sweep(slabs) == [], "another run starts"
+        assert what_is_left(RUN, LINEAGE, slabs) in (goes_on, replace(goes_on, repeats=False))
+        clearing.join(60)
+        assert left(slabs) == []
+
+
+def test_states_that_no_run_can_go_on_from_are_removed_at_once(owner, tmp_path):
+    keep = KeptStates(run="demo", lineage="one", seconds=3600)
+    clear_up([psutil.Process(owner.pid)], tmp_path / "slabs", None, ends_s=0.1, keep=keep)
+    assert left(tmp_path / "slabs") == []

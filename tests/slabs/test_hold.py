@@ -1,0 +1,104 @@
+"""What is held is not swept, until its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rayzero.cli.slabs import swept
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.hold import Hold, end_hold, held_in
+from rayzero.slabs.slab import Slab, sweep
+
+HOLDER = """
+import sys, signal
+from pathlib import Path
+from rayzero.slabs.hold import Hold
+hold = Hold(Path(sys.argv[1]), "one", 4e9)
+hold.tell(41, 4e9)
+assert "torch" not in sys.modules
+print("held", flush=True)
+signal.pause()
+"""
+
+
+def leave(directory: Path, lineage: str) -> Path:
+    """A slab whose maker is gone."""
+    facts = SlabFacts(
+        run="demo", role="grads", index=0, incarnation=7, layout_digest="ab" * 16, kernel="", lineage=lineage
+    )
+    slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), directory)
+    slab.close(unlink=False)
+    assert slab.path is not None
+    return slab.path
+
+
+def holder(directory: Path) -> subprocess.Popen[str]:
+    found = subprocess.Popen([sys.executable, "-c", HOLDER, directory], stdout=subprocess.PIPE, text=True)
+    assert found.stdout is not None
+    assert found.stdout.readline() == "held\n"
+    return found
+
+
+def test_what_is_held_is_not_swept(tmp_path: Path) -> None:
+    ours, other = leave(tmp_path, "one"), leave(tmp_path, "two")
+    hold = Hold(tmp_path, "one", 4e9)
+    assert [path for path, _ in sweep(tmp_path)] == [other]
+    hold.tell(3, 5e9)
+    ((held),) = held_in(tmp_path)
+    assert (held.lineage, held.pid, held.until, held.step) == ("one", os.getpid(), 5e9, 3)
+    hold.close()
+    hold.close()
+    assert [path for path, _ in sweep(tmp_path)] == [ours]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_holder_that_dies_holds_nothing_and_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
+    ours, process = leave(tmp_path, "one"), holder(tmp_path)
+    assert sweep(tmp_path) == []
+    assert [held.step for held in held_in(tmp_path)] == [41]
+    process.send_signal(how)
+    process.communicate()
+    assert held_in(tmp_path) == []
+    assert [path for path, _ in sweep(tmp_path)] == [ours]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_continues_a_run_ends_the_hold_of_its_janitor_alone(tmp_path: Path) -> None:
+    leave(tmp_path, "one")
+    process, mine = holder(tmp_path), Hold(tmp_path, "one")
+    began = time.monotonic()
+    end_hold(tmp_path, "two")
+    assert process.poll() is None
+    end_hold(tmp_path, "one")
+    assert time.monotonic() - began < 3
+    process.communicate(timeout=5)
+    assert process.returncode == -signal.SIGTERM
+    assert [held.pid for held in held_in(tmp_path)] == [os.getpid()]
+    assert sweep(tmp_path) == [], "the new driver holds it"
+    mine.close()
+
+
+def test_a_file_that_is_no_hold_disturbs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "rayzero-x.hold").write_text("[]")
+    (tmp_path / "rayzero-y.hold").mkdir()
+    (tmp_path / "rayzero-z.hold.making").write_text(json.dumps({"lineage": "one"}))
+    leave(tmp_path, "one")
+    assert len(sweep(tmp_path)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["rayzero-y.hold"]
+
+
+def test_the_doctor_removes_what_a_janitor_keeps(tmp_path: Path) -> None:
+    leave(tmp_path, "one")
+    process = holder(tmp_path)
+    assert swept(tmp_path)[-1].startswith("slabs of dead processes removed: 1, ")
+    process.communicate(timeout=5)
+    assert list(tmp_path.iterdir()) == []
