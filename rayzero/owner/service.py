@@ -171,8 +171,7 @@ class ShardService:
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if model.former:
-            for rank, left in model.memory.former_ranks(version).items():
-                contributions.add_former(rank, left.gradients, left.pushed)
+            self._take_former(self._parts)
             self._publisher.taken_over([shards[index] for index in model.former])
         elif not model.needs_load:
             self._publisher.loaded(list(shards.values()), version)
@@ -183,7 +182,16 @@ class ShardService:
         """Read a rank's gradients from ``flats``: unit -> 1D, unit.numel elements, fp32 with accumulation, else the
         unit's dtype. None: keep memory for them here. A repeat changes nothing. ``back_at``: the step with which a rank
         begins that has come back; its new memory is read from there on."""
-        self._attached().contributions.add_rank(rank, flats, back_at)
+        parts = self._attached()
+        if back_at is not None and parts.model.former and not parts.contributions.knows(rank):
+            self._take_former(parts, rank)  # it has died since this owner took over, and before they met
+        parts.contributions.add_rank(rank, flats, back_at)
+
+    def _take_former(self, parts: _Parts, *ranks: int) -> None:
+        """Read what dead ranks have pushed of the step that a former life of this owner may not have applied."""
+        left = parts.model.memory.former_ranks(parts.model.version)
+        for rank in left if not ranks else left.keys() & set(ranks):
+            parts.contributions.add_former(rank, left[rank].gradients, left[rank].pushed)
 
     @property
     def decided_steps(self) -> int:

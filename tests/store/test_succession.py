@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
@@ -187,6 +188,28 @@ def test_a_run_that_was_killed_at_any_moment_loses_no_committed_step(
         assert same(found.states(), expected.at(found.version)) == []
     sweep(slab_dir)
     assert list_slabs(slab_dir) == []
+
+
+def test_a_rank_that_dies_before_it_meets_the_successor_is_read_once_its_next_life_comes(
+    undisturbed: tuple[str, Undisturbed], slab_dir: Path
+) -> None:
+    moments, expected = undisturbed
+    spec = spec_of("between", moments=moments)
+    killed(slab_dir, spec, 1, after=2, seed=1)
+    headers = [(slab.path, slab.header.facts) for slab in list_slabs(slab_dir) if slab.header is not None]
+    ours = [path for path, facts in headers if facts.index == 1 and facts.role in ("grads", "control")]
+    alive = [os.open(path, os.O_RDWR) for path in ours]
+    for file in alive:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        found = succeed(stack, slab_dir, spec, 1)
+        for file in alive:
+            os.close(file)
+        (service,) = found.services
+        service.attach(1, spec, own_gradients=True)
+        flats = {unit.index: torch.zeros(unit.numel) for unit in spec.layout.units}
+        service.map_gradients(1, flats, back_at=found.version)
+        assert same(found.states(), expected.at(found.version)) == []
 
 
 # ---- what cannot be continued is refused by name, and stays for whoever can

@@ -117,6 +117,10 @@ class Contributions:
             self._back[rank] = back_at, gradients
             self._take_back()
 
+    def knows(self, rank: int) -> bool:
+        """Whether the rank has attached, or a former life of it is read."""
+        return rank in self.ranks
+
     def add_former(self, rank: int, memory: Mapping[int, Tensor], pushed: Sequence[tuple[int, Pushed]]) -> None:
         """A rank is dead, and a former life of this owner may not have applied what it ``pushed`` into ``memory``."""
         self.add_rank(rank, memory)
