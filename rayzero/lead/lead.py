@@ -117,7 +117,7 @@ class StepLead:
         self._writes.go_on(self._round.step, *writes_made(steps))
         for rank, each in told.items():
             for number, given in each.means:
-                self._means.ask(rank, number, given)
+                self._means.know(rank, number, given)
         self._end_means()
         everyone = range(self._spec.world_size)
         self._checkpoints.go_on({rank: told[rank].saved if rank in told else None for rank in everyone})

@@ -52,6 +52,11 @@ class Means:
         chain(call.outcome, mine)  # a separate future, so that a rank that gives up does not fail the others'
         return mine
 
+    def know(self, rank: int, number: int, given: MeanInput) -> None:
+        """A rank has told a former life of the lead what it gave to a call. It does not wait there: if it has had no
+        answer, it asks again."""
+        self._calls.setdefault(number, _Call(number)).given.setdefault(rank, given)
+
     def forget(self, rank: int) -> None:
         """A rank has died: what it gave to means that are not made yet counts no more."""
         for call in self._calls.values():
@@ -89,15 +94,14 @@ class Means:
 
     def waiting(self) -> list[frozenset[int]]:
         """The ranks that wait in each open call."""
-        return [
-            frozenset(rank for rank in call.given if self._newest[rank] == call.number)
-            for call in self._calls.values()
-            if not call.over
-        ]
+        return [there for call in self._calls.values() if (there := self._waiting_in(call))]
+
+    def _waiting_in(self, call: _Call) -> frozenset[int]:
+        return frozenset(rank for rank in call.given if self._newest.get(rank) == call.number and not call.over)
 
     def waits_for(self, world_size: int) -> str | None:
         """The ranks that open means wait for, for errors about waits; None if no mean waits."""
-        call = next((call for call in self._calls.values() if not call.over), None)
+        call = next((call for call in self._calls.values() if self._waiting_in(call)), None)
         if call is None:
             return None
         first = min(call.given)

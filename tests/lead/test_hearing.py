@@ -78,6 +78,16 @@ def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec:
     assert lead.finish(report(1), inputs(spec)).result(WAIT) == norm.result(WAIT)
 
 
+def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead: StepLead, spec: ModelSpec) -> None:
+    """Rank 1 had it, too, in a life that is over."""
+    given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
+    lead.attach(0, spec, told=Told(means=((1, given),)))
+    lead.attach(1, spec)
+    norm = lead.finish(report(1), None)
+    assert lead.describe().startswith("rank 0 has not finished step 0")
+    assert lead.finish(report(0), None).result(WAIT) == norm.result(WAIT)
+
+
 def test_a_rank_without_a_predecessor_of_the_lead_ends_the_wait(lead: StepLead, spec: ModelSpec) -> None:
     """It has come back in a new life, and has told this lead nothing."""
     lead.attach(0, spec, told=SILENT)
