@@ -26,6 +26,7 @@ from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreError, TransferError
 from rayzero.store.owner.running_calls import RunningCalls
 from rayzero.store.rank import remote
+from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
@@ -260,6 +261,25 @@ def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
         store.attach(toy_spec(1))
     store.close()
     assert time.monotonic() - began < 20
+
+
+def test_an_owner_that_dies_before_a_rank_has_met_it_is_waited_for_if_it_gets_a_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rayzero.store.rank.owner_link._FIRST_S", 0.1)
+    spec = toy_spec(1)
+    with net(spec) as made:
+        addresses = [proxy.address for proxy in made.for_ranks]
+        table = OwnerTable(["127.0.0.1:1", *addresses[1:]])
+        connection = table.connect(lambda known: RemoteConnection(0, known, token=TOKEN, outlives_owners=True))
+        store = RankStore(connection)
+        with ThreadPoolExecutor(1) as threads:
+            attaching = threads.submit(store.attach, spec)
+            time.sleep(0.5)
+            assert not attaching.done()
+            table.succeed(0, addresses[0])
+            assert attaching.result(WAIT).needs_load
+        store.close()
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
 _LEAVE_S = 5.0  # deadline of Leave
-_FIRST_S = 3.0  # how long an owner that has never answered may be out of reach
+_FIRST_S = 3.0  # how long an owner that has never answered may be out of reach, if it gets no successor
 
 
 _NOBODY = ProcessIdentity("", 0, 0)  # no process has been met yet
@@ -233,7 +233,7 @@ class OwnerLink:
             error = self._follow()
             if self._openings > opened:
                 pauses, opened = backoff(), self._openings
-            never = not opened and time.monotonic() - self._down_since > _FIRST_S
+            never = self._rejoin is None and not opened and time.monotonic() - self._down_since > _FIRST_S
             if never or not isinstance(error, BrokenLinkError):
                 self._stop(error)
             if not self._ended.is_set():
