@@ -22,7 +22,7 @@ _RECOVERIES = "rayzero_recoveries_total{<run>}"
 
 ANNOTATIONS = {
     "Checkpoints": (f"changes({_CHECKPOINT}[1m]) > 0 or ({_CHECKPOINT} unless {_CHECKPOINT} offset 1m)", "blue"),
-    "Recoveries": (f"changes({_RECOVERIES}[1m]) > 0 or ({_RECOVERIES} unless {_RECOVERIES} offset 1m)", "orange"),
+    "Recoveries": (f"increase({_RECOVERIES}[1m]) > 0 or ({_RECOVERIES} unless {_RECOVERIES} offset 1m)", "orange"),
     "Starts": ("count by (run) (rayzero_step{<run>} unless rayzero_step{<run>} offset 1m)", "purple"),
 }
 """Marks on every dashboard: name -> when, colour."""

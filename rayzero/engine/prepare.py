@@ -148,7 +148,7 @@ def prepare(
         _engines[model] = ref(engine)
         tracked, source = restore_rank(context, checkpoint, model, device), str(checkpoint)
         if comeback is not None and comeback.state is not None:
-            comeback.restore(store, model, device)
+            comeback.restore(store, model, device, engine.cache.writes)
             tracked, source = comeback.state["tracked"], f"what was kept at step {comeback.step}"
             groups = comeback.groups(optimizer, model)
         _move_buffers(model, device)

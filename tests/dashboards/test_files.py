@@ -62,7 +62,7 @@ def test_a_dashboard_keeps_the_rules(path: Path) -> None:
     assert described["graphTooltip"] == 1
     assert described["tags"] == ["rayzero"]
     assert described["links"][0]["tags"] == ["rayzero"]
-    assert [one["name"] for one in described["annotations"]["list"]] == ["Checkpoints", "Starts"]
+    assert [one["name"] for one in described["annotations"]["list"]] == ["Checkpoints", "Recoveries", "Starts"]
     variables = {one["name"]: one for one in described["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     for name, one in variables.items():

@@ -255,6 +255,14 @@ def test_a_rank_may_push_often_before_it_dies(tmp_path: Path) -> None:
     assert same(run(tmp_path / "wire", ("pushed", 2), accumulate=3, transport="grpc"), plain)
 
 
+@pytest.mark.parametrize("point", ["forward", "backward", "pushed"])
+def test_what_a_rank_has_written_before_the_step_that_it_dies_in_is_not_lost(
+    point: str, undisturbed: Any, tmp_path: Path
+) -> None:
+    """The last step's end has changed a bias, which the owners get with this step's finish."""
+    assert same(run(tmp_path, (point, AT + 1)), undisturbed)
+
+
 def test_a_loop_that_tracks_nothing_is_refused_by_name_after_its_first_step(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"rank 1 .* cannot repeat step 2: its state was not kept, because it t"):
         run(tmp_path, ("forward", AT), tracks=False)

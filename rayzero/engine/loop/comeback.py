@@ -14,6 +14,7 @@ from rayzero.checkpoint.state_values import from_bytes
 from rayzero.engine.loop.rank_state import names_of, set_generator_states
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.units.writes import WrittenUnits
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached
 from rayzero.protocol.store import ParameterStore
@@ -45,10 +46,12 @@ class Comeback:
         ]
         return ResumedGroups(saved, names, f"the state kept at step {self.step}")
 
-    def restore(self, store: ParameterStore, model: nn.Module, device: torch.device) -> None:
-        """Put back generators, buffers and the number of means."""
+    def restore(self, store: ParameterStore, model: nn.Module, device: torch.device, writes: WrittenUnits) -> None:
+        """Put back generators, buffers, the number of means and what the user had written."""
         if self.state is not None:
             put_back(self.state, store, model, device)
+            for index, values in self.state["written"]:
+                writes.restore(index, values)
 
 
 def put_back(state: State, store: ParameterStore, model: nn.Module, device: torch.device) -> None:

@@ -73,8 +73,17 @@ class LoopKeeper:
         """The model's forward begins: the iteration before has ended."""
         if self._open is not None and torch.is_grad_enabled():
             step, self._open = self._open, None
-            rest = {"tracked": self._tracked.states(sources=False), "buffers": persistent_buffers(self._engine.model)}
+            rest = {
+                "tracked": self._tracked.states(sources=False),
+                "buffers": persistent_buffers(self._engine.model),
+                "written": self._written(),
+            }
             self._keep(step, AT_FORWARD, self._after_tail() | rest)
+
+    def _written(self) -> list[tuple[int, torch.Tensor]]:
+        """What the user has written since the last call that told the owners, by unit."""
+        found = ((unit.index, self._engine.cache.writes.values(unit)) for unit in self._engine.units)
+        return [(index, values) for index, values in found if values is not None]
 
     def _after_tail(self) -> dict[str, Any]:
         return {

@@ -73,6 +73,10 @@ class WrittenUnits:
             _flat(unit).copy_(aside)
             self._written.add(unit.index)
 
+    def restore(self, index: int, values: Tensor) -> None:
+        """A former life of this rank had written ``values`` into a unit, and the owners may not have them."""
+        self._aside[index] = values
+
     def aside(self) -> list[int]:
         """Units whose written content waits in host memory."""
         return list(self._aside)
