@@ -20,7 +20,7 @@ from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_resources
-from rayzero.cluster.nodes.session import alive_nodes, ray_session
+from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
@@ -37,6 +37,7 @@ __all__ = ["Journal", "OnPhase", "OnReport", "RunRequest", "drive"]
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks for stopped processes
+_CALM_S = 0.3  # between a death and what is done about it
 
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins
@@ -212,6 +213,7 @@ class _Follower:
         self._loops = actors.run_loops(self._settings, request.packed_loop)
         self._owners = actors.watch_owners()
         self._starts: dict[Any, tuple[MemberId, float]] = {}  # call -> who starts, and since when
+        self._deaths: list[tuple[float, Failure]] = []  # not acted on yet, and when they were noticed
         self._asleep: dict[str, float] = {}  # stopped processes, and since when
         self._stall_s = request.zero.stall_timeout
         self._news = actors.coordinator.next_reports.remote()
@@ -227,14 +229,13 @@ class _Follower:
         """Run until every loop has returned, or the run has failed and its cause is known."""
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             waiting = [*self._loops, *self._owners, *self._starts, self._news]
-            patience_s = self._watch.patience_s(time.monotonic())
-            if self._controller.max_failures:
-                patience_s = min(_LOOK_S, _LOOK_S if patience_s is None else patience_s)
-                self._end_sleepers()
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=patience_s)
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
                     self._take(call)
+            if self._controller.max_failures:
+                self._end_sleepers()
+                self._act_on_deaths()
         if self._watch.failures and self._watch.cause.consequence:  # anything but a death
             for still in self._actors.standing_still():
                 self._watch.failed(still, time.monotonic())
@@ -306,7 +307,7 @@ class _Follower:
             if who not in self._members or isinstance(error, ray.exceptions.RayTaskError):
                 self._watch.failed(failure, time.monotonic())
             else:
-                self._take_death(self._members[who], failure)
+                self._notice_death(failure)
             return None
 
     # ---- members that die
@@ -320,7 +321,34 @@ class _Follower:
                 log.warning("%s was stopped for %.3g s and is killed", who, now - since)
                 self._actors.kill(who)
 
-    def _take_death(self, member: MemberId, failure: Failure) -> None:
+    def _patience_s(self, now: float) -> float | None:
+        """How long the next event may take before there is something to do without one."""
+        patience = [self._watch.patience_s(now), _LOOK_S if self._controller.max_failures else None]
+        patience += [noticed + _CALM_S - now for noticed, _ in self._deaths]
+        return min((max(0.0, seconds) for seconds in patience if seconds is not None), default=None)
+
+    def _notice_death(self, failure: Failure) -> None:
+        if self._controller.max_failures:
+            self._deaths.append((time.monotonic(), failure))
+        else:
+            self._take_death(failure)
+
+    def _act_on_deaths(self) -> None:
+        """Act on deaths, unless Ray is ending too: by a signal to everyone, say, which has come here by then. Ray's
+        calls would wait a minute for it, and then end this process."""
+        now = time.monotonic()
+        calm = [failure for noticed, failure in self._deaths if now - noticed >= _CALM_S]
+        self._deaths = [(noticed, failure) for noticed, failure in self._deaths if now - noticed < _CALM_S]
+        answers = ray_answers() if calm else True
+        with postponed():
+            for failure in calm:
+                if answers:
+                    self._take_death(failure)
+                else:
+                    self._watch.failed(failure, now)
+
+    def _take_death(self, failure: Failure) -> None:
+        member = self._members[failure.who]
         actions = self._controller.died(member, self._controller.life(member))
         if (over := self._controller.over) is not None:
             what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."

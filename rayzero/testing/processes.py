@@ -194,7 +194,8 @@ class _Run:
 
     def _rank(self, rank: int, life: int) -> Any:
         assert self._owners.reach is not None, "ranks in other processes cannot reach these owners"
-        return partial(_be_rank, self._fn, self._places[rank], self._owners.reach, life)
+        follows = isinstance(self._owners, OwnerProcesses)
+        return partial(_be_rank, self._fn, self._places[rank], self._owners.reach, life, follows)
 
     def _owner(self, owner: int, life: int) -> Any:
         assert isinstance(self._owners, OwnerProcesses)
@@ -239,11 +240,13 @@ def _child(start: _Start, be: Any, pipe: Connection) -> None:
     be(pipe)
 
 
-def _be_rank(fn: Loop[Any], place: Place, reach: Reach, life: int, pipe: Connection) -> None:
+def _be_rank(fn: Loop[Any], place: Place, reach: Reach, life: int, follows: bool, pipe: Connection) -> None:
+    """``follows``: owners may get successors."""
     load_compiler_only_to_compile()
     torch.set_num_threads(place.threads)
     table = OwnerTable(pipe.recv())
-    threading.Thread(target=_follow, args=(table, pipe), name="rayzero-owner-table", daemon=True).start()
+    if follows:
+        threading.Thread(target=_follow, args=(table, pipe), name="rayzero-owner-table", daemon=True).start()
     with running_in(place.context(partial(reach.connect, table), Ending(), life)) as context:
         _send(pipe, outcome_of(fn, context))  # before the rank leaves the run, which fails the other ranks
 
