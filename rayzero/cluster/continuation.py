@@ -99,7 +99,7 @@ def _refusals(left: Left, num_workers: int, num_owners: int) -> Iterator[str]:
             f"{num_workers} and {num_owners}"
         )
     if left.models > 1:
-        yield f"its loop prepares {left.models} models, whose steps cannot be repeated alone"
+        yield f"its loop prepares {count(left.models, 'model')}, whose steps cannot be repeated alone"
     verdict = assess(run)
     if verdict.outcome is Outcome.REFUSED:
         yield verdict.reason
