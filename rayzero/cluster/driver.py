@@ -24,6 +24,7 @@ from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
+from rayzero.concurrency.processes import Sleepers
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
 from rayzero.errors import RunFailedError
@@ -214,8 +215,7 @@ class _Follower:
         self._owners = actors.watch_owners()
         self._starts: dict[Any, tuple[MemberId, float]] = {}  # call -> who starts, and since when
         self._deaths: list[tuple[float, Failure]] = []  # not acted on yet, and when they were noticed
-        self._asleep: dict[str, float] = {}  # stopped processes, and since when
-        self._stall_s = request.zero.stall_timeout
+        self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
         self._news = actors.coordinator.next_reports.remote()
         self._journal = journal
         self._on_report = request.on_report
@@ -314,12 +314,9 @@ class _Follower:
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for half of ``stall_timeout``: others would fail, and it might wake up."""
-        now = time.monotonic()
-        self._asleep = {who: self._asleep.get(who, now) for who in self._actors.stopped}
-        for who, since in self._asleep.items():
-            if now - since > self._stall_s / 2:
-                log.warning("%s was stopped for %.3g s and is killed", who, now - since)
-                self._actors.kill(who)
+        for who in self._sleepers.overdue(self._actors.stopped, time.monotonic()):
+            log.warning("%s was stopped for too long and is killed", who)
+            self._actors.kill(who)
 
     def _patience_s(self, now: float) -> float | None:
         """How long the next event may take before there is something to do without one."""

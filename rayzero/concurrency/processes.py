@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from rayzero.concurrency.event_loop import shared_loop
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,19 @@ def _start_of(pid: int) -> int | None:
 def is_stopped(pid: int) -> bool:
     """Whether the process is stopped, by SIGSTOP or a debugger. False if there is none."""
     return _stat(pid)[:1] in (["T"], ["t"])
+
+
+class Sleepers(Generic[T]):
+    """Since when processes are stopped."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s, self._since = patience_s, dict[T, float]()
+
+    def overdue(self, stopped: Iterable[T], now: float) -> list[T]:
+        """Those of ``stopped``, which are all that are stopped now, that have been so at every look for longer than the
+        patience."""
+        self._since = {who: self._since.get(who, now) for who in stopped}
+        return [who for who, since in self._since.items() if now - since > self._patience_s]
 
 
 def _stat(pid: int) -> list[str]:

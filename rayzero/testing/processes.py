@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rayzero.concurrency.processes import is_stopped
+from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
@@ -71,14 +71,13 @@ class _Run:
         patience_s: float,
     ) -> None:
         self._fn, self._places, self._owners = fn, places, owners
-        self._patience_s = patience_s if max_failures else math.inf  # with a stopped process that nobody can replace
+        self._sleepers = Sleepers[BaseProcess](patience_s if max_failures else math.inf)  # inf: nobody replaces them
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
         self._server.set_forkserver_preload(_PRELOADED)  # takes effect when the first process starts the server
         self._start_state = _Start(usual, dict(os.environ))
         self._lives: dict[Connection, tuple[MemberId, int]] = {}  # whom a pipe leads to
         self._pipes: dict[MemberId, Connection] = {}
         self._children: dict[MemberId, BaseProcess] = {}  # freed by: end()
-        self._stopped_since: dict[int, float] = {}  # by pid
         self._outcomes: list[Outcome] = []
         self._controller = Controller(len(places), self._start_owners(), max_failures=max_failures, bound=self._bound)
 
@@ -146,13 +145,10 @@ class _Run:
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for too long: others would take it for dead, and it might wake up."""
-        now = time.monotonic()
-        asleep = [child.pid for child in self._children.values() if child.pid is not None and is_stopped(child.pid)]
-        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in asleep}
-        for child in self._children.values():
-            if child.pid in self._stopped_since and now - self._stopped_since[child.pid] > self._patience_s:
-                log.warning("process %d was stopped for %.3g s and is killed", child.pid, self._patience_s)
-                child.kill()
+        stopped = [child for child in self._children.values() if child.pid is not None and is_stopped(child.pid)]
+        for child in self._sleepers.overdue(stopped, time.monotonic()):
+            log.warning("%s (pid %d) was stopped for too long and is killed", child.name, child.pid)
+            child.kill()
 
     # ---- actions
 

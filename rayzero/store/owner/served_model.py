@@ -70,7 +70,7 @@ class ServedModel:
         self._number, self._terms = number, terms
         self._peers: list[RemotePeer] = []
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
-        if self.shared is not None:  # first: a version is in the owner's slabs before a rank hears of it over gRPC
+        if self.shared is not None:  # first: a version is in the owner's slabs before a rank learns of it over gRPC
             self.shared.serve(self.service, self.steps)
         self.service.on_publish(self.published.publish)
         self.service.failed.add_done_callback(self._abort)

@@ -20,7 +20,7 @@ class OwnerTable:
         self._connections: list[RemoteConnection] = []
 
     def connect(self, make: Callable[[Sequence[str]], RemoteConnection]) -> RemoteConnection:
-        """``make(addresses)``, which is told of later successors."""
+        """Make a connection by ``make(addresses)``, and let it follow later successors."""
         with self._lock:
             connection = make(self._addresses)
             self._connections.append(connection)
