@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-__all__ = ["Held", "Hold", "end_hold", "held_in", "remove_dead_holds"]
+__all__ = ["Held", "Hold", "end_hold", "held_in", "is_free", "remove_dead_holds"]
 
 _SUFFIX, _MAKING = ".hold", ".making"
 _MOST = 1 << 12  # bytes
@@ -82,7 +82,7 @@ def _living(directory: Path) -> Iterator[tuple[Path, Held]]:
         with suppress(OSError, ValueError, TypeError):  # gone meanwhile, another user's, or of another version
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if not _free(fd):
+                if not is_free(fd):
                     yield path, Held(**json.loads(os.pread(fd, _MOST, 0)))
             finally:
                 os.close(fd)
@@ -94,7 +94,7 @@ def remove_dead_holds(directory: Path) -> None:
         with suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if _free(fd):
+                if is_free(fd):
                     path.unlink(missing_ok=True)
             finally:
                 os.close(fd)
@@ -114,7 +114,8 @@ def end_hold(directory: Path, lineage: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _free(fd: int) -> bool:
+def is_free(fd: int) -> bool:
+    """Whether no living process has the lock of a file. If so, none can get it before ``fd`` is closed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -34,7 +34,7 @@ from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreE
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
-from rayzero.slabs.hold import held_in, remove_dead_holds
+from rayzero.slabs.hold import held_in, is_free, remove_dead_holds
 from rayzero.slabs.mapping import PAGE, Mapping, punch_hole
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -310,7 +310,7 @@ def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
         header = _header_or_none(path, fd)
         if _run_of(header) in running or (header is not None and header.facts.lineage in held):
             continue
-        if not _free(fd) or not os.fstat(fd).st_nlink:
+        if not is_free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it
         try:
             path.unlink()
@@ -336,7 +336,7 @@ def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
         FoundSlab(
             path=path,
             bytes=os.fstat(fd).st_size,
-            alive=not _free(fd),
+            alive=not is_free(fd),
             header=_header_or_none(path, fd),
         )
         for path, fd in _opened(directory)
@@ -369,7 +369,7 @@ def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _take_lock(path: Path, fd: int) -> None:
-    """Lock a dead maker's slab. Who only looks at it (``_free``) may hold the lock for a moment."""
+    """Lock a dead maker's slab. Who only looks at it (``is_free``) may hold the lock for a moment."""
     deadline = time.monotonic() + _LOOKED_AT_S
     for pause in backoff():
         try:
@@ -379,12 +379,3 @@ def _take_lock(path: Path, fd: int) -> None:
             if time.monotonic() + pause > deadline:
                 raise StoreError(f"slab {path} cannot be taken over: the process that made it still runs") from exc
         time.sleep(pause)
-
-
-def _free(fd: int) -> bool:
-    """Whether no maker holds the lock. If so, none can get it before ``fd`` is closed."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
