@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
-from rayzero.cluster.janitor import Janitor
+from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.nodes.session import alive_nodes, ray_answers
@@ -36,21 +37,31 @@ from rayzero.cluster.supervision import Failure, death_of, failure_of, run_faile
 from rayzero.concurrency.processes import is_stopped
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
 
-__all__ = ["RunActors", "failure_from_ray", "refuse_name_in_use"]
+__all__ = ["Former", "RunActors", "failure_from_ray", "refuse_name_in_use"]
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
 ANSWER_S = 30.0  # a call that only reads or sets a value
 STOP_S = 5.0  # how long a process may take to stop before it is killed
+_LOOK_S = 0.2  # between two looks whether a dead driver's run has left the cluster
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
 _CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
 _COORDINATOR = "coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """What an earlier run has left in shared memory."""
+
+    lineage: str
+    continued: bool  # this run continues it
 
 
 class RunActors:
@@ -91,6 +102,8 @@ class RunActors:
         self,
         *,
         replaces_members: bool = False,
+        keep: KeptStates | None = None,
+        former: Former | None = None,
         owner_memory: int,
         share: Path | None,
         slab_dir: Path,
@@ -104,25 +117,28 @@ class RunActors:
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
         would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. replaces_members: whoever dies is
-        started again (``start_owner``, ``start_rank``).
+        started again (``start_owner``, ``start_rank``). keep: what stays in shared memory if this process is killed.
+        former: what an earlier run has left there.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator()
         self._share = share
-        self._plan_owners(owner_memory, share, telemetry, beside_ranks, replaces_members)
+        self._plan_owners(owner_memory, share, telemetry, beside_ranks, replaces_members, former)
         self._serving = self._make_members()
         everyone = {**self.owners, **self.ranks}
         hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         self._find_processes({**lead, **self.members})
-        self._janitor = Janitor(share, discovery_dir)
+        self._janitor = Janitor(share, discovery_dir, keep=keep)
         self._janitor.watch(self._processes.values())
         if telemetry.enabled:
             self._exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
             self.targets = self._open_exporters()
-        return self._open_ports()
+        routing = self._open_ports()
+        _take_over(share, former)
+        return routing
 
     def _make_coordinator(self) -> None:
         here = ray.get_runtime_context().get_node_id()  # on the driver's node, which is how http_sd is found
@@ -139,7 +155,13 @@ class RunActors:
             raise _name_in_use(self._run) from error
 
     def _plan_owners(
-        self, memory: int, share: Path | None, telemetry: TelemetryConfig, beside_ranks: str | None, replaces: bool
+        self,
+        memory: int,
+        share: Path | None,
+        telemetry: TelemetryConfig,
+        beside_ranks: str | None,
+        replaces: bool,
+        former: Former | None,
     ) -> None:
         plan = self._placement.plan
         beside = plan.num_workers if beside_ranks is not None else 0
@@ -155,6 +177,7 @@ class RunActors:
                 norms_every=telemetry.norms_every if telemetry.enabled else None,
                 device=device,
                 replaces_members=replaces,
+                succeeds=former is not None and former.continued,
                 token=self._token,
             )
 
@@ -179,7 +202,7 @@ class RunActors:
         options = self._placement.optimizer_options(owner)
         who = optimizer_name(owner)
         self.owners[who] = actor_class.options(**options).remote(
-            replace(self._settings[who], life=life),
+            replace(self._settings[who], succeeds=True) if life else self._settings[who],
             measure_bandwidth=self._measure_bandwidth and not life,
             bind_numa=self._placement.plan.bind_numa,
         )
@@ -394,13 +417,31 @@ class RunActors:
         psutil.wait_procs(left, timeout=STOP_S)
 
 
-def refuse_name_in_use(run: str) -> None:
-    """Raise ConfigError if a run of this name is on the cluster, before waiting for resources that it holds."""
+def _take_over(share: Path | None, former: Former | None) -> None:
+    """End the janitor that holds what an earlier run has left, and remove it if this run does not continue it."""
+    if share is not None and former is not None:
+        end_hold(share, former.lineage)
+        if not former.continued:
+            sweep(share)
+
+
+def refuse_name_in_use(run: str, patience_s: float = 0.0) -> None:
+    """Raise ConfigError if a run of this name is on the cluster, before waiting for resources that it holds.
+
+    ``patience_s``: how long it may still be there, because its driver is dead."""
+    until = time.monotonic() + patience_s
+    while _is_there(run):
+        if time.monotonic() >= until:
+            raise _name_in_use(run)
+        time.sleep(_LOOK_S)
+
+
+def _is_there(run: str) -> bool:
     try:
         ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
-    except ValueError:  # there is none
-        return
-    raise _name_in_use(run)
+    except ValueError:
+        return False
+    return True
 
 
 def _name_in_use(run: str) -> ConfigError:

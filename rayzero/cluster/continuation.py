@@ -9,18 +9,33 @@ checkpoint), and nobody alive has those answers.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
+from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.slabs.slab import FoundSlab, list_slabs
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
 from rayzero.store.shm.same_host import host_identity, why_no_sharing
 
-__all__ = ["Continuation", "Left", "Lost", "States", "choose", "find_continuation", "read_left", "what_is_left"]
+__all__ = [
+    "Continuation",
+    "Left",
+    "Lost",
+    "States",
+    "Successor",
+    "choose",
+    "find_continuation",
+    "read_left",
+    "what_is_left",
+]
+
+_LOOK_S = 0.1  # between two looks at processes that still run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +50,25 @@ class States:
     def in_directory(cls, lineage: str, directory: Path) -> States:
         """Those of a run of this host."""
         return cls(lineage=lineage, directory=str(directory), memory=host_identity(directory))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Successor:
+    """A run that would continue another one."""
+
+    directory: Path | None  # of its slabs; None: it shares no memory
+    num_workers: int
+    num_owners: int  # those beside ranks included
+
+    @classmethod
+    def of(cls, zero: ZeroConfig, scaling: ScalingConfig) -> Successor:
+        """The run with these settings."""
+        beside = device_owners(scaling.num_workers, zero.host_fraction)
+        return cls(
+            directory=zero.shared_directory,
+            num_workers=scaling.num_workers,
+            num_owners=scaling.num_optimizers + beside,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +97,21 @@ class Left:
 
 
 def find_continuation(
-    record: Mapping[str, Any], *, directory: Path, num_workers: int, num_owners: int
+    record: Mapping[str, Any], successor: Successor, *, patience_s: float = 0.0
 ) -> Continuation | Lost:
-    """How the run with this ``run.json`` goes on from memory. ``directory``: of the new run's slabs. ``num_owners``:
-    those beside ranks included."""
-    states = record.get("states")
+    """How ``successor`` goes on from the memory of the run with this ``run.json``. Its driver is dead; ``patience_s``:
+    how long its other processes may take to follow."""
+    states, directory = record.get("states"), successor.directory
     if not isinstance(states, dict):
-        return Lost(why="it shared no memory, or its run.json is of another version of rayzero")
+        return Lost(why="it kept no states in shared memory")
+    if directory is None:
+        return Lost(why="this run shares no memory")
     if why_no_sharing(directory) is not None or states.get("memory") != host_identity(directory):
         return Lost(why=f"its memory was {states.get('directory')} on another host, or this host has been restarted")
-    left = read_left(str(record["run"]), str(states["lineage"]), directory)
-    return choose(left, num_workers=num_workers, num_owners=num_owners)
+    run, lineage, until = str(record["run"]), str(states.get("lineage")), time.monotonic() + patience_s
+    while (left := read_left(run, lineage, directory)).alive and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    return choose(left, num_workers=successor.num_workers, num_owners=successor.num_owners)
 
 
 def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | Lost:

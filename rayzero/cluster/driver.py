@@ -12,11 +12,12 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors, failure_from_ray, refuse_name_in_use
+from rayzero.cluster.actors import ANSWER_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.files.file_discovery import announced
-from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog
-from rayzero.cluster.files.run_dir import RunDirectory
+from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, written_rows
+from rayzero.cluster.files.run_dir import RunDirectory, StartPoint
 from rayzero.cluster.interrupts import postponed, shielded
+from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_resources
@@ -38,6 +39,7 @@ __all__ = ["Journal", "OnPhase", "OnReport", "RunRequest", "drive"]
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks for stopped processes
+_GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster
 _CALM_S = 0.3  # between a death and what is done about it
 
 OnReport = Callable[[Report], None]
@@ -89,12 +91,16 @@ def drive(request: RunRequest, journal: Journal) -> None:
     scaling, run = request.scaling, request.run.name
     with ray_session(request.on_phase):
         journal.ray_address = ray.get_runtime_context().gcs_address
-        refuse_name_in_use(run)
+        start = request.directory.start
+        refuse_name_in_use(run, _GONE_S if start.former is not None else 0.0)
         plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
+        if start.step or start.why:
+            request.on_phase(str(start))
         request.on_phase(
             f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
         )
-        log = MetricsLog(request.directory.path, request.make_row)
+        written = None if start.continuation is None else written_rows(request.directory.path)
+        log = MetricsLog(request.directory.path, request.make_row, written)
         places = placed(plan, timeout_s=scaling.placement_timeout)
         with places as placement, RunActors(run, placement, log) as actors:
             _run(request, actors, journal)
@@ -109,6 +115,8 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
         replaces_members=request.run.max_failures > 0,
+        keep=_kept(request),
+        former=_former(request.directory.start),
     )
     journal.members = list(actors.members.values())
     journal.targets = actors.targets
@@ -116,8 +124,21 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     journal.state = RunState.RUNNING
     request.on_start()
     request.on_phase("every process is up; starting the training loops")
-    with _discoverable(request, actors):
-        _follow(request, actors, journal)
+    try:
+        with _discoverable(request, actors):
+            _follow(request, actors, journal)
+    finally:
+        request.directory.let_go()  # now that the owners have them; the actors' end sweeps
+
+
+def _kept(request: RunRequest) -> KeptStates | None:
+    if request.zero.shared_directory is None:
+        return None
+    return KeptStates(run=request.run.name, lineage=request.directory.start.lineage, seconds=request.run.keep_states)
+
+
+def _former(start: StartPoint) -> Former | None:
+    return None if start.former is None else Former(start.former, start.continuation is not None)
 
 
 def _beside_ranks(request: RunRequest) -> str | None:
@@ -154,13 +175,18 @@ def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
 
 
 def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
+    start = request.directory.start
+    goes_on = start.continuation
     return [
         RankSettings(
             rank=rank,
             world_size=request.scaling.num_workers,
             run=request.run.name,
             run_dir=request.directory.path,
-            resume=request.directory.resume,
+            resume=start.checkpoint,
+            lineage=start.lineage,
+            life=0 if goes_on is None else goes_on.life,
+            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             on_checkpoint_error=request.run.on_checkpoint_error,
             use_gpu=request.scaling.use_gpu,
             bind_numa=request.scaling.bind_numa,
@@ -210,6 +236,7 @@ class _Follower:
             journal.routing.addresses,
             max_failures=request.run.max_failures,
             bound=_bound(request, len(journal.routing.addresses)),
+            rank_life=self._settings[0].life,
         )
         self._loops = actors.run_loops(self._settings, request.packed_loop)
         self._owners = actors.watch_owners()

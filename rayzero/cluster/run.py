@@ -93,7 +93,9 @@ class Report:
     """One call of ``rayzero.report``."""
 
     rank: int
+    life: int = 0  # of the rank: a later one makes the last reports of the one before again
     step: int = 0  # steps the rank had committed; 0 before it has prepared a model
+    number: int = 0  # of its reports at this step
     time: float = field(default_factory=time.time)  # when it was made, seconds since 1970
     metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON-able values
     checkpoint: str | None = None  # directory of a checkpoint that is complete

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rayzero.cluster.continuation import States, Successor
 from rayzero.cluster.driver import Journal, OnPhase, OnReport, RunRequest, drive
 from rayzero.cluster.files.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.files.run_dir import RunDirectory
@@ -22,6 +23,7 @@ from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
+from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.trace_file import last_steps
@@ -114,7 +116,7 @@ class ZeroTrainer:
         """
         if directory is not None:
             return self._fit(directory, raise_on_error)
-        with RunDirectory.open(self._run) as opened:
+        with RunDirectory.open(self._run, Successor.of(self._zero, self._scaling)) as opened:
             try:
                 return self._fit(opened, raise_on_error)
             except (KeyboardInterrupt, SystemExit):
@@ -230,6 +232,7 @@ class ZeroTrainer:
             "checkpoint": _text(checkpoint),
             "checkpoints_elsewhere": [str(path) for path in directory.checkpoints.elsewhere],
             "resumed_from": _text(directory.resume),
+            "states": self._states(directory),
             "measured": {who: measured.to_json() for who, measured in journal.measured.items()},
             "config": {
                 "zero": self._zero.model_dump(mode="json"),
@@ -242,6 +245,13 @@ class ZeroTrainer:
         except OSError as failed:  # a full disk is no reason to end a training
             log.warning("%s/run.json is not up to date: %s", directory.path, failed.strerror)
         return record
+
+    def _states(self, directory: RunDirectory) -> dict[str, str] | None:
+        """Where the run's states are in shared memory, for a run that continues it; None: they are not kept."""
+        shared = self._zero.shared_directory
+        if shared is None or not self._run.keep_states or why_no_sharing(shared) is not None:
+            return None
+        return asdict(States.in_directory(directory.start.lineage, shared))
 
 
 def _telemetry(journal: Journal) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ Mebibytes = Annotated[Count, Unit("MiB")]
 Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[Positive, Unit("seconds")]
+WholeSeconds = Annotated[Natural, Unit("seconds")]  # 0 too
 
 
 # ---- one-line errors --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from rayzero.config.base import ConfigModel, Count, Flag, Natural, Positive, Processes, Seconds, Size
+from rayzero.config.base import ConfigModel, Count, Flag, Natural, Positive, Processes, Seconds, Size, WholeSeconds
 from rayzero.config.choices import CheckpointErrors
 from rayzero.config.telemetry import TelemetryConfig
 
@@ -103,8 +103,13 @@ class RunConfig(ConfigModel):
     """Deaths of optimizer actors and rank workers that the run outlives in all: another process takes the dead one's
     place and repeats what was not decided. 0: a death ends the run."""
 
+    keep_states: WholeSeconds = 600
+    """Seconds that a killed run's states stay in this host's shared memory, so that resume=True finds them. 0: a run
+    that was killed goes on from a checkpoint."""
+
     resume: Flag | str = False
-    """True: continue from the run's newest checkpoint; a path: from that checkpoint; False: start anew."""
+    """True: continue the run, from the last step that it decided if it was killed and its states are still in this
+    host's shared memory, else from its newest checkpoint; a path: from that checkpoint; False: start anew."""
 
     telemetry: TelemetryConfig = TelemetryConfig()
     """What the run measures and exports, and where Prometheus finds it."""
@@ -120,6 +125,7 @@ class RunConfig(ConfigModel):
             keep_last: int | None = ...,
             on_checkpoint_error: CheckpointErrors = ...,
             max_failures: int = ...,
+            keep_states: int = ...,
             resume: bool | str | Path = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
         ) -> None: ...

@@ -103,18 +103,25 @@ class _Place:
 class Controller:
     """Knows each member's life, the owners' addresses and how many failures may still be outlived; not processes.
 
-    Begins when every member runs in life 0."""
+    Begins when every member runs: owners in life 0, ranks in ``rank_life``."""
 
     def __init__(
-        self, num_ranks: int, addresses: Sequence[str], *, max_failures: int, bound: frozenset[MemberId] = frozenset()
+        self,
+        num_ranks: int,
+        addresses: Sequence[str],
+        *,
+        max_failures: int,
+        bound: frozenset[MemberId] = frozenset(),
+        rank_life: int = 0,
     ) -> None:
         """``addresses``: by owner. ``max_failures``: how many deaths the run outlives in all. ``bound``: members whose
-        states die with their process; their death ends the run."""
+        states die with their process; their death ends the run. ``rank_life``: more than 0 in a run that continues
+        another one."""
         self.addresses, self.epoch = tuple(addresses), 0
         self.max_failures, self.outlived = max_failures, 0
         self.over: str | None = None  # why the last death was not outlived
         self._bound = bound
-        self._places = {MemberId(Kind.RANK, rank): _Place() for rank in range(num_ranks)}
+        self._places = {MemberId(Kind.RANK, rank): _Place(rank_life) for rank in range(num_ranks)}
         self._places |= {MemberId(Kind.OWNER, owner): _Place() for owner in range(len(addresses))}
 
     def life(self, member: MemberId) -> int:

@@ -6,6 +6,8 @@ rank 0 of 1, with an in-process store. A context variable holds the context, so 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +21,7 @@ from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import Comeback
 from rayzero.engine.loop.keeper import LoopKeeper
+from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import ConfigError, UnsupportedError
@@ -26,7 +29,9 @@ from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
-ReportSink = Callable[[dict[str, Any], CheckpointInfo | None], None]
+log = logging.getLogger(__name__)
+
+ReportSink = Callable[[LoopReport], None]
 
 
 @dataclass(kw_only=True)
@@ -41,7 +46,8 @@ class RankContext:
     life: int = 0  # how often the rank has died and was started again
     run: str = "alone"  # the run's name, the same on every rank
     lineage: str = ""  # of the run's states in shared memory, the same on every rank; a later run may continue them
-    repeats: bool = False  # after the death of the whole run: every rank does the last decided iteration's end again
+    repeats: int | None = None  # after the death of the whole run: the open step, if every rank does the end of the
+    # iteration before it again
     run_dir: Path | None = None  # folder of the run's files; None: the run has none
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
     on_checkpoint_error: CheckpointErrors = "raise"  # what save_checkpoint does if the storage fails
@@ -58,22 +64,44 @@ class RankContext:
     sink: ReportSink | None = None  # who receives reports; None: they are kept in ``reports``
     recorder: Recorder = field(default_factory=MemoryRecorder)
     reports: list[dict[str, Any]] = field(default_factory=list)
+    recent: RecentReports = field(default_factory=RecentReports, repr=False)  # those for the sink
     _on_close: list[Callable[[str], None]] = field(default_factory=list, repr=False)
 
-    def report(self, metrics: Mapping[str, Any], *, checkpoint: CheckpointInfo | None = None) -> None:
+    def report(
+        self, metrics: Mapping[str, Any], *, checkpoint: CheckpointInfo | None = None, exact: bool = False
+    ) -> None:
         """Report this rank's ``metrics`` (plain numbers, text), and perhaps a checkpoint, to the run.
 
-        ``checkpoint``: what ``save_checkpoint`` returned; ConfigError for anything else."""
+        ``checkpoint``: what ``save_checkpoint`` returned; ConfigError for anything else. ``exact``: the metrics are
+        right even while ``repeating``."""
         if not isinstance(checkpoint, CheckpointInfo | None):
             raise ConfigError(
                 f"checkpoint of report() is {checkpoint!r} ({type(checkpoint).__name__}); pass what save_checkpoint "
                 "returned"
             )
-        plain = dict(metrics)
         if self.sink is None:
-            self.reports.append(plain)
+            self.reports.append(dict(metrics))
         else:
-            self.sink(plain, checkpoint)
+            path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
+            if exact or not self.repeating:
+                self.sink(self.recent.add(self.step, metrics, path))
+            else:
+                self._report_less(metrics, path)
+
+    def _report_less(self, metrics: Mapping[str, Any], checkpoint: str | None) -> None:
+        """What was computed before the commit was computed with newer weights: a missing row is better than a wrong
+        one."""
+        log.warning("rank %d repeats the end of step %d: %s are not reported", self.rank, self.step, ", ".join(metrics))
+        if checkpoint is None or self.sink is None:
+            self.recent.skip(self.step)
+        else:
+            self.sink(self.recent.add(self.step, {}, checkpoint))
+
+    @property
+    def repeating(self) -> bool:
+        """Whether this rank has died between ``optimizer.step()`` and the next forward, and does that iteration again,
+        over the weights that it led to: losses of its forward are not those of the step."""
+        return self.engine is not None and self.engine.loop is not None and self.engine.loop.repeating
 
     @property
     def step(self) -> int:
@@ -103,7 +131,16 @@ class RankContext:
         if self.engine is None or self.connect is None:
             self.engine, self.tracked = optimizer.engine, Tracked(optimizer.engine, saved, source)
             if self.connect is not None:  # without a run, nothing outlives this process
-                self.engine.loop = LoopKeeper(optimizer, self.tracked, comeback)
+                self.engine.loop = LoopKeeper(optimizer, self.tracked, self.recent, comeback)
+                self._report_again(comeback)
+
+    def _report_again(self, comeback: Comeback | None) -> None:
+        if comeback is None or self.sink is None:
+            return
+        state = comeback.state if comeback.at_commit is None else comeback.at_commit
+        if state is not None:
+            for report in self.recent.restore(state["reports"]):
+                self.sink(report)
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Call ``close(reason)`` when the loop ends, normally or by an exception; last added, first called."""

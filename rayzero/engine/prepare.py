@@ -21,7 +21,14 @@ from rayzero.config import CpuCompressionMethod, ZeroConfig
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
-from rayzero.engine.checkpoint.save import check_resume, chosen_resume, of_model, restore_rank, resumed_groups
+from rayzero.engine.checkpoint.save import (
+    check_resume,
+    chosen_resume,
+    of_model,
+    restore_rank,
+    resumed_groups,
+    still_there,
+)
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import comeback_of
@@ -111,7 +118,8 @@ def prepare(
     _refuse_prepared(model, optimizer)
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
     chosen = chosen_resume(context, resume)
-    checkpoint = None if chosen is None else of_model(chosen, number)
+    began = None if chosen is None else of_model(chosen, number)
+    checkpoint = still_there(context, began)
     recorder = LaterModelRecorder(context.recorder) if number else context.recorder
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
@@ -121,9 +129,9 @@ def prepare(
         _tell_coded(plan.layout, config)
         _tell_rounded(plan.layout, dict(model.named_parameters()))
     check_resume(checkpoint, model)
-    start = Start(model, plan, context.rank, checkpoint, _as_weights(weights), init)
+    start = Start(model, plan, context.rank, checkpoint, _as_weights(weights), init, held=context.life > 0)
     params = {name: p for name, p in model.named_parameters()}
-    spec = _spec(plan, params, optimizer, config, context, number, checkpoint)
+    spec = _spec(plan, params, optimizer, config, context, number, began)
     groups = resumed_groups(context.rank, checkpoint, model)
     device = _device(model, context)
     if context.handing_over is not None and not number:
@@ -139,6 +147,8 @@ def prepare(
         comeback, version = None, attached.version
         if context.life:
             comeback = comeback_of(store, attached, rank=context.rank, number=number, repeats=context.repeats)
+            if comeback.state is None:
+                check_resume(began, model)  # it needs all of it again
             version, context.decided = comeback.step, comeback.decided
             store.repeat(comeback.decided)
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)

@@ -65,6 +65,8 @@ class TokenRate:
 class LoopMoments(Protocol):
     """Whoever takes the loop's state at the moments of a step: see [Note: two moments] in loop/keeper.py."""
 
+    repeating: bool  # see RankContext.repeating
+
     def committing(self, step: int) -> None:
         """``step`` is committed next."""
         ...

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
+from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
 from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
@@ -94,12 +95,11 @@ def _work(recipe: RecipeConfig, text: Text, imported: Imported) -> RecipeWork | 
 
 
 def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
-    start = find_start(recipe.run, setting=_PLACE)
-    if start.checkpoint is None:
-        return 0
-    with CheckpointReader(start.checkpoint) as checkpoint:
-        _check_same_model(checkpoint, model)
-    if start.step >= recipe.steps:
+    start = find_start(recipe.run, Successor.of(recipe.zero_config, recipe.scaling), setting=_PLACE)
+    if start.checkpoint is not None:
+        with CheckpointReader(start.checkpoint) as checkpoint:
+            _check_same_model(checkpoint, model)
+    if start.step >= recipe.steps and start.continuation is None:
         raise ConfigError(
             f"steps is {recipe.steps} and {start.checkpoint} has done {start.step}: nothing is left to do"
         )
@@ -124,7 +124,8 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
     Raises RunFailedError if the run failed and KeyboardInterrupt if it was stopped; the directory then holds what was
     written until then."""
     recipe = prepared.recipe
-    with RunDirectory.open(recipe.run, setting=_PLACE) as directory:
+    successor = Successor.of(recipe.zero_config, recipe.scaling)
+    with RunDirectory.open(recipe.run, successor, setting=_PLACE) as directory:
         try:
             _refuse_changed(directory, prepared)
             return _run_in(directory, prepared, console)
@@ -180,7 +181,7 @@ def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], conso
 
         def take(report: Report) -> None:
             row = joined.add(report.rank, report.metrics)
-            if row is None:
+            if row is None or (rows and row.step <= rows[-1].step):  # the last rows of a run that it continues
                 return
             rows.append(row)
             line.show(row)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
+from rayzero.errors import RankLeftError
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
 
@@ -97,8 +98,9 @@ def outcome_of(fn: Loop[Any], context: RankContext) -> Outcome:
 
 
 def results_of(outcomes: Sequence[Outcome]) -> list[Any]:
-    """The results by rank; ``outcomes``: in the order in which loops ended. Raises the first error."""
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.name_rank()
+    """The results by rank; ``outcomes``: in the order in which loops ended. Raises the first error: one that says that
+    a rank has left only if there is no other, because that rank may leave before its own error is noted."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    for outcome in sorted(failed, key=lambda outcome: isinstance(outcome.error, RankLeftError)):
+        raise outcome.name_rank()
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]

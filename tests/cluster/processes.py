@@ -17,10 +17,12 @@ from rayzero.slabs.slab import list_slabs
 SCRIPT = Path(__file__).with_name("script_run.py")
 
 
-def start_script(storage: Path, steps: int, *arguments: str, **env: str) -> subprocess.Popen[str]:
+def start_script(
+    storage: Path, steps: int, *arguments: str, script: Path = SCRIPT, **env: str
+) -> subprocess.Popen[str]:
     """The user's script as a shell would start it: its own process group, one pipe for all it says."""
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(storage), str(steps), *arguments],
+        [sys.executable, str(script), str(storage), str(steps), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -31,13 +33,18 @@ def start_script(storage: Path, steps: int, *arguments: str, **env: str) -> subp
 
 def until_it_trains(script: subprocess.Popen[str]) -> str:
     """What the script said until its first report."""
+    return until_it_says('{"rank"', script)
+
+
+def until_it_says(what: str, script: subprocess.Popen[str]) -> str:
+    """What the script said until a line that begins so."""
     said = ""
     assert script.stdout is not None
     for line in script.stdout:
         said += line
-        if line.startswith('{"rank"'):
+        if line.startswith(what):
             return said
-    raise AssertionError(f"the script ended before it trained:\n{said}")
+    raise AssertionError(f"the script ended before it said {what}:\n{said}")
 
 
 def everyone_of(pid: int) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.cluster.continuation import Continuation, Left, Lost, States, choose, find_continuation
+from rayzero.cluster.continuation import Continuation, Left, Lost, States, Successor, choose, find_continuation
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Action, Decision
 from rayzero.store.shm.recovery import DeadRun, DeadShard
 from rayzero.store.shm.same_host import why_no_sharing
@@ -57,7 +57,8 @@ def test_what_was_decided_and_not_applied_is_redone() -> None:
 def test_all_ranks_repeat_the_end_of_an_iteration_that_one_had_not_ended() -> None:
     committed = frozenset({(5, AT_COMMIT)})
     ahead = whole(4) | whole(5) | {(6, AT_COMMIT)}
-    assert chosen(replace(RUN, loops={0: ahead, 1: whole(4) | committed})) == Continuation(step=5, life=3, repeats=True)
+    repeated = Continuation(step=5, life=3, repeats=True)
+    assert chosen(replace(RUN, loops={0: ahead, 1: whole(4) | committed})) == repeated
     first = replace(RUN, began=4, loops={0: committed, 1: whole(5)})  # the loop begins as it began, to repeat that step
     assert chosen(first) == Continuation(step=5, life=3, repeats=True)
 
@@ -116,9 +117,9 @@ def test_another_host_mount_or_boot_has_nothing(tmp_path: Path) -> None:
     record = {"run": "demo", "states": {"lineage": "one", "directory": str(tmp_path), "memory": here.memory}}
 
     def found(record: dict[str, Any]) -> Continuation | Lost:
-        return find_continuation(record, directory=tmp_path, num_workers=2, num_owners=2)
+        return find_continuation(record, Successor(directory=tmp_path, num_workers=2, num_owners=2))
 
     assert found(record) == Lost(why="nothing of it is left in this host's shared memory")
     record["states"] = {**record["states"], "memory": "0" + here.memory[1:]}  # type: ignore[dict-item]
     assert found(record) == Lost(why=f"its memory was {tmp_path} on another host, or this host has been restarted")
-    assert found({"run": "demo"}) == Lost(why="it shared no memory, or its run.json is of another version of rayzero")
+    assert found({"run": "demo"}) == Lost(why="it kept no states in shared memory")

@@ -52,6 +52,23 @@ def test_reports_are_read_once_and_the_last_of_each_rank_is_kept(status):
     assert status.describe()["checkpoints"] == ["runs/demo/checkpoints/step-000001"]
 
 
+def test_what_a_rank_reports_again_in_its_next_life_is_taken_once(status):
+    def made(life, *at):
+        return [Report(rank=0, life=life, step=step, number=number) for step, number in at]
+
+    def new(reports):
+        return [(report.step, report.number) for report in status.add(reports)]
+
+    assert new(made(0, (0, 0), (1, 0), (1, 1))) == [(0, 0), (1, 0), (1, 1)]
+    assert new(made(1, (0, 0), (1, 0), (1, 1), (1, 2), (2, 0))) == [(1, 2), (2, 0)]
+    assert new(made(2, (1, 2))) == []
+    assert new(made(3, (2, 0), (2, 1))) == [(2, 1)]
+    assert [(report.step, report.number) for report in status.take_unread()] == [
+        (0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)
+    ]  # fmt: skip
+    assert [len(status.add([Report(rank=1, step=step)])) for step in (4, 3)] == [1, 1], "another rank's, in one life"
+
+
 def test_unread_reports_are_bounded_and_what_is_dropped_is_counted(status, monkeypatch):
     monkeypatch.setattr(coordinator, "REPORTS_KEPT", 3)
     status.add([Report(rank=0, metrics={"step": step}) for step in range(5)])

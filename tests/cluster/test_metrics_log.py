@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.cluster.files.metrics_log import METRICS, MetricsLog, latest_metrics, read_log, row_of_report, trim_log
+from rayzero.cluster.files.metrics_log import (
+    METRICS,
+    MetricsLog,
+    latest_metrics,
+    read_log,
+    row_of_report,
+    trim_log,
+    written_rows,
+)
 from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 
@@ -41,6 +49,30 @@ def test_every_report_of_every_rank_is_a_row_that_is_in_the_file_at_once(log, tm
 def test_a_run_that_reports_nothing_leaves_no_file(log, tmp_path):
     log.add([])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_reports_that_are_made_again_after_the_whole_run_was_killed_are_rows_once(log, tmp_path):
+    def made(*at: tuple[int, int]) -> list[Report]:
+        return [Report(rank=0, step=step, number=number, metrics={"n": number}) for step, number in at]
+
+    log.add(made((1, 0), (2, 0), (2, 1), (3, 0)))
+    again = MetricsLog(tmp_path, row_of_report, written_rows(tmp_path))
+    again.add(made((2, 0), (2, 1), (3, 0), (3, 1), (4, 0)))
+    again.close()
+    assert [(row["step"], row["n"]) for row in read_log(tmp_path)] == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)]
+
+
+def test_so_are_rows_of_all_ranks_together(tmp_path):
+    def row(one: Report) -> dict[str, object]:
+        return {"step": one.step}
+
+    log = MetricsLog(tmp_path, row)
+    log.add([report(step) for step in (1, 2)])
+    log.close()
+    again = MetricsLog(tmp_path, row, written_rows(tmp_path))
+    again.add([report(step) for step in (1, 2, 3)])
+    again.close()
+    assert [row["step"] for row in read_log(tmp_path)] == [1, 2, 3]
 
 
 def test_what_the_loop_calls_step_is_kept_beside_the_engines():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
-import torch
 
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, plain_metrics
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges
 from rayzero.cluster.run import Report
-from rayzero.errors import ConfigError, StoreClosedError
+from rayzero.errors import StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -88,16 +86,6 @@ def test_after_refuse_a_report_is_an_error():
     with pytest.raises(StoreClosedError, match="being stopped"):
         channel.put(report(0))
     channel.close(timeout_s=10)
-
-
-def test_one_element_tensors_and_arrays_become_numbers():
-    metrics = {"loss": torch.tensor(1.5), "n": np.int64(3), "x": np.array([2.0]), "note": "ok", "none": None}
-    assert plain_metrics(metrics) == {"loss": 1.5, "n": 3, "x": 2.0, "note": "ok", "none": None}
-
-
-def test_a_metric_that_is_no_number_is_refused_by_name():
-    with pytest.raises(ConfigError, match="'logits' is a Tensor"):
-        plain_metrics({"logits": torch.zeros(3)})
 
 
 def test_numbers_that_are_reported_are_gauges_and_the_loss_is_the_training_loss():

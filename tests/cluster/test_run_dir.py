@@ -8,19 +8,26 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import ray
+from engine.test_whole_run import killed_once
+from engine.whole_run import LINEAGE, RUN
 from saved import save_checkpoint
 
 from rayzero.cli.run_choice import newest_run
+from rayzero.cluster.continuation import States, Successor
 from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start, read_record
 from rayzero.cluster.files.status import run_status
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError, RunFailedError
+from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.store.shm.same_host import why_no_sharing
 
 
 def config(tmp_path, **settings) -> RunConfig:
@@ -48,6 +55,49 @@ def test_resume_from_a_place_that_is_no_checkpoint_is_refused(tmp_path):
 def saved(tmp_path, *steps: int) -> list[Path]:
     """Checkpoints of the run "demo"."""
     return [save_checkpoint(tmp_path / "demo", step, {"w": (3, 5)}) for step in steps]
+
+
+def killed_run(tmp_path, **entries) -> None:
+    """The record that a killed driver leaves."""
+    record = {"run": RUN, "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "a"}, "members": []}
+    (tmp_path / "demo").mkdir(exist_ok=True)
+    (tmp_path / "demo" / "run.json").write_text(json.dumps(record | entries))
+
+
+def test_a_killed_run_without_states_goes_on_from_its_newest_checkpoint_and_says_why(tmp_path):
+    (checkpoint,) = saved(tmp_path, 10)
+    killed_run(tmp_path)
+    successor = Successor(directory=SHARED_MEMORY, num_workers=2, num_owners=2)
+    start = find_start(config(tmp_path, resume=True), successor)
+    assert (start.checkpoint, start.step, start.continuation) == (checkpoint, 10, None)
+    assert str(start) == (
+        f"starting from step 10, with {checkpoint}; the killed run's memory is not used, because it kept no states in "
+        "shared memory"
+    )
+    assert find_start(config(tmp_path, resume=str(checkpoint)), successor).why is None, "nobody asked for memory"
+    checkpoint.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint; the killed run's memory is not used, because"):
+        find_start(config(tmp_path, resume=True), successor)
+
+
+@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+def test_a_killed_runs_states_are_held_while_the_run_that_continues_it_starts(tmp_path):
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:
+        slabs = Path(folder)
+        killed_once(slabs, tmp_path)
+        killed_run(tmp_path, states=asdict(States.in_directory(LINEAGE, slabs)))
+        successor = Successor(directory=slabs, num_workers=2, num_owners=2)
+        with RunDirectory.open(config(tmp_path, resume=True), successor) as opened:
+            start = opened.start
+            assert (start.step, start.checkpoint, start.lineage, start.former) == (2, None, LINEAGE, LINEAGE)
+            assert str(start) == "continuing at step 2, with what the killed run has left in this host's shared memory"
+            assert sweep(slabs) == [], "another run starts"
+        (newer,) = saved(tmp_path, 3)
+        with RunDirectory.open(config(tmp_path, resume=True), successor) as opened:
+            assert opened.start.checkpoint == newer
+            assert opened.start.why == "it is of step 2, and a checkpoint of step 3"
+            assert (opened.start.former, opened.start.lineage != LINEAGE) == (LINEAGE, True)
+            assert sweep(slabs) != [], "nobody needs them"
 
 
 def killed_while_replacing(checkpoint: Path) -> None:

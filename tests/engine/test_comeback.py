@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,6 +267,29 @@ def test_what_a_rank_has_written_before_the_step_that_it_dies_in_is_not_lost(
 def test_a_loop_that_tracks_nothing_is_refused_by_name_after_its_first_step(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"rank 1 .* cannot repeat step 2: its state was not kept, because it t"):
         run(tmp_path, ("forward", AT), tracks=False)
+
+
+@pytest.mark.parametrize("point", ["backward", "stepped"])
+def test_the_checkpoint_that_the_run_began_with_may_be_gone(point: str, tmp_path: Path) -> None:
+    run(tmp_path)
+    began = tmp_path / f"step-{AT + 1}"
+    resumed = run_ranks(functools.partial(loop, base=base(), folder=tmp_path / "plain"), 2, 2, resume=began)
+
+    def faults(context: RankContext) -> Callable[[str, int], None]:
+        fault = Fault(context, 1, ((point, STEPS - 1),), False)
+
+        def at(point: str, step: int) -> None:
+            if fault.armed and (point, step) == fault.at:
+                shutil.rmtree(began)
+            fault(point, step)
+
+        return at
+
+    one = functools.partial(loop, base=base(), folder=tmp_path / "later", faults=faults)
+    found = run_ranks(one, 2, 2, resume=began, max_failures=1)
+    assert [life for life, _ in found] == [0, 1]
+    assert not began.exists()
+    assert same(found, resumed)
 
 
 def test_the_error_is_todays_when_no_failure_is_left(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import rayzero
 from rayzero.engine import private_torch
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.loop.reports import LoopReport
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.testing import run_ranks
 
@@ -34,10 +35,11 @@ def test_alone_is_rank_0_of_1() -> None:
 
 
 def test_reports_go_to_the_sink_and_are_kept_only_without_one() -> None:
-    sent: list[tuple[dict[str, object], object]] = []
-    with running_in(RankContext(sink=lambda metrics, checkpoint: sent.append((metrics, checkpoint)))) as context:
-        rayzero.report({"loss": 1.5})
-    assert sent == [({"loss": 1.5}, None)]
+    sent: list[LoopReport] = []
+    with running_in(RankContext(sink=sent.append)) as context:
+        rayzero.report({"loss": torch.tensor(1.5)})
+        rayzero.report({})
+    assert sent == [LoopReport(step=0, number=0, metrics={"loss": 1.5}), LoopReport(step=0, number=1, metrics={})]
     assert context.reports == [], "a long run would keep them all"
     with running_in(RankContext()) as context:
         rayzero.report({"loss": 1.5})

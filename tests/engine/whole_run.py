@@ -77,7 +77,7 @@ def run_rank(
         life=life,
         run=RUN,
         lineage=lineage,
-        repeats=goes_on is not None and goes_on.repeats,
+        repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
         connect=connect,
     )
     with running_in(context):

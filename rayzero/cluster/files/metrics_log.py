@@ -11,7 +11,9 @@ import logging
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,18 @@ from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 from rayzero.files import parse_json, read_text, replace_file
 
-__all__ = ["METRICS", "MakeRow", "MetricsLog", "Row", "latest_metrics", "read_log", "row_of_report", "trim_log"]
+__all__ = [
+    "METRICS",
+    "MakeRow",
+    "MetricsLog",
+    "Row",
+    "WrittenRows",
+    "latest_metrics",
+    "read_log",
+    "row_of_report",
+    "trim_log",
+    "written_rows",
+]
 
 METRICS = "metrics.jsonl"
 _MAX_LOG = 1 << 32  # bytes: about ten million steps
@@ -40,22 +53,38 @@ def row_of_report(report: Report) -> Row:
     return {"step": report.step, "rank": report.rank, "time": report.time, **metrics}
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """The rows that a run has written before it was killed."""
+
+    of_ranks: Mapping[tuple[int, int], int]  # (rank, step) -> how many
+    last: int  # the last step of rows that are no rank's own
+
+    def has(self, row: Row, report: Report) -> bool:
+        """Whether a row is one of them: a rank makes its reports of a step in the same order again."""
+        if "rank" not in row:
+            return _step_of(row) <= self.last
+        return report.number < self.of_ranks.get((report.rank, report.step), 0)
+
+
 class MetricsLog:
     """Appends rows to a run's metrics.jsonl.
 
     Skips a row that cannot be written, with one warning until rows can be written again; no row is cut short. Knows
     rows and one file; not who reports."""
 
-    def __init__(self, run_dir: Path, make_row: MakeRow = row_of_report) -> None:
-        """The file is made by the first row."""
+    def __init__(self, run_dir: Path, make_row: MakeRow = row_of_report, written: WrittenRows | None = None) -> None:
+        """The file is made by the first row. ``written``: what an earlier part of the run has written, whose last
+        reports are made again."""
         self._path = run_dir / METRICS
         self._make_row = make_row
+        self._written = written
         self._file: int | None = None  # freed by: close()
         self.lost = 0  # rows that could not be written
 
     def add(self, reports: Iterable[Report]) -> None:
         """Write the rows that these reports complete. They are in the file when this returns."""
-        rows = [row for report in reports if (row := self._make_row(report)) is not None]
+        rows = [row for report in reports if (row := self._make_row(report)) is not None and self._is_new(row, report)]
         if not rows:
             return
         try:
@@ -64,6 +93,9 @@ class MetricsLog:
             if not self.lost:
                 log.warning("%s cannot be written (%s); training goes on without its rows", self._path, error.strerror)
             self.lost += len(rows)
+
+    def _is_new(self, row: Row, report: Report) -> bool:
+        return self._written is None or not self._written.has(row, report)
 
     def _append(self, lines: bytes) -> None:
         if self._file is None:
@@ -108,6 +140,13 @@ def trim_log(run_dir: Path, resume_step: int) -> None:
         replace_file(path, kept)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
+def written_rows(run_dir: Path) -> WrittenRows:
+    """What is in a run's metrics.jsonl. Raises DataError as ``read_log``."""
+    rows = read_log(run_dir)
+    of_ranks = Counter((row["rank"], row["step"]) for row in rows if "rank" in row)
+    return WrittenRows(of_ranks, max((row["step"] for row in rows if "rank" not in row), default=-1))
 
 
 def _step_of(row: Row) -> int:

@@ -5,26 +5,39 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
 from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
 from rayzero.cluster.files.run_lock import LOCK, RunLock
+from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import parse_json, read_text, replace_file
+from rayzero.slabs.hold import Hold
 
-__all__ = ["RECORD", "RunCheckpoints", "RunDirectory", "Start", "checkpoints_of", "find_start", "read_record"]
+__all__ = [
+    "RECORD",
+    "RunCheckpoints",
+    "RunDirectory",
+    "StartPoint",
+    "checkpoints_of",
+    "find_start",
+    "read_record",
+]
 
 RECORD = "run.json"
 
 _CHECKPOINTS = "checkpoints"
 _MAX_RECORD = 1 << 28  # bytes
+_ENDS_S = 60.0  # how long the processes of a killed driver may take to end: its janitor kills those that stay
 
 _SETTING = "run_config.storage_path / run_config.name"  # names the directory, unless the caller says otherwise
 
@@ -32,11 +45,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The checkpoint that a run starts from."""
+class StartPoint:
+    """What a run starts from: nothing, a checkpoint, or what a killed run has left in memory."""
 
-    checkpoint: Path | None  # None: it is a fresh run
-    step: int  # steps that the checkpoint has done
+    checkpoint: Path | None  # that gives the run its first values; None: it begins with those of its loop
+    step: int  # steps that are done
+    continuation: Continuation | None = None  # from memory
+    lineage: str = field(default_factory=lambda: secrets.token_hex(8))  # of the run's states in shared memory
+    former: str | None = None  # the lineage that an earlier run in this directory had there
+    why: str | None = None  # the run before was killed: why its memory is not used
+
+    def __str__(self) -> str:
+        if self.continuation is not None:
+            return f"continuing at step {self.step}, with what the killed run has left in this host's shared memory"
+        place = "anew" if self.checkpoint is None else f"from step {self.step}, with {self.checkpoint}"
+        return f"starting {place}" + (f"; the killed run's memory is not used, because {self.why}" if self.why else "")
 
 
 class RunCheckpoints:
@@ -98,16 +121,18 @@ class RunDirectory:
     Created by :meth:`open`, which checks everything that can be checked."""
 
     path: Path
-    start: Start
+    start: StartPoint
     checkpoints: RunCheckpoints
     fresh: bool  # open() created the directory
     lock: RunLock  # freed by: close()
+    hold: Hold | None = None  # keeps what the run continues until its own processes have it; freed by: close()
 
     @classmethod
-    def open(cls, config: RunConfig, *, setting: str = _SETTING) -> RunDirectory:
+    def open(cls, config: RunConfig, successor: Successor | None = None, *, setting: str = _SETTING) -> RunDirectory:
         """Find or create the directory and lock it. If it is refused, nothing is written, except to repair what an
         interrupted save left.
 
+        ``successor``: the run that may continue a killed one from its memory; None: only from checkpoints.
         ``setting``: the setting by which the user chose the directory, for messages. Raises ConfigError if a run is
         using the directory, if it holds checkpoints of another run or newer ones than that to resume from, or if it
         cannot be written; CheckpointError if there is no checkpoint to resume from or it is damaged.
@@ -115,19 +140,24 @@ class RunDirectory:
         path = config.path.absolute()
         fresh = not path.exists()
         checkpoints = checkpoints_of(path)
-        lock = _lock_run(path, checkpoints)
+        lock, hold = _lock_run(path, checkpoints), None
         try:
-            start = _choose(config, path, checkpoints, setting)
+            hold = _hold(path, successor)
+            start = _choose(config, path, checkpoints, successor, setting)
             _make(checkpoints.folder, setting)
             lock = lock or RunLock.take(path)
             lock.sign()
             if start.checkpoint is not None and start.checkpoint in checkpoints:
                 checkpoints.note(start.checkpoint)
         except BaseException:
+            if hold is not None:
+                hold.close()
             if lock is not None:
                 lock.close()
             raise
-        return cls(path=path, start=start, checkpoints=checkpoints, fresh=fresh, lock=lock)
+        if hold is not None and start.continuation is None:
+            hold.close()
+        return cls(path=path, start=start, checkpoints=checkpoints, fresh=fresh, lock=lock, hold=hold)
 
     @property
     def resume(self) -> Path | None:
@@ -142,7 +172,13 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
+        self.let_go()
         self.lock.close()
+
+    def let_go(self) -> None:
+        """Hold a killed run's states no longer: this run's processes have them. Idempotent."""
+        if self.hold is not None:
+            self.hold.close()
 
     def withdraw(self) -> None:
         """Remove the directory if :meth:`open` created it and it holds nothing else."""
@@ -253,13 +289,13 @@ def checkpoints_of(run_dir: Path) -> RunCheckpoints:
     return RunCheckpoints(run_dir, map(Path, (record or {}).get("checkpoints_elsewhere") or ()))
 
 
-def find_start(config: RunConfig, *, setting: str = _SETTING) -> Start:
+def find_start(config: RunConfig, successor: Successor | None = None, *, setting: str = _SETTING) -> StartPoint:
     """What :meth:`RunDirectory.open` would start from now. Raises the same errors; creates nothing and keeps no
     lock."""
     path = config.path.absolute()
     checkpoints = checkpoints_of(path)
     with _lock_run(path, checkpoints) or nullcontext():
-        return _choose(config, path, checkpoints, setting)
+        return _choose(config, path, checkpoints, successor, setting)
 
 
 def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
@@ -277,26 +313,82 @@ def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
     return lock
 
 
-def _choose(config: RunConfig, path: Path, checkpoints: RunCheckpoints, setting: str) -> Start:
+def _choose(
+    config: RunConfig, path: Path, checkpoints: RunCheckpoints, successor: Successor | None, setting: str
+) -> StartPoint:
     """Decide what a run in ``path`` starts from; no other function does."""
+    killed = _killed_run(path)
+    former = None if killed is None else _lineage(killed)
     if config.resume is False:
         _refuse_other_run(path, checkpoints, setting)
-        return Start(checkpoint=None, step=0)
-    found = _newest(checkpoints) if config.resume is True else Path(config.resume).absolute()
-    with CheckpointReader(found) as checkpoint:  # raises unless it is complete
-        start = Start(checkpoint=found, step=checkpoint.step)
-    if found in checkpoints:
+        return StartPoint(checkpoint=None, step=0, former=former)
+    why = None
+    if config.resume is True:
+        if killed is not None and successor is not None:
+            found = _continued(killed, checkpoints, successor)
+            if isinstance(found, StartPoint):
+                return found
+            why = found.why
+        place = _newest(checkpoints, why)
+    else:
+        place = Path(config.resume).absolute()
+    with CheckpointReader(place) as checkpoint:  # raises unless it is complete
+        start = StartPoint(checkpoint=place, step=checkpoint.step, former=former, why=why)
+    if place in checkpoints:
         _refuse_older(start, checkpoints, setting)
     else:
         _refuse_other_run(path, checkpoints, setting)
     return start
 
 
-def _newest(checkpoints: RunCheckpoints) -> Path:
+def _killed_run(path: Path) -> dict[str, Any] | None:
+    """The record of the run before, if its driver could not write its end."""
+    with suppress(ConfigError):  # a damaged one was warned of
+        record = read_record(path)
+        if record is not None and record["state"] in (RunState.STARTING, RunState.RUNNING):
+            return record
+    return None
+
+
+def _lineage(killed: Mapping[str, Any]) -> str | None:
+    states = killed.get("states")
+    return str(states.get("lineage")) if isinstance(states, dict) else None
+
+
+def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor: Successor) -> StartPoint | Lost:
+    """The start from a killed run's memory, unless a checkpoint is newer."""
+    found = find_continuation(killed, successor, patience_s=_ENDS_S)
+    if isinstance(found, Lost):
+        return found
+    newest = max((one.step for one in checkpoints.catalog().sound), default=-1)
+    if newest > found.step:
+        return Lost(why=f"it is of step {found.step}, and a checkpoint of step {newest}")
+    began = killed.get("resumed_from")
+    checkpoint = Path(began) if isinstance(began, str) and (Path(began) / MANIFEST).exists() else None
+    lineage = _lineage(killed)
+    assert lineage is not None
+    return StartPoint(checkpoint=checkpoint, step=found.step, continuation=found, lineage=lineage, former=lineage)
+
+
+def _hold(path: Path, successor: Successor | None) -> Hold | None:
+    """Hold what a killed run has left, before looking at it. None: there was no such run."""
+    killed = _killed_run(path)
+    lineage = None if killed is None else _lineage(killed)
+    if lineage is None or successor is None or successor.directory is None:
+        return None
+    try:
+        return Hold(successor.directory, lineage)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {successor.directory}: {error.strerror}") from error
+
+
+def _newest(checkpoints: RunCheckpoints, why: str | None) -> Path:
+    """``why``: why a killed run's memory is not used, if there was one."""
     catalog = checkpoints.catalog()
     if (found := catalog.newest()) is None:
         damaged = "".join(f"; {why}" for why in catalog.damaged.values())
-        raise CheckpointError(f"nothing to resume: {checkpoints.folder} holds no complete checkpoint{damaged}")
+        memory = f"; the killed run's memory is not used, because {why}" if why else ""
+        raise CheckpointError(f"nothing to resume: {checkpoints.folder} holds no complete checkpoint{damaged}{memory}")
     return found
 
 
@@ -312,7 +404,7 @@ def _refuse_other_run(path: Path, checkpoints: RunCheckpoints, setting: str) -> 
         )
 
 
-def _refuse_older(start: Start, checkpoints: RunCheckpoints, setting: str) -> None:
+def _refuse_older(start: StartPoint, checkpoints: RunCheckpoints, setting: str) -> None:
     """Raise ConfigError if newer checkpoints exist: the next resume would take them for the continuation of an older
     one."""
     if newer := [checkpoints.name_of(one.path) for one in checkpoints.catalog().sound if one.step > start.step]:

@@ -63,6 +63,8 @@ class RunStatus:
         self._checkpoints: list[str] = []
         self._unread: deque[Report] = deque()
         self._dropped = 0
+        self._heard: dict[int, Report] = {}  # the newest of each rank's present life
+        self._before: dict[int, Report] = {}  # the newest of the lives before
 
     def move(self, state: RunState, error: str | None = None) -> None:
         """Change the run's state. Raises ``ValueError`` for a transition that is not allowed."""
@@ -80,9 +82,10 @@ class RunStatus:
             self._routing = Routing(epoch=self._routing.epoch + 1, addresses=tuple(addresses))
         return self._routing
 
-    def add(self, reports: Sequence[Report]) -> None:
-        """Take a rank's reports, in its order."""
-        for report in reports:
+    def add(self, reports: Sequence[Report]) -> list[Report]:
+        """Take a rank's reports, in its order. Returns those that no life of the rank had made before."""
+        new = [report for report in reports if self._is_new(report)]
+        for report in new:
             self._latest[report.rank] = report
             if report.checkpoint is not None and report.checkpoint not in self._checkpoints:
                 self._checkpoints.append(report.checkpoint)
@@ -90,6 +93,17 @@ class RunStatus:
         while len(self._unread) > REPORTS_KEPT:
             self._unread.popleft()
             self._dropped += 1
+        return new
+
+    def _is_new(self, report: Report) -> bool:
+        heard = self._heard.get(report.rank)
+        if heard is not None and heard.life < report.life:
+            self._before[report.rank] = heard
+        before = self._before.get(report.rank)
+        again = before is not None and (report.step, report.number) <= (before.step, before.number)
+        if not again:
+            self._heard[report.rank] = report
+        return not again
 
     def take_unread(self) -> list[Report]:
         """Reports not taken before, in order of arrival."""
@@ -218,9 +232,9 @@ class Coordinator:
 
     async def report(self, reports: Sequence[Report]) -> None:
         """Take a batch of one rank's reports. They are in metrics.jsonl when this returns."""
+        new = self._status.add(reports)
         if self._log is not None:
-            self._log.add(reports)
-        self._status.add(reports)
+            self._log.add(new)
         self._news.set()
 
     async def next_reports(self) -> list[Report]:

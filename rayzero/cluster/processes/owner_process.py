@@ -27,7 +27,7 @@ class OwnerSettings:
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
-    life: int = 0  # how often an owner of this number has died: it takes over the slabs of the last
+    succeeds: bool = False  # it takes over the slabs of a dead owner of its number
     replaces_members: bool = False  # whoever dies is started again
     token: str = field(repr=False)  # every call to the owner must carry it
 
@@ -47,7 +47,7 @@ class ServedOwner:
             recorder=recorder,
             norms_every=settings.norms_every,
             device=torch.device(settings.device),
-            succeeds=settings.life > 0,
+            succeeds=settings.succeeds,
         )
         self._server: OwnerServer | None = None
 

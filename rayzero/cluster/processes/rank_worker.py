@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,13 @@ from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, plain_metrics
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges
 from rayzero.cluster.run import Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.engine.private_torch import load_compiler_only_to_compile
-from rayzero.protocol.messages import CheckpointInfo
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
@@ -48,7 +47,9 @@ class RankSettings:
     bind_numa: bool
     config: ZeroConfig
     addresses: tuple[str, ...]  # of the owners, by index
+    lineage: str  # of the run's states in shared memory
     life: int = 0  # how often the rank has died and was started again
+    repeats: int | None = None  # see RankContext
     outlives_owners: bool = False  # an owner that dies gets a successor
     token: str = field(repr=False)  # every call to an owner must carry it
 
@@ -115,9 +116,15 @@ class RankWorker:
             bind(rank_name(self._rank), self._rank, self._threads, near)
         load_compiler_only_to_compile()
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
-        channel = self._channel = ReportChannel(lambda batch: ray.get(coordinator.report.remote(batch)))
         self._table = OwnerTable(settings.addresses)
-        context = self._context = _context(settings, self._table, channel, self._recorder)
+        recent = RecentReports()
+
+        def send(batch: list[Report]) -> None:
+            ray.get(coordinator.report.remote(batch))
+            recent.arrived(batch[-1].step, batch[-1].number)
+
+        channel = self._channel = ReportChannel(send)
+        context = self._context = _context(settings, self._table, channel, recent, self._recorder)
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
         try:
@@ -137,15 +144,26 @@ class RankWorker:
 
 
 def _context(
-    settings: RankSettings, table: OwnerTable, channel: ReportChannel, recorder: MemoryRecorder
+    settings: RankSettings,
+    table: OwnerTable,
+    channel: ReportChannel,
+    recent: RecentReports,
+    recorder: MemoryRecorder,
 ) -> RankContext:
     gauges = ReportGauges(recorder)
 
-    def sink(metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
-        plain = plain_metrics(metrics)
-        gauges.show(plain)
-        path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
-        channel.put(Report(rank=settings.rank, step=context.step, metrics=plain, checkpoint=path))
+    def sink(made: LoopReport) -> None:
+        gauges.show(made.metrics)
+        channel.put(
+            Report(
+                rank=settings.rank,
+                life=settings.life,
+                step=made.step,
+                number=made.number,
+                metrics=made.metrics,
+                checkpoint=made.checkpoint,
+            )
+        )
 
     def connect(model: int) -> ParameterStore:
         return connect_store(
@@ -163,6 +181,8 @@ def _context(
         rank=settings.rank,
         world_size=settings.world_size,
         life=settings.life,
+        lineage=settings.lineage,
+        repeats=settings.repeats,
         device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
         run=settings.run,
         run_dir=settings.run_dir,
@@ -171,6 +191,7 @@ def _context(
         config=settings.config,
         connect=connect,
         sink=sink,
+        recent=recent,
         recorder=recorder,
     )
     return context

@@ -10,36 +10,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from rayzero.cluster.run import Report
-from rayzero.errors import ConfigError, StoreClosedError
+from rayzero.errors import StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["ReportChannel", "ReportGauges", "plain_metrics"]
+__all__ = ["ReportChannel", "ReportGauges"]
 
 log = logging.getLogger(__name__)
-
-
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics as values that any process and JSON can read: one-element tensors and arrays become numbers.
-
-    Raises ConfigError naming the first that is neither number, text nor None.
-    """
-    return {str(name): _plain(name, value) for name, value in metrics.items()}
-
-
-def _plain(name: str, value: Any) -> Any:
-    plain = value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and _is_one(value) else value
-    if plain is None or isinstance(plain, bool | int | float | str):
-        return plain
-    raise ConfigError(f"report: {name!r} is a {type(value).__name__}; metrics are numbers, text or None")
-
-
-def _is_one(value: Tensor | np.generic | np.ndarray[Any, Any]) -> bool:
-    return (value.numel() if isinstance(value, Tensor) else value.size) == 1
 
 
 class ReportGauges:

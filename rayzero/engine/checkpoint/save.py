@@ -172,7 +172,8 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
                 "rayzero.prepare: resume=True means the newest checkpoint of the run, but this run has no directory; "
                 "pass resume=rayzero.newest_checkpoint(folder)"
             )
-        return newest_checkpoint(Path(context.run_dir) / "checkpoints")
+        # a rank that has come back: the run found none when it began, and those that are there now are its own
+        return None if context.life else newest_checkpoint(Path(context.run_dir) / "checkpoints")
     if resume is None or isinstance(resume, bool):
         return told
     if not isinstance(resume, str | os.PathLike):
@@ -250,6 +251,12 @@ def resumed_groups(rank: int, resume: Path | None, model: nn.Module) -> ResumedG
             groups = unpack(*reader.rank_state(known))["groups"]
             saved = [{"params": list(group["params"]), "options": dict(group["options"])} for group in groups]
             return ResumedGroups(saved, names_of(model), str(resume))
+
+
+def still_there(context: RankContext, resume: Path | None) -> Path | None:
+    """``resume``, unless this rank has come back and the checkpoint was deleted meanwhile: its values are with the
+    owners, and the rest is kept with the loop's state."""
+    return None if context.life and resume is not None and not (resume / MANIFEST).is_file() else resume
 
 
 def check_resume(resume: Path | None, model: nn.Module) -> None:

@@ -62,12 +62,12 @@ def put_back(state: State, store: ParameterStore, model: nn.Module, device: torc
 
 
 def comeback_of(
-    store: ParameterStore, attached: Attached, *, rank: int, number: int, repeats: bool = False
+    store: ParameterStore, attached: Attached, *, rank: int, number: int, repeats: int | None = None
 ) -> Comeback:
     """How a rank goes on that has died. Raises UnsupportedError if nobody knows its loop's state.
 
-    number: the prepared model's. repeats: do the end of the last decided iteration again even where it had ended, as
-        all ranks do if the whole run died before all of them had ended it: they wait for each other there."""
+    number: the prepared model's. repeats: the open step, if all ranks do the end of the iteration before it again, as
+        they do if the whole run died before all of them had ended it: they wait for each other there."""
     if number:
         raise UnsupportedError(
             f"rank {rank} has died and come back, but its loop prepares several models, whose steps cannot be repeated "
@@ -76,7 +76,7 @@ def comeback_of(
     if attached.step == attached.version:  # no step is decided: the loop begins as it began
         return Comeback(step=attached.step, state=None, at_commit=None)
     parts = {(each.step, each.part): from_bytes(each.content) for each in store.kept()}
-    if not repeats and (state := _whole(parts, attached.step)) is not None:
+    if repeats != attached.step and (state := _whole(parts, attached.step)) is not None:
         return Comeback(step=attached.step, state=state, at_commit=None)
     before, at_commit = _whole(parts, attached.step - 1), parts.get((attached.step, AT_COMMIT))
     if at_commit is not None and (before is not None or attached.step - 1 == attached.version):

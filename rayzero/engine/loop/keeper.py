@@ -24,6 +24,7 @@ import torch
 from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.loop.comeback import Comeback, State, put_back
 from rayzero.engine.loop.rank_state import generator_states, persistent_buffers
+from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
@@ -38,12 +39,15 @@ class LoopKeeper:
 
     Knows when; not where it is kept. A loop that tracks nothing is not kept."""
 
-    def __init__(self, optimizer: ZeroOptimizer, tracked: Tracked, comeback: Comeback | None) -> None:
+    def __init__(
+        self, optimizer: ZeroOptimizer, tracked: Tracked, reports: RecentReports, comeback: Comeback | None
+    ) -> None:
         """``comeback``: of a rank that has come back; it may repeat a step that is decided."""
-        self._optimizer, self._tracked, self._comeback = optimizer, tracked, comeback
+        self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._open: int | None = None  # the step whose state lacks its second part
         self._too_large = False
+        self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
 
     def committing(self, step: int) -> None:
         """``step`` is committed next: keep the first part of the next one's state."""
@@ -58,6 +62,7 @@ class LoopKeeper:
         assert state is not None
         self._tracked.put_back(state["tracked"])
         put_back(state, self._engine.store, self._engine.model, self._engine.device)
+        self._reports.restore(state["reports"])
         self._open = self._comeback.decided
 
     def _take(self, step: int) -> None:
@@ -72,7 +77,7 @@ class LoopKeeper:
     def begin_forward(self) -> None:
         """The model's forward begins: the iteration before has ended."""
         if self._open is not None and torch.is_grad_enabled():
-            step, self._open = self._open, None
+            step, self._open, self.repeating = self._open, None, False
             rest = {
                 "tracked": self._tracked.states(sources=False),
                 "buffers": persistent_buffers(self._engine.model),
@@ -89,6 +94,7 @@ class LoopKeeper:
         return {
             "options": saved_options(self._optimizer.param_groups),
             "means": self._engine.store.means,
+            "reports": self._reports.state(),
         }
 
     def _keep(self, step: int, part: int, state: dict[str, Any]) -> None:

@@ -37,8 +37,11 @@ class Start:
         resume: Path | None,
         weights: Weights | None,
         init: Init | None,
+        *,
+        held: bool = False,
     ) -> None:
-        """``resume``: the model's checkpoint to continue from; None: a fresh start.
+        """``resume``: the model's checkpoint to continue from; None: a fresh start. ``held``: the owners have the
+        values already, because this rank has come back.
 
         Raises CheckpointError, ConfigError or UnsupportedError, naming all that does not fit; changes nothing."""
         self._model = model
@@ -54,7 +57,8 @@ class Start:
         self._init = init
         self._source_name = _source_names(self._wanted, self._weights)
         self._check_sources(weights)
-        self._check_values(rank)
+        if not held:
+            self._check_values(rank)
 
     # ---- checks
 

@@ -1,0 +1,109 @@
+"""A run whose driver is killed, or everything, goes on with resume=True from the last step that was decided."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rayzero
+from rayzero.cluster.files.metrics_log import read_log
+from rayzero.cluster.files.run_dir import read_record
+from rayzero.engine.context import RankContext
+from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.testing import run_ranks
+
+from .processes import everyone_of, start_script, still_there, until_it_says
+from .tiny import MAX_NORM, batch, make
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+]
+
+SCRIPT, STEPS = Path(__file__).with_name("killed_run.py"), 120
+CONTINUES = "with what the killed run has left in this host's shared memory"
+
+
+class Runs:
+    """Runs of the script, each in the same folders."""
+
+    def __init__(self, storage: Path, ray_files: str, slabs: str) -> None:
+        self.storage, self.ray_files, self.slabs = storage, ray_files, slabs
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return start_script(self.storage, STEPS, self.slabs, *arguments, script=SCRIPT, RAY_TMPDIR=self.ray_files)
+
+    def ended(self, *arguments: str) -> str:
+        """What a run says that ends well."""
+        script = self.start(*arguments)
+        said, _ = script.communicate(timeout=200)
+        assert script.returncode == 0, said
+        return said
+
+    def killed(self, reports: int, *arguments: str, everybody: bool = False) -> str:
+        """What a run says whose driver is killed once rank 0 has reported so often. ``everybody``: and all that it had
+        started, its janitor too."""
+        script = self.start(*arguments)
+        said = "".join(until_it_says('{"rank": 0,', script) for _ in range(reports))
+        below = everyone_of(script.pid)
+        for process in below if everybody else below[:1]:
+            os.kill(process.pid, signal.SIGKILL)
+        script.communicate(timeout=100)
+        if everybody:
+            assert still_there(below, timeout_s=20) == []
+        return said
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    with (
+        tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files,  # short: sockets have their path there
+        tempfile.TemporaryDirectory(prefix="test-", dir=SHARED_MEMORY) as slabs,  # which no other test's runs sweep
+    ):
+        yield Runs(tmp_path, ray_files, slabs)
+        assert os.listdir(slabs) == []
+
+
+def undisturbed(context: RankContext) -> Any:
+    """The script's loop without a run: weights, and a row for each step."""
+    model, plain = make()
+    model, optimizer = rayzero.prepare(model, plain)
+    scheduler, rows = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS), []
+    for step in range(STEPS):
+        loss = model(batch(step, context.rank)).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rows.append((context.rank, step + 1, step + 1, loss.item(), rayzero.mean_over_ranks(loss.item())))
+    return rayzero.full_state_dict(model), rows
+
+
+def test_it_ends_with_the_bits_and_the_rows_of_one_that_was_not_killed(runs: Runs) -> None:
+    runs.killed(7)
+    said = runs.killed(5, "resume", everybody=True)
+    said += runs.ended("resume")
+    assert said.count(CONTINUES) == 2, said
+    (weights, rows), (_, others) = run_ranks(undisturbed, 2, 2, transport="shm", processes=True)
+    ours = load_file(runs.storage / "weights.safetensors")
+    assert all(torch.equal(weight, ours[name]) for name, weight in weights.items())
+    log = read_log(runs.storage / "demo")
+    found = [(row["rank"], row["step"], row["done"], row["loss"], row["mean"]) for row in log]
+    right = {*rows, *others}
+    assert len(set(found)) == len(found), "each row once"
+    assert set(found) <= right
+    missing = {row[1] for row in right - set(found)}
+    assert len(missing) <= 2, "the end of an iteration that was killed is repeated, without its reports"
+    assert read_record(runs.storage / "demo")["resumed_from"] is None
