@@ -48,18 +48,19 @@ def main() -> None:
     model = build(args.blocks, args.rank)
     frozen_before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
+    inputs = torch.randn(256, WIDTH)  # before prepare(), which sets the generators in a rank that has come back
+    targets = inputs[:, :CLASSES].argmax(dim=1)
+
     config = rayzero.ZeroConfig(precision="bf16")
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)
-
-    inputs = torch.randn(256, WIDTH)
-    targets = inputs[:, :CLASSES].argmax(dim=1)
-    for step in range(1, args.steps + 1):
+    rayzero.track()  # on a cluster, a rank that dies repeats its step
+    for step in range(rayzero.get_context().step, args.steps):
         loss = F.cross_entropy(model(inputs).float(), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step in (1, args.steps):
-            print(f"step {step:3d}  loss {loss.item():.3f}")
+        if step in (0, args.steps - 1):
+            print(f"step {step + 1:3d}  loss {loss.item():.3f}")
 
     state = rayzero.full_state_dict(model)
     units = optimizer.engine.layout.units

@@ -66,7 +66,8 @@ def main() -> None:
 
     config = rayzero.ZeroConfig(gpu_param_memory_budget=args.budget, prefetch_buffer_size=1)
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
-    for step in range(1, args.steps + 1):
+    rayzero.track()  # on a cluster, a rank that dies repeats its step; a scheduler would be named here
+    for step in range(rayzero.get_context().step, args.steps):
         starts = torch.randint(0, len(text) - LENGTH - 1, (16,))
         windows = torch.stack([text[i : i + LENGTH + 1] for i in starts.tolist()])
         loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
@@ -74,8 +75,8 @@ def main() -> None:
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step in (1, args.steps) or step % 20 == 0:
-            print(f"step {step:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.2f}")
+        if step in (0, args.steps - 1) or (step + 1) % 20 == 0:
+            print(f"step {step + 1:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.2f}")
 
     print(f"parameters: {whole:,} bytes; at most {optimizer.engine.residency.peak:,} were gathered at once")
     plain = ByteModel(args.blocks)

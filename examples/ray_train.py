@@ -25,21 +25,24 @@ def loop(config: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-        done = context.step  # 0, or the checkpoint's
-        for step in range(done + 1, done + config["steps"] + 1):
-            torch.manual_seed(1000 * step + train.get_context().get_world_rank())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        rayzero.track(scheduler=scheduler)  # saved with each checkpoint, and loaded by this call
+        first, end = context.step, context.step + config["steps"]  # the first one is 0, or the checkpoint's
+        for step in range(first, end):
+            torch.manual_seed(1000 * step + context.rank)
             inputs = torch.randn(64, 32)
             loss = F.mse_loss(model(inputs), inputs[:, :4].sum(1, keepdim=True))
             loss.backward()
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
-            last = step == done + config["steps"]
+            last = step + 1 == end
             checkpoint = None
             if last:
-                saved = rayzero.save_checkpoint(optimizer, Path(config["place"]) / f"step-{step}")
+                saved = rayzero.save_checkpoint(optimizer, Path(config["place"]) / f"step-{end}")
                 checkpoint = train.Checkpoint.from_directory(saved.path) if context.rank == 0 else None
-            if last or step in (1, done + 1):
-                train.report({"step": step, "loss": loss.item()}, checkpoint=checkpoint)
+            if last or step == first:
+                train.report({"step": step + 1, "loss": loss.item()}, checkpoint=checkpoint)
 
 
 def fit(workers: int, optimizers: int, steps: int, place: Path, resume: str | None) -> Any:

@@ -6,6 +6,7 @@
     ├── ConfigError              a setting is wrong (also a ValueError)
     │   └── MemoryPlanError      the plan does not fit this host
     ├── UnsupportedError         refused by name: RayZero cannot do this (yet)
+    │   └── UntrackedError       a rank has died whose loop tracks nothing
     ├── DataError                training text is missing or unusable
     ├── CheckpointError          no such checkpoint, or its bytes are not what its manifest says
     │   └── CheckpointWriteError the storage is full, read-only or gone: the checkpoint was not written
@@ -41,6 +42,10 @@ class MemoryPlanError(ConfigError):
 
 class UnsupportedError(RayZeroError):
     """RayZero cannot do this, and refuses it by name instead of doing it wrong."""
+
+
+class UntrackedError(UnsupportedError):
+    """A rank has died and come back, but cannot repeat its step: its loop tracks nothing."""
 
 
 class DataError(RayZeroError):

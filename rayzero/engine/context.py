@@ -129,7 +129,9 @@ class RankContext:
 
         ``saved``, ``source``: see ``Tracked``. ``comeback``: of a rank that has died and come back."""
         if self.engine is None or self.connect is None:
-            self.engine, self.tracked = optimizer.engine, Tracked(optimizer.engine, saved, source)
+            comes_back = comeback is not None and comeback.state is not None
+            self.engine = optimizer.engine
+            self.tracked = Tracked(optimizer.engine, saved, source, comes_back=comes_back)
             if self.connect is not None:  # without a run, nothing outlives this process
                 self.engine.loop = LoopKeeper(optimizer, self.tracked, self.recent, comeback)
                 self._report_again(comeback)

@@ -15,6 +15,12 @@ same ranks, Accelerate uses it for those calls; gradients and weights never go t
 ``rayzero.save_checkpoint``, instead of ``model.safetensors`` and ``optimizer.bin``: no process gathers the model.
 Accelerate writes schedulers, samplers, random states and registered objects into its own files beside it.
 ``load_state`` reads both into the prepared objects; it also reads what a plain ``Accelerator`` wrote.
+
+[Note: a rank that dies] The loop is the user's, so it says itself what it needs: ``rayzero.track(scheduler=scheduler)``
+after ``prepare``. It begins at step ``rayzero.get_context().step``, which counts calls of ``optimizer.step()`` that
+synchronise: with ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, n)`` in the first epoch,
+where n counts micro-batches. A loader that shuffles must be prepared by an accelerator with a seedable sampler, which
+ranks of several have; a rank alone passes ``DataLoaderConfiguration(use_seedable_sampler=True)``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ rank its part of the training data. Every rank evaluates and predicts from all d
 depends on them (EarlyStopping) are the same on all. Values logged in training are the rank's own. Calls that need a
 collective are refused by name. A checkpoint is Lightning's file with fp32 masters and all moments, like a plain
 Trainer's.
+
+[Note: a rank that dies] Lightning keeps what a fit() has counted and averaged in its loops, its logger connector, the
+metrics and the module, and cannot begin between two of its steps. So a rank that dies is started again only if no step
+was decided yet. Otherwise its fit() is refused by name, before it trains, and the run ends: go on in a new run with
+``fit(ckpt_path=...)``.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from rayzero.engine.full_values import full_state_dict
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
-from rayzero.errors import UnsupportedError
+from rayzero.errors import UnsupportedError, UntrackedError
 from rayzero.integrations.claim import claim_process
 
 __all__ = ["ZeroStrategy"]
@@ -101,8 +106,23 @@ class ZeroStrategy(ParallelStrategy):
         config = self._zero_config or get_context().config or ZeroConfig()
         planned = max(config.gradient_accumulation_steps, trainer.accumulate_grad_batches)
         config = config.replace(gradient_accumulation_steps=planned)
-        optimizer: Any = prepare(module, plain, config, units=self._units)[1]
+        optimizer: Any = self._prepared(module, plain, config)
         self.optimizers = [optimizer]
+
+    def _prepared(self, module: Any, plain: Any, config: ZeroConfig) -> ZeroOptimizer:
+        """See [Note: a rank that dies]."""
+        context = get_context()
+        refusal = UnsupportedError(
+            f"rank {context.rank} has died and come back, but Lightning's fit() cannot go on in the middle; resume in "
+            "a new run, with fit(ckpt_path=...)"
+        )
+        try:
+            optimizer = prepare(module, plain, config, units=self._units)[1]
+        except UntrackedError as error:
+            raise refusal from error
+        if context.tracked is not None and context.tracked.comes_back:  # a hook of the user's tracks something
+            raise refusal
+        return optimizer
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:  # rank 0 may still be writing it
         racing = self.is_distributed and is_prepared(self.lightning_module)

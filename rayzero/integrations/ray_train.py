@@ -10,10 +10,10 @@
     with optimizer_actors(num_optimizers=2) as owners:
         TorchTrainer(loop, train_loop_config={"owners": owners}, scaling_config=...).fit()
 
-Ray Train places, starts and ends the workers; the ``with`` block starts and ends the optimizer actors. If a worker
-dies, the run ends for the others with an error that names it. Leave ``FailureConfig(max_failures=0)`` as it is:
-restarted workers need new optimizer actors, so call ``fit()`` again in a new block, with the checkpoint to continue
-from.
+Ray Train places, starts and ends the workers; the ``with`` block starts and ends the optimizer actors. If a worker or
+an optimizer actor dies, the run ends for the others with an error that names it. Leave ``FailureConfig`` at its
+``max_failures=0``: Ray Train would start all workers again, and the optimizer actors refuse them by name, because they
+hold a later step than any checkpoint. Call ``fit()`` again in a new block, with the checkpoint to continue from.
 """
 
 from __future__ import annotations

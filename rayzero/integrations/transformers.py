@@ -17,6 +17,12 @@ metrics. The logged training loss is the rank's own.
 [Note: Trainer's checkpoints] A ``checkpoint-N`` has the fp32 model, which ``from_pretrained`` reads, the Trainer's own
 files, and ``rayzero/`` with the masters and moments that the owners wrote. ``train(resume_from_checkpoint=...)``
 continues from it with any number of owners.
+
+[Note: a rank that dies] The loop is kept with every step (``TrainerProgress``), so that a rank that dies repeats only
+its last one. In its next life, the Trainer runs from its top: callbacks get ``on_train_begin`` and ``on_epoch_begin``
+again, and epochs and batches that were used are skipped. Callbacks of your own keep what ``ExportableState`` says, as
+in the Trainer's checkpoints. Only a Trainer whose model is the run's first can do this, and only if its dataset draws
+no random numbers when an example is read; otherwise, the rank's next life is refused by name.
 """
 
 from __future__ import annotations
@@ -42,11 +48,14 @@ from rayzero.engine.prepare import is_prepared
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
+from rayzero.integrations.trainer_progress import TrainerProgress
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 
 _OURS = "rayzero"  # folder of a Trainer's checkpoint that the owners write
 _SCHEDULER = "scheduler.pt"  # the Trainer's own name for it
+_TRACKED_AS = "transformers.Trainer"  # no name that rayzero.track() takes
+_KEPT = "what was kept with the last step"  # stands for a checkpoint's folder
 
 
 def save_pretrained(model: Any, directory: Path | str, **settings: Any) -> None:
@@ -88,6 +97,7 @@ class ZeroTraining:
     ) -> None:
         self._zero_config = zero_config
         self._units = units
+        self._progress = TrainerProgress(self)
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -134,7 +144,54 @@ class ZeroTraining:
                 f"the run resumes from {resume}, but trainer.train() would count its steps from 0; call "
                 "trainer.train(resume_from_checkpoint=...) and leave RunConfig's resume out"
             )
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        made = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        self._progress.begin_train()
+        return made
+
+    # ---- the loop. [Note: a rank that dies]
+
+    def _run_epoch(
+        self,
+        *,
+        epoch: int,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        resume_from_checkpoint: str | None,
+        **rest: Any,
+    ) -> None:
+        """As the Trainer's; in a rank that has come back, only from its last step on."""
+        context, micro_batches = get_context(), self.args.gradient_accumulation_steps
+        if context.tracked is not None and context.engine is self.zero_optimizer.engine:
+            context.tracked.add({_TRACKED_AS: self._progress}, in_checkpoints=False)
+        skips = resume_from_checkpoint is not None and epoch == epochs_trained and not self.args.ignore_data_skip
+        back = self._progress.begin_epoch(epoch, steps_trained_in_current_epoch // micro_batches if skips else 0)
+        if back is not None:
+            if epoch < back["epoch"]:
+                return
+            epochs_trained, steps_trained_in_current_epoch = epoch, back["updates"] * micro_batches
+            resume_from_checkpoint = _KEPT if back["updates"] else None
+            self.args.ignore_data_skip = False  # that is for resumes, of which there is no other in a train()
+        super()._run_epoch(  # type: ignore[misc]
+            epoch=epoch,
+            epochs_trained=epochs_trained,
+            steps_trained_in_current_epoch=steps_trained_in_current_epoch,
+            resume_from_checkpoint=resume_from_checkpoint,
+            **rest,
+        )
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        before = self._progress.generators()
+        taken = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._progress.took_batches(before)
+        return taken
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint == _KEPT:
+            self._progress.restore_generators()
+        else:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            self._progress.generators_changed()
 
     # ---- checkpoints. [Note: Trainer's checkpoints]
 

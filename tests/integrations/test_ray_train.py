@@ -16,11 +16,13 @@ from engine.models import Net, same_bits, seeded, token_loss, tokens
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.errors import UnsupportedError
+from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.errors import HandshakeError, UnsupportedError
 from rayzero.integrations import ray_train
 from rayzero.integrations.ray_train import Owners, optimizer_actors
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
+from rayzero.store.rank import remote
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,30 @@ def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
             states.append(rayzero.full_state_dict(model))
     assert same_bits(*states)
     assert not same_bits(states[0], seeded(Net).state_dict())
+
+
+def test_a_worker_group_that_ray_train_starts_again_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are other processes; the same process may try again after a prepare() that failed."""
+
+    class Place:
+        get_world_rank = staticmethod(lambda: 0)
+        get_world_size = staticmethod(lambda: 1)
+
+    def begin(owners: Owners) -> Any:
+        with owners.rank():
+            model = seeded(Net)
+            return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    monkeypatch.setattr(ray_train.train, "get_context", Place)
+    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
+    with served() as owners:
+        begin(owners)
+        begin(owners)
+        monkeypatch.setattr(remote, "this_process", lambda: ProcessIdentity("", 4711, 0))
+        with pytest.raises(HandshakeError, match=r"rank 0 was the process .* pid 4711, but this run replaces no ranks"):
+            begin(owners)
+    with served() as owners:  # of a new block
+        begin(owners)
 
 
 def test_the_token_is_not_in_what_ray_train_may_log() -> None:

@@ -81,7 +81,7 @@ def save_checkpoint(
         return None
     _require_first(directory, engine.number)
     _refuse_others(directory, engine, context)
-    tracked = context.tracked.states() if context.tracked is not None and not engine.number else {}
+    tracked = context.tracked.checkpoint_states() if context.tracked is not None and not engine.number else {}
     entry = _write_rank_file(optimizer, directory, loop_state, tracked)
     try:
         saved = engine.save(directory, (entry,))

@@ -15,7 +15,7 @@ from rayzero.engine.loop.rank_state import names_of, set_generator_states
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.engine.units.writes import WrittenUnits
-from rayzero.errors import UnsupportedError
+from rayzero.errors import UnsupportedError, UntrackedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached
 from rayzero.protocol.store import ParameterStore
 
@@ -64,7 +64,8 @@ def put_back(state: State, store: ParameterStore, model: nn.Module, device: torc
 def comeback_of(
     store: ParameterStore, attached: Attached, *, rank: int, number: int, repeats: int | None = None
 ) -> Comeback:
-    """How a rank goes on that has died. Raises UnsupportedError if nobody knows its loop's state.
+    """How a rank goes on that has died. Raises UnsupportedError if nobody knows its loop's state: UntrackedError if it
+    tracks nothing.
 
     number: the prepared model's. repeats: the open step, if all ranks do the end of the iteration before it again, as
         they do if the whole run died before all of them had ended it: they wait for each other there."""
@@ -81,7 +82,7 @@ def comeback_of(
     before, at_commit = _whole(parts, attached.step - 1), parts.get((attached.step, AT_COMMIT))
     if at_commit is not None and (before is not None or attached.step - 1 == attached.version):
         return Comeback(step=attached.step - 1, state=before, at_commit=at_commit)
-    raise UnsupportedError(
+    raise UntrackedError(
         f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not kept, "
         "because it tracks nothing. Call rayzero.track() after prepare(), with the loop's scheduler and loader, or "
         "with nothing if it has nothing to track; or resume the run from its newest checkpoint"

@@ -4,8 +4,10 @@ its last step.
 [Note: two moments] ``optimizer.step()`` is in the middle of a loop's iteration: the scheduler and the loss scaler are
 stepped after it, and the next batch is taken before the next forward. So no single moment has the state with which an
 iteration begins. The random generators, the buffers and the sources of data (objects that can be iterated) are taken as
-the step is committed; buffers, parameter groups and all other objects once more as the next forward with gradients
-begins. (What a loop draws or takes between ``step()`` and the end of its iteration is not seen: validation should use a
+the step is committed; generators, buffers, parameter groups and all other objects once more as the next forward with
+gradients begins. A rank that comes back has the first generators from prepare() on, to draw its batch, and the second
+ones in its first forward: a loop that makes the iterator of a DataLoader anew draws a number for it. (What a loop draws
+or takes between ``step()`` and the end of its iteration is not seen by the next batch: validation should use a
 generator of its own.)
 
 [Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
@@ -23,7 +25,7 @@ import torch
 
 from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.loop.comeback import Comeback, State, put_back
-from rayzero.engine.loop.rank_state import generator_states, persistent_buffers
+from rayzero.engine.loop.rank_state import generator_states, persistent_buffers, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import saved_options
@@ -32,6 +34,8 @@ from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, Lo
 from rayzero.quantities import format_bytes
 
 log = logging.getLogger(__name__)
+
+RNG_AT_FORWARD = "rng at forward"  # beside "rng": see [Note: two moments]
 
 
 class LoopKeeper:
@@ -45,6 +49,7 @@ class LoopKeeper:
         """``comeback``: of a rank that has come back; it may repeat a step that is decided."""
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
+        self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
         self._open: int | None = None  # the step whose state lacks its second part
         self._too_large = False
         self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
@@ -76,10 +81,16 @@ class LoopKeeper:
 
     def begin_forward(self) -> None:
         """The model's forward begins: the iteration before has ended."""
+        if self._returns and torch.is_grad_enabled():
+            self._returns = False
+            assert self._comeback is not None
+            assert self._comeback.state is not None
+            set_generator_states(self._comeback.state[RNG_AT_FORWARD], self._engine.device)
         if self._open is not None and torch.is_grad_enabled():
             step, self._open, self.repeating = self._open, None, False
             rest = {
                 "tracked": self._tracked.states(sources=False),
+                RNG_AT_FORWARD: generator_states(self._engine.device),
                 "buffers": persistent_buffers(self._engine.model),
                 "written": self._written(),
             }

@@ -35,23 +35,30 @@ class Tracked:
 
     Knows objects and the states that wait for them; not where states are kept."""
 
-    def __init__(self, engine: Engine, saved: Mapping[str, Any] | None, source: str) -> None:
+    def __init__(
+        self, engine: Engine, saved: Mapping[str, Any] | None, source: str, *, comes_back: bool = False
+    ) -> None:
         """``saved``: the states to load, by name; None: a fresh start. ``source``: where they come from, for
-        messages."""
+        messages. ``comes_back``: they are those of the step that a rank repeats; False: a checkpoint's."""
         self._engine = engine
         self._objects: dict[str, Stateful] = {}
         self._saved, self._source = saved, source
+        self._not_saved: set[str] = set()
+        self.comes_back = comes_back
         self.active = False  # the loop has called track(), perhaps with nothing
 
-    def add(self, objects: Mapping[str, Any]) -> None:
-        """See ``RankContext.track``."""
+    def add(self, objects: Mapping[str, Any], *, in_checkpoints: bool = True) -> None:
+        """See ``RankContext.track``. ``in_checkpoints``: False: only a rank that comes back needs the states; a loop
+        that resumes has files of its own."""
         for name, each in objects.items():
             self._check(name, each)
         for name, each in objects.items():
             if name in self._objects:
                 continue
-            if self._saved is not None:
+            if self._saved is not None and (in_checkpoints or self.comes_back):
                 self._load(name, each, self._saved)
+            if not in_checkpoints:
+                self._not_saved.add(name)
             pack({f"tracked.{name}": each.state_dict()})  # raises now what every step would raise
             self._objects[name] = each
         self.active = True
@@ -88,6 +95,10 @@ class Tracked:
     def states(self, *, sources: bool = True) -> dict[str, Any]:
         """The state of each object now, by name. ``sources``: those of sources of data, too: [Note: two moments]."""
         return {n: each.state_dict() for n, each in self._objects.items() if sources or not _is_source(each)}
+
+    def checkpoint_states(self) -> dict[str, Any]:
+        """The states that a checkpoint holds, by name."""
+        return {name: each.state_dict() for name, each in self._objects.items() if name not in self._not_saved}
 
     def put_back(self, states: Mapping[str, Any]) -> None:
         """Load ``states`` again into all objects but sources of data."""

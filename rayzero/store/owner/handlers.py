@@ -110,6 +110,9 @@ class RankCalls:
         differ."""
         service = self._model.service
         self._require_same_terms(request)
+        process = translate.process_from_pb(request.process)
+        if not self._model.replaces_ranks:
+            self._model.ranks.require_same(request.rank, process)
         spec = translate.spec_from_bytes(request.spec)
         if spec.layout.digest != request.layout_digest:
             raise HandshakeError(
@@ -123,7 +126,7 @@ class RankCalls:
         self._model.take_spec(spec)
         told = translate.told_from_pb(request.told) if request.HasField("told") else None
         step = self._connected_lead().attach(request.rank, spec, attached.version, told) if self._model.leads else 0
-        self._model.ranks.attached(request.rank, translate.process_from_pb(request.process), request.lease_s)
+        self._model.ranks.attached(request.rank, process, request.lease_s)
         return pb.AttachResponse(
             step=step,
             version=attached.version,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rayzero.concurrency.processes import ProcessIdentity, watch_process
+from rayzero.errors import HandshakeError
 from rayzero.store.traffic import count_reconnect
 from rayzero.telemetry.recorder import Recorder
 
@@ -45,12 +46,24 @@ class RankLinks:
         """``gone`` is called on the event loop, once for each rank that is gone without having left."""
         self._owner, self._loop, self._recorder, self._gone = owner, loop, recorder, gone
         self._ranks: dict[int, _Rank] = {}
+        self._processes: dict[int, ProcessIdentity] = {}  # of each rank that has ever attached, the newest
         self._streams: dict[int, object] = {}  # rank -> its newest stream of notices
         self._over = False
+
+    def require_same(self, rank: int, process: ProcessIdentity) -> None:
+        """Raise HandshakeError if ``rank`` was another process before."""
+        before = self._processes.get(rank, process)
+        if before != process:
+            raise HandshakeError(
+                f"optimizer {self._owner}: rank {rank} was the process with pid {before.pid} and is now one with pid "
+                f"{process.pid}, but this run replaces no ranks; start a new run, with optimizer actors of its own, "
+                "from the newest checkpoint"
+            )
 
     def attached(self, rank: int, process: ProcessIdentity, lease_s: float) -> None:
         """A rank has shaken hands; also a repeat of that. ``lease_s``: see ``AttachRequest``."""
         self.left(rank)
+        self._processes[rank] = process
         unwatch = watch_process(process, partial(self._died, rank, process))
         self._ranks[rank] = _Rank(process, lease_s, unwatch)
         if rank not in self._streams:
