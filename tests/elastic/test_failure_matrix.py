@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.errors import RayZeroError
+from rayzero.errors import HandshakeError, RayZeroError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport
 from rayzero.testing.faults import Fault, FaultError
@@ -196,6 +196,21 @@ def test_a_fault_changes_no_bit(
     disturbed = Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0)
     assert differences(disturbed.results(), expected) == []
     disturbed.check(caplog.messages)
+
+
+@pytest.mark.parametrize("point", ["rank.meet", "rank.met"])
+def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(point: str, tmp_path: Path) -> None:
+    """It has published nothing, so its successor makes other memory. ``point``: where rank 0 is meanwhile, which has
+    shaken hands with it; rank 1 comes later, and its handshake is what the owner dies in."""
+    faults = (
+        Fault("rank 0", point, "delay", 2, seconds=1.5),
+        Fault("rank 1", "rank.attach", "delay", seconds=0.5),
+        killed("optimizer 1", "owner.attach", 2),
+    )
+    disturbed = Disturbed(tmp_path, *faults)
+    with pytest.raises(HandshakeError, match="optimizer 1 .*has died before it had published every first value"):
+        disturbed.results()
+    disturbed.check_nothing_left()
 
 
 @pytest.mark.parametrize(("fault", "said"), RAISED.values(), ids=RAISED)
