@@ -126,7 +126,7 @@ POINTS = {
     "lead.ordered": Point("rayzero.store.owner.peers.shared:SharedPeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
-    "lead.write": Point(f"{_LEAD}.write", _BEFORE, repeats=True),
+    "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
     "lead.save": Point(f"{_LEAD}.save", _BEFORE, repeats=True),
     "lead.before-manifest": Point("rayzero.lead.checkpoints:_commit", _BEFORE),
     "lead.after-manifest": Point("rayzero.lead.checkpoints:_commit", _AFTER),

@@ -86,7 +86,12 @@ class _Run:
         self._pipes: dict[MemberId, Connection] = {}
         self._children: dict[MemberId, BaseProcess] = {}  # freed by: end()
         self._outcomes: list[Outcome] = []
-        self._controller = Controller(len(places), self._start_owners(), max_failures=max_failures, bound=self._bound)
+        try:
+            addresses = self._start_owners()
+        except BaseException:
+            self.end()
+            raise
+        self._controller = Controller(len(places), addresses, max_failures=max_failures, bound=self._bound)
 
     @property
     def _bound(self) -> frozenset[MemberId]:
@@ -100,11 +105,17 @@ class _Run:
         members = [MemberId(Kind.OWNER, owner) for owner in range(self._owners.service.num_owners)]
         for member in members:
             self._start(member, 0)
-        addresses = tuple(self._pipes[member].recv() for member in members)
+        addresses = tuple(self._first_word(member) for member in members)
         for member in members:
             self._send(member, ("connect_peers", addresses))
-            self._pipes[member].recv()
+            self._first_word(member)
         return addresses
+
+    def _first_word(self, member: MemberId) -> Any:
+        try:
+            return self._pipes[member].recv()
+        except (EOFError, ConnectionResetError):
+            raise RunFailedError(f"the process of {member} died before the run began") from None
 
     # ---- until the loops have ended
 

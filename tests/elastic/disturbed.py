@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ class Disturbed:
         self.check_nothing_left()
 
     def check_nothing_left(self) -> None:
-        """The run has left no slab."""
-        run = (self.folder / "run").read_text()
+        """The run has left no process and no slab."""
+        assert multiprocessing.active_children() == []
+        named = self.folder / "run"  # if a loop began
+        run = named.read_text() if named.exists() else ""
         assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []

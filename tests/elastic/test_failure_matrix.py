@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.errors import HandshakeError, RayZeroError
+from rayzero.errors import HandshakeError, RayZeroError, RunFailedError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport
 from rayzero.testing.faults import Fault, FaultError
@@ -137,6 +137,7 @@ WIRE = {
         ("finish", "rank 1", "rank.call", 2, "Finish"),
         ("commit", "rank 0", "rank.call", 1, "Commit"),
         ("mean", "rank 1", "rank.call", 2, "Mean"),
+        ("write", "rank 1", "rank.call", 1, "Write"),
         ("save", "rank 0", "rank.call", 1, "Save"),
         ("collect", "optimizer 0", "lead.call", 2, "Collect"),
         ("apply", "optimizer 0", "lead.call", 2, "Apply"),
@@ -145,7 +146,7 @@ WIRE = {
     for act in ("drop", "duplicate")
 } | {
     f"answer-to-{method.lower()}-drop": Fault("rank 1", "rank.answer", "drop", 1, method=method)
-    for method in ("Finish", "Commit", "Mean", "Save")
+    for method in ("Finish", "Commit", "Mean", "Write", "Save")
 }
 RAISED = {
     "in-the-norm": (
@@ -198,6 +199,13 @@ def test_a_fault_changes_no_bit(
     disturbed.check(caplog.messages)
 
 
+def test_an_owner_that_dies_before_the_run_begins_ends_it_by_name(tmp_path: Path) -> None:
+    disturbed = Disturbed(tmp_path, killed("optimizer 1", "owner.start"))
+    with pytest.raises(RunFailedError, match="the process of optimizer 1 died before the run began"):
+        disturbed.results()
+    disturbed.check_nothing_left()
+
+
 @pytest.mark.parametrize("point", ["rank.meet", "rank.met"])
 def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(point: str, tmp_path: Path) -> None:
     """It has published nothing, so its successor makes other memory. ``point``: where rank 0 is meanwhile, which has
@@ -208,7 +216,7 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
         killed("optimizer 1", "owner.attach", 2),
     )
     disturbed = Disturbed(tmp_path, *faults)
-    with pytest.raises(HandshakeError, match="optimizer 1 .*has died before it had published every first value"):
+    with pytest.raises(HandshakeError, match=r"optimizer 1 .*has died before it had published every first value"):
         disturbed.results()
     disturbed.check_nothing_left()
 
