@@ -91,6 +91,9 @@ class CheckpointWriter:
         except (OSError, RayZeroError) as exc:
             self._recorder.add(CHECKPOINT_FAILURES)
             fail(future, exc)
+        except Exception as exc:  # ends the run, but who waits for the file would hear nothing of that
+            fail(future, StoreError(f"optimizer {self._owner} failed: {exc!r}"))
+            raise
         else:
             self._recorder.observe(CHECKPOINT_SECONDS, time.perf_counter() - started, phase="write")
             self._recorder.set(CHECKPOINT_BYTES, entry.size_bytes)

@@ -25,6 +25,7 @@ from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RunFailedError
 from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.testing.faults import Faults
 from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
 from rayzero.testing.place import Ending, Loop, Outcome, Place, T, outcome_of, results_of
 
@@ -46,11 +47,16 @@ class OwnerProcesses:
 
 
 def run_processes(
-    fn: Loop[T], places: Sequence[Place], owners: OwnersHere | OwnerProcesses, max_failures: int, stall_timeout: float
+    fn: Loop[T],
+    places: Sequence[Place],
+    owners: OwnersHere | OwnerProcesses,
+    max_failures: int,
+    stall_timeout: float,
+    faults: Faults | None = None,
 ) -> list[T]:
     """Run the loop on every rank; the results by rank. Members whose processes die are replaced, ``max_failures``
     times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail."""
-    run = _Run(fn, places, owners, max_failures, stall_timeout / 2)
+    run = _Run(fn, places, owners, max_failures, stall_timeout / 2, faults)
     try:
         return results_of(run.outcomes())
     finally:
@@ -69,8 +75,9 @@ class _Run:
         owners: OwnersHere | OwnerProcesses,
         max_failures: int,
         patience_s: float,
+        faults: Faults | None,
     ) -> None:
-        self._fn, self._places, self._owners = fn, places, owners
+        self._fn, self._places, self._owners, self._faults = fn, places, owners, faults
         self._sleepers = Sleepers[BaseProcess](patience_s if max_failures else math.inf)  # inf: nobody replaces them
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
         self._server.set_forkserver_preload(_PRELOADED)  # takes effect when the first process starts the server
@@ -79,7 +86,12 @@ class _Run:
         self._pipes: dict[MemberId, Connection] = {}
         self._children: dict[MemberId, BaseProcess] = {}  # freed by: end()
         self._outcomes: list[Outcome] = []
-        self._controller = Controller(len(places), self._start_owners(), max_failures=max_failures, bound=self._bound)
+        try:
+            addresses = self._start_owners()
+        except BaseException:
+            self.end()
+            raise
+        self._controller = Controller(len(places), addresses, max_failures=max_failures, bound=self._bound)
 
     @property
     def _bound(self) -> frozenset[MemberId]:
@@ -93,11 +105,17 @@ class _Run:
         members = [MemberId(Kind.OWNER, owner) for owner in range(self._owners.service.num_owners)]
         for member in members:
             self._start(member, 0)
-        addresses = tuple(self._pipes[member].recv() for member in members)
+        addresses = tuple(self._first_word(member) for member in members)
         for member in members:
             self._send(member, ("connect_peers", addresses))
-            self._pipes[member].recv()
+            self._first_word(member)
         return addresses
+
+    def _first_word(self, member: MemberId) -> Any:
+        try:
+            return self._pipes[member].recv()
+        except (EOFError, ConnectionResetError):
+            raise RunFailedError(f"the process of {member} died before the run began") from None
 
     # ---- until the loops have ended
 
@@ -181,8 +199,10 @@ class _Run:
 
     def _start(self, member: MemberId, life: int) -> None:
         ours, theirs = self._server.Pipe()
-        target = self._rank if member.kind is Kind.RANK else self._owner
-        child = self._server.Process(target=_child, args=(self._start_state, target(member.index, life), theirs))
+        be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member.index, life)
+        if self._faults is not None:
+            be = partial(_arm, self._faults, member, life, be)
+        child = self._server.Process(target=_child, args=(self._start_state, be, theirs))
         child.name = str(member)
         child.start()
         theirs.close()
@@ -233,6 +253,11 @@ class _Start:
 
 def _child(start: _Start, be: Any, pipe: Connection) -> None:
     start.take()
+    be(pipe)
+
+
+def _arm(faults: Faults, member: MemberId, life: int, be: Any, pipe: Connection) -> None:
+    faults.arm(member, life)
     be(pipe)
 
 

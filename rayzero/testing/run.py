@@ -27,6 +27,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.slab import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
+from rayzero.testing.faults import Faults
 from rayzero.testing.owners import OwnersHere, OwnReach, ServedReach, Service, local_owners, served_owners
 from rayzero.testing.place import Connect, Loop, Place, T
 from rayzero.testing.processes import OwnerProcesses, run_processes
@@ -48,6 +49,7 @@ def run_ranks(
     threads: int = 1,
     stall_timeout: float = 60.0,
     max_failures: int = 0,
+    faults: Faults | None = None,
 ) -> list[T]:
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners. Returns the ranks' results by rank.
 
@@ -66,6 +68,8 @@ def run_ranks(
         raises ``Killed``: its loop begins anew and repeats the step that it died in (``rayzero.track``), while the
         others wait. With processes=True owners are processes too, and an owner that is killed gets a successor. A loop
         that raises any other error has failed, and is not started again.
+    faults: what is to go wrong at named points of the ranks' and owners' processes (testing/faults.py). Owners are
+        processes only with max_failures > 0.
 
     If a rank fails, the others are told to stop, and the error of the first is raised with a note that names its rank.
     No thread, process or port is left behind. Raises ConfigError if the arguments do not fit together.
@@ -78,6 +82,8 @@ def run_ranks(
         raise ConfigError(f"world_size and num_optimizers must be >= 1, got {world_size} and {num_optimizers}")
     if max_failures < 0 or (max_failures and callable(transport)):
         raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0, and 0 with a transport of your own")
+    if faults is not None and not processes:
+        raise ConfigError("faults strike processes; pass processes=True")
     run = f"run_ranks-{secrets.token_hex(4)}"  # slabs are swept by run, so each needs a name of its own
     places = [
         Place(rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads)
@@ -85,9 +91,13 @@ def run_ranks(
     ]
     settings = config or ZeroConfig()
     beside_ranks = device_owners(world_size, settings.host_fraction)
+    if faults is not None:
+        faults.check(world_size, num_optimizers + beside_ranks if max_failures else 0)
     if callable(transport):
         owners = _reached_by(transport)
-        return run_processes(fn, places, owners, 0, stall_timeout) if processes else run_threads(fn, places, owners, 0)
+        if processes:
+            return run_processes(fn, places, owners, 0, stall_timeout, faults)
+        return run_threads(fn, places, owners, 0)
     if transport == "inproc":
         with local_owners(num_optimizers, beside_ranks, threads, stall_timeout) as owners:
             return run_threads(fn, places, owners, max_failures)
@@ -104,10 +114,10 @@ def run_ranks(
     try:
         if processes and replaces:
             alone = OwnerProcesses(service, reach, bound=share is None)
-            return run_processes(fn, places, alone, max_failures, stall_timeout)
+            return run_processes(fn, places, alone, max_failures, stall_timeout, faults)
         with served_owners(service, reach) as owners:
             if processes:
-                return run_processes(fn, places, owners, max_failures, stall_timeout)
+                return run_processes(fn, places, owners, max_failures, stall_timeout, faults)
             return run_threads(fn, places, owners, max_failures)
     finally:
         if share is not None:

@@ -136,6 +136,7 @@ class RemoteConnection:
         self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
         self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
         self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
+        self._successors: dict[int, Any] = {}  # by owner, what its last successor has answered
         self._keeps: list[pb.KeepRequest] = []  # what the keeper has of the loop's state, for a successor
 
     # ---- handshake
@@ -147,12 +148,18 @@ class RemoteConnection:
         step = answers[plan.shard_map.owner(0)].step
         if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
-            self._join_host(plan, {owner: files for owner, files in offers.items() if files.control}, step, page_lock)
+            ours = {owner: files for owner, files in offers.items() if files.control}
+            try:
+                self._join_host(plan, ours, step, page_lock)
+            except RayZeroError:
+                self._check_successors(answers)  # the cause, if what an owner offered has gone with it
+                raise
             if self._gradients is None and self._keep_pushed:
                 self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
             self._plan = plan
+            self._check_successors(answers)
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         return Joined(
@@ -279,20 +286,32 @@ class RemoteConnection:
         if self._lead is not None and self._lead.is_over(link):
             request.told.CopyFrom(self._lead.told())
         answer = channel.answer(channel.start("Attach", request, deadline_s))
+        self._successors[link.owner] = answer
         for kept in self._keeps if link is self._keeper else ():
             channel.answer(channel.start("Keep", kept, deadline_s))
         offered = self._offered.get(link.owner)
         lacks = answer.needs_load or (offered is not None and answer.shared != offered)
         if self._plan is not None and lacks:
-            raise HandshakeError(
-                f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
-                "lacks some: start the run again"
-            )
+            raise self._lacks_values(link)
         if offered is not None:
             channel.answer(channel.start("Share", self._sharing, deadline_s))
         self._wires[link.owner].stage_again(channel, self._stall_s)
         if offered is None and self._plan is not None:
             self._push_again(self._plan, link.owner, channel)
+
+    def _check_successors(self, answers: Sequence[Any]) -> None:
+        """Raise HandshakeError if an owner has died since it answered, and its successor has other memory.
+        ``_rejoin`` sees that from then on. ``answers``: by owner, those that this rank went on with."""
+        for owner, now in list(self._successors.items()):
+            before = answers[owner]
+            if (before.shared.control and now.shared != before.shared) or (now.needs_load and not before.needs_load):
+                raise self._lacks_values(self._links[owner])
+
+    def _lacks_values(self, link: OwnerLink) -> HandshakeError:
+        return HandshakeError(
+            f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
+            "lacks some: start the run again"
+        )
 
     def _push_again(self, plan: SharedPlan, owner: int, channel: Channel) -> None:
         """Send the successor of an owner what it may lack of this rank's gradients. Those of decided steps go first: it

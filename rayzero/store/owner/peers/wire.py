@@ -103,6 +103,7 @@ class RemotePeer:
         self._changed = asyncio.Event()  # the link is over: nobody waits for it any more
         self._caught_up = asyncio.Event()  # clear while a successor redoes what is recorded
         self._caught_up.set()
+        self._successors = 0
         self._channel = self._loop.run(self._open(LinkNumber("lead", 0)), _QUICK_S)  # freed by: _reopen(), _close()
 
     # ---- calls
@@ -112,12 +113,17 @@ class RemotePeer:
         was not answered is repeated. Done once it has redone them."""
 
         async def succeed() -> None:
-            self._address, self._caught_up = address, asyncio.Event()
+            self._successors += 1
+            successor, self._address = self._successors, address
+            self._caught_up.clear()
             await self._reopen(self._channel)
             for record in records:
                 request = pb.RedoRequest(record=translate.record_to_pb(record))
-                await self._ask("Redo", request, self._timeout_s, ahead=True)
-            self._caught_up.set()
+                await self._ask("Redo", request, self._timeout_s, successor=successor)
+            if successor == self._successors:
+                self._caught_up.set()
+            else:  # it died meanwhile, and another one is asked to redo them
+                await self._caught_up.wait()
 
         return self._submit(succeed())
 
@@ -207,16 +213,19 @@ class RemotePeer:
     # ---- the link: on the event loop
 
     async def _ask(
-        self, method: str, request: Any, timeout_s: float, repeat_s: float = math.inf, *, ahead: bool = False
+        self, method: str, request: Any, timeout_s: float, repeat_s: float = math.inf, *, successor: int | None = None
     ) -> Any:
         """Make a call, and repeat it over a new channel while the link breaks; not before a successor has redone what
-        is recorded, unless it is ``ahead`` of that. Raises the owner's error; TransferError
-        if the link is still down after ``timeout_s`` or ``repeat_s`` seconds; why the link is over."""
+        is recorded. ``successor``: the call is part of that, by this successor: None once another one has taken its
+        place. Raises the owner's error; TransferError if the link is still down after ``timeout_s`` or ``repeat_s``
+        seconds; why the link is over."""
         began, pauses = time.monotonic(), backoff()
         deadline = began + timeout_s
         while self._over is None:
-            if not ahead:
+            if successor is None:
                 await self._caught_up.wait()
+            elif successor != self._successors:
+                return None
             channel = self._channel
             try:
                 answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,134 @@
+"""The training loop that ``faults.py`` disturbs, and how its processes and its progress are seen from outside."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.slabs.slab import list_slabs
+
+RANKS = 2
+_PLACE = struct.Struct("<q")  # a rank's finished steps, in a file of its own
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Seen:
+    """What a rank's loop has seen."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.means: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses, "means": self.means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.means = list(state["losses"]), list(state["means"])
+
+
+@functools.cache
+def base() -> nn.Module:
+    """The model that every rank begins with: ranks that are threads share one random generator."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(64, 64), Block(64), Block(64), nn.Linear(64, 64))
+
+
+def loop(context: RankContext, model: nn.Module, folder: Path, steps: int, keeps: int = sys.maxsize) -> Any:
+    """Train ``steps`` steps, in whichever life: until the file "end" says how many, if ``steps`` is 0. ``keeps``: how
+    many losses and means it remembers."""
+    torch.set_num_threads(1)  # the bits of a matrix product depend on it
+    model = copy.deepcopy(model)
+    (folder / "run").write_text(context.run)
+    model, optimizer = rayzero.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), ZeroConfig(units=["Block", "Embedding"])
+    )
+    scheduler, seen = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9), Seen()
+    rayzero.track(scheduler=scheduler, seen=seen)
+    step = context.step
+    place = os.open(folder / f"at-{context.rank}", os.O_CREAT | os.O_RDWR)
+    while step < (steps or end_of(folder)):
+        tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1000 * step + context.rank))
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        seen.losses = [*seen.losses, loss.item()][-keeps:]
+        if step % 2:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % 5 == 4:
+            seen.means = [*seen.means, rayzero.mean_over_ranks(seen.losses[-1])][-keeps:]
+        if step % 20 == 19:
+            rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}", keep_last=1)
+        if step % 30 == 29:
+            with torch.no_grad():
+                model[3].bias.mul_(0.5)
+        step += 1
+        os.pwrite(place, _PLACE.pack(step), 0)  # at once: who reads it never finds it empty
+    os.close(place)
+    return rayzero.full_state_dict(model), optimizer.state_dict(), seen.losses, seen.means
+
+
+def end_of(folder: Path) -> int:
+    """The step with which a disturbed run ends: named once its last fault is over."""
+    with suppress(OSError, ValueError):
+        return int((folder / "end").read_text())
+    return sys.maxsize
+
+
+def differences(ours: Any, theirs: Any) -> list[str]:
+    """What differs between two runs' results."""
+    found = []
+    for rank, ((weights, states, *seen), (w, s, *other)) in enumerate(zip(ours, theirs, strict=True)):
+        found += [f"rank {rank}: {name}" for name in weights if not torch.equal(weights[name], w[name])]
+        for key, state in states["state"].items():
+            mine = {name: torch.as_tensor(value) for name, value in state.items()}
+            found += [f"{key}.{n}" for n in mine if not torch.equal(mine[n], torch.as_tensor(s["state"][key][n]))]
+        found += [f"rank {rank}: {what}" for what, a, b in zip(("losses", "means"), seen, other, strict=True) if a != b]
+    return found
+
+
+# ---- from outside -----------------------------------------------------------------------------------------------
+
+
+def pids(folder: Path, who: tuple[str, int] | None) -> set[int]:
+    """The processes that hold the slabs of a member, ("owner", 0) or ("rank", 1); None: of all."""
+    run = (folder / "run").read_text()
+    headers = [slab.header for slab in list_slabs() if slab.alive and slab.header is not None]
+    ours = [(header.pid, header.facts) for header in headers if header.facts.run == run]
+    if who is None:
+        return {pid for pid, _ in ours}
+    roles = ("params", "state") if who[0] == "owner" else ("grads",)
+    return {pid for pid, facts in ours if facts.role in roles and facts.index == who[1]}
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The finished steps of the ranks that have finished any."""
+    return [_PLACE.unpack(path.read_bytes().ljust(8, b"\0"))[0] for path in sorted(folder.glob("at-*"))]
+
+
+def step_of(folder: Path) -> int:
+    """The steps that every rank has finished."""
+    found = steps_of(folder)
+    return min(found) if len(found) == RANKS else 0

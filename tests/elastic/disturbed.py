@@ -1,0 +1,118 @@
+"""A small training run with named faults, and what must hold of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import multiprocessing
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.models import Batches, seeded
+from engine.test_comeback import Seen, Small
+from torch import nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext
+from rayzero.protocol.messages import STEP
+from rayzero.slabs.slab import list_slabs
+from rayzero.testing import Transport, run_ranks
+from rayzero.testing.faults import Fault, Faults
+
+STEPS = 4
+RANKS = OWNERS = 2
+MOMENTS = ("exp_avg", "exp_avg_sq", STEP)
+DIED = " died and is started again"
+
+
+def train(context: RankContext, base: nn.Module, folder: Path) -> Any:
+    """A loop with everything in it that can be cut: norms and clips, means, a write, a checkpoint."""
+    torch.set_num_threads(1)  # the bits of a matrix product depend on it
+    (folder / "run").write_text(context.run)
+    model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
+    config = ZeroConfig(units=["Block", "Embedding"])
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1)
+    rayzero.track(scheduler=scheduler, loader=loader, seen=seen)
+    batches = iter(loader)
+    for step in range(context.step, STEPS):
+        x, y = next(batches)
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        seen.losses = [*seen.losses, loss.detach()]
+        if step % 2:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.means = [*seen.means, rayzero.mean_over_ranks(float(seen.losses[-1]))]
+        if step == 1:
+            rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
+            with torch.no_grad():
+                model.head.bias.fill_(0.25)
+    engine = optimizer.engine
+    moments = {f"{unit.name} {kind}": engine.cache.fetch_flat(unit, kind) for unit in engine.units for kind in MOMENTS}
+    losses = [float(loss) for loss in seen.losses]
+    return context.life, rayzero.full_state_dict(model) | moments, losses, seen.means
+
+
+def undisturbed(folder: Path) -> Any:
+    """By rank, what a run ends with that nothing happens to."""
+    return run_ranks(functools.partial(train, base=seeded(Small, 3), folder=folder), RANKS, OWNERS)
+
+
+def differences(ours: Any, theirs: Any) -> list[str]:
+    """What two runs do not have in common, bit by bit."""
+    found = []
+    for rank, ((_, tensors, *seen), (_, others, *heard)) in enumerate(zip(ours, theirs, strict=True)):
+        assert tensors.keys() == others.keys()
+        found += [f"rank {rank}: {name}" for name in tensors if not torch.equal(tensors[name], others[name])]
+        found += [f"rank {rank}: {what}" for what, a, b in zip(("losses", "means"), seen, heard, strict=True) if a != b]
+    return found
+
+
+class Disturbed:
+    """A run of ranks and owners that are processes, with faults."""
+
+    def __init__(self, folder: Path, *faults: Fault, transport: Transport = "shm", stall_timeout: float = 30.0) -> None:
+        self.folder, self.faults = folder, Faults(folder, faults)
+        self.transport: Transport = transport
+        self.stall_timeout = stall_timeout
+        self.deaths = Counter(fault.member for fault in faults if fault.act in ("kill", "stop"))
+
+    def results(self) -> Any:
+        """By rank."""
+        one = functools.partial(train, base=seeded(Small, 3), folder=self.folder)
+        found = run_ranks(
+            one,
+            RANKS,
+            OWNERS,
+            self.transport,
+            True,
+            stall_timeout=self.stall_timeout,
+            max_failures=max(1, self.deaths.total()),
+            faults=self.faults,
+        )
+        assert [life for life, *_ in found] == [self.deaths[f"rank {rank}"] for rank in range(RANKS)]
+        return found
+
+    def check(self, said: Sequence[str]) -> None:
+        """Every fault has struck, whoever died was replaced and nobody else, and nothing is left. ``said``: the log."""
+        for index, fault in enumerate(self.faults.faults):
+            struck = self.faults.struck(index)
+            assert struck is not None, f"{fault}: it has struck"
+            assert not Path(f"/proc/{struck.pid}").exists(), f"{fault}: who was struck has ended"
+        assert Counter(line.removesuffix(DIED) for line in said if line.endswith(DIED)) == self.deaths
+        self.check_nothing_left()
+
+    def check_nothing_left(self) -> None:
+        """The run has left no process and no slab."""
+        assert multiprocessing.active_children() == []
+        named = self.folder / "run"  # if a loop began
+        run = named.read_text() if named.exists() else ""
+        assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []

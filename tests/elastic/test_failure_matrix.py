@@ -1,0 +1,230 @@
+"""The failure matrix: whatever goes wrong with a process, at whatever point, the run ends with the bits of one that was
+not disturbed, or with one clear error. Other tests have its other rows: tests/engine/test_whole_run.py the death of all
+processes, tests/cluster/ what only Ray has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.errors import HandshakeError, RayZeroError, RunFailedError
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.testing import Transport
+from rayzero.testing.faults import Fault, FaultError
+
+from .disturbed import Disturbed, differences, undisturbed
+
+pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def killed(member: str, point: str, nth: int = 1, life: int | None = None) -> Fault:
+    return Fault(member, point, "kill", nth, life)
+
+
+OWNER = {
+    "idle": killed("optimizer 1", "owner.idle", 2),
+    "receiving": killed("optimizer 1", "owner.receive", 5),
+    "asked-for-norms": killed("optimizer 1", "owner.collect", 2),
+    "in-the-norm": killed("optimizer 1", "owner.norm", 2),
+    "told-to-update": killed("optimizer 1", "owner.apply", 2),
+    "before-adam": killed("optimizer 1", "owner.decided", 2),
+    "mid-adam": killed("optimizer 1", "owner.adam", 3),
+    "mid-adam-in-the-lead": killed("optimizer 0", "owner.adam", 2),
+    "updated": killed("optimizer 1", "owner.updated", 3),
+    "publishing": killed("optimizer 1", "owner.publish", 4),
+    "between-shards": killed("optimizer 1", "owner.between-shards", 3),
+    "writing": killed("optimizer 1", "owner.write"),
+    "saving": killed("optimizer 1", "owner.save"),
+    "saved": killed("optimizer 1", "owner.saved"),
+}
+LEAD = {
+    "hears-a-finish": killed("optimizer 0", "lead.finish", 3),
+    "has-the-norm": killed("optimizer 0", "lead.norm", 3),
+    "hears-a-commit": killed("optimizer 0", "lead.commit", 3),
+    "before-the-record": killed("optimizer 0", "lead.before-record", 3),
+    "in-the-record": killed("optimizer 0", "lead.record", 3),
+    "after-the-record": killed("optimizer 0", "lead.after-record", 3),
+    "one-owner-told": killed("optimizer 0", "lead.ordered", 3),
+    "owners-told": killed("optimizer 0", "lead.tell", 3),
+    "in-a-mean": killed("optimizer 0", "lead.mean", 4),
+    "in-a-write": killed("optimizer 0", "lead.write", 2),
+    "asked-to-save": killed("optimizer 0", "lead.save", 2),
+    "before-the-manifest": killed("optimizer 0", "lead.before-manifest"),
+    "after-the-manifest": killed("optimizer 0", "lead.after-manifest"),
+}
+RANK = {
+    "fetching": killed("rank 1", "rank.fetch", 6),
+    "forward": killed("rank 1", "rank.forward", 8),
+    "backward": killed("rank 1", "rank.backward", 6),
+    "between-two-pushes": killed("rank 1", "rank.pushed", 6),
+    "push-not-announced": killed("rank 1", "rank.announce", 6),
+    "after-the-last-push": killed("rank 1", "rank.pushed-last", 2),
+    "in-clip": killed("rank 1", "rank.clip", 2),
+    "clipped": killed("rank 1", "rank.clipped", 2),
+    "keeping-its-state": killed("rank 1", "rank.keep", 2),
+    "finishing": killed("rank 1", "rank.finish", 3),
+    "after-finish": killed("rank 1", "rank.finished", 3),
+    "in-a-mean": killed("rank 1", "rank.mean-asked", 3),
+    "in-a-write": killed("rank 0", "rank.write-asked"),
+    "in-a-save": killed("rank 1", "rank.save-asked"),
+    "rank-0": killed("rank 0", "rank.pushed", 6),
+}
+TOGETHER = {
+    "both-owners": (killed("optimizer 0", "owner.apply", 3), killed("optimizer 1", "owner.apply", 3)),
+    "both-owners-mid-adam": (killed("optimizer 0", "owner.adam", 2), killed("optimizer 1", "owner.adam", 2)),
+    "both-ranks": (killed("rank 0", "rank.finish", 2), killed("rank 1", "rank.finish", 2)),
+    "an-owner-and-a-rank": (killed("optimizer 1", "owner.receive", 6), killed("rank 1", "rank.pushed", 6)),
+    "everybody": (
+        *(killed(f"optimizer {owner}", "owner.norm", 4) for owner in range(2)),
+        *(killed(f"rank {rank}", "rank.pushed-last", 3) for rank in range(2)),
+    ),
+    "a-successor-as-it-starts": (killed("optimizer 1", "owner.norm", 3), killed("optimizer 1", "owner.start", 1, 1)),
+    "a-successor-with-the-locks": (
+        killed("optimizer 1", "owner.adam", 2),
+        killed("optimizer 1", "owner.took-over", 1, 1),
+    ),
+    "a-successor-that-redoes": (killed("optimizer 1", "owner.apply", 2), killed("optimizer 1", "owner.redo", 1, 1)),
+    "a-successor-mid-adam-again": (killed("optimizer 1", "owner.adam", 3), killed("optimizer 1", "owner.adam", 1, 1)),
+    "a-lead's-successor": (killed("optimizer 0", "lead.record", 3), killed("optimizer 0", "owner.attach", 2, 1)),
+    "a-rank-that-comes-back": (killed("rank 1", "rank.finish", 2), killed("rank 1", "rank.attached", 1, 1)),
+    "a-rank-while-an-owner-is-replaced": (
+        killed("optimizer 1", "owner.adam", 2),
+        killed("rank 1", "rank.rejoin", 1),
+    ),
+    "the-other-owner-while-one-is-replaced": (
+        killed("optimizer 0", "lead.after-record", 2),
+        killed("optimizer 1", "owner.redo", 1),
+    ),
+}
+
+
+STOPPED = {
+    "an-owner": Fault("optimizer 1", "owner.norm", "stop", 3),
+    "the-lead": Fault("optimizer 0", "lead.after-record", "stop", 2),
+    "a-rank": Fault("rank 1", "rank.pushed", "stop", 6),
+}
+LATE = {
+    "a-norm": Fault("optimizer 1", "owner.norm", "delay", 3),
+    "an-order": Fault("optimizer 1", "owner.apply", "delay", 2),
+    "a-record": Fault("optimizer 0", "lead.before-record", "delay", 2),
+    "a-publication": Fault("optimizer 1", "owner.publish", "delay", 4),
+    "a-push": Fault("rank 1", "rank.announce", "delay", 5),
+    "a-finish": Fault("rank 0", "rank.finish", "delay", 2),
+    "an-answer": Fault("rank 1", "rank.answer", "delay", method="Share"),
+}
+TWICE = {
+    "an-announcement": Fault("optimizer 1", "owner.receive", "duplicate", 5),
+    "an-order-to-collect": Fault("optimizer 1", "owner.collect", "duplicate", 2),
+    "an-order-to-apply": Fault("optimizer 1", "owner.apply", "duplicate", 2),
+    "a-write": Fault("optimizer 1", "owner.write", "duplicate"),
+    "a-finish": Fault("optimizer 0", "lead.finish", "duplicate", 3),
+    "a-commit": Fault("optimizer 0", "lead.commit", "duplicate", 2),
+    "a-mean": Fault("optimizer 0", "lead.mean", "duplicate", 3),
+    "a-save": Fault("optimizer 0", "lead.save", "duplicate"),
+    "an-attach": Fault("rank 1", "rank.call", "duplicate", method="Attach"),
+}
+WIRE = {
+    f"{what}-{act}": Fault(member, point, act, nth, method=method)
+    for what, member, point, nth, method in (
+        ("attach", "rank 1", "rank.call", 1, "Attach"),
+        ("finish", "rank 1", "rank.call", 2, "Finish"),
+        ("commit", "rank 0", "rank.call", 1, "Commit"),
+        ("mean", "rank 1", "rank.call", 2, "Mean"),
+        ("write", "rank 1", "rank.call", 1, "Write"),
+        ("save", "rank 0", "rank.call", 1, "Save"),
+        ("collect", "optimizer 0", "lead.call", 2, "Collect"),
+        ("apply", "optimizer 0", "lead.call", 2, "Apply"),
+        ("write-shards", "optimizer 0", "lead.call", 1, "WriteShards"),
+    )
+    for act in ("drop", "duplicate")
+} | {
+    f"answer-to-{method.lower()}-drop": Fault("rank 1", "rank.answer", "drop", 1, method=method)
+    for method in ("Finish", "Commit", "Mean", "Write", "Save")
+}
+RAISED = {
+    "in-the-norm": (
+        Fault("optimizer 1", "owner.norm", "raise", 3),
+        r"optimizer 1 failed: FaultError\('optimizer 1 owner",
+    ),
+    "receiving": (
+        Fault("optimizer 1", "owner.receive", "raise", 3),
+        r"an owner failed: FaultError\('optimizer 1 owner",
+    ),
+    "publishing": (
+        Fault("optimizer 1", "owner.publish", "raise", 4),
+        r"optimizer 1 failed: FaultError\('optimizer 1 ow",
+    ),
+    "told-to-update": (Fault("optimizer 1", "owner.apply", "raise", 2), r"FaultError\('optimizer 1 owner.apply raise"),
+    "in-the-record": (
+        Fault("optimizer 0", "lead.before-record", "raise", 2),
+        r"FaultError\('optimizer 0 lead.before-rec",
+    ),
+    "in-a-save": (Fault("optimizer 1", "owner.save", "raise"), r"optimizer 1 failed: FaultError\('optimizer 1 owner.s"),
+    "in-a-rank": (Fault("rank 1", "rank.pushed", "raise", 6), r"rank 1 rank.pushed raise, as a test asked for"),
+}
+CELLS = {
+    f"{row}-{cell}": (faults if isinstance(faults, tuple) else (faults,), transport)
+    for row, cells, transport in (
+        ("an-owner-killed", OWNER, "shm"),
+        ("the-lead-killed", LEAD, "shm"),
+        ("a-rank-killed", RANK, "shm"),
+        ("killed", TOGETHER, "shm"),
+        ("stopped", STOPPED, "shm"),
+        ("late", LATE, "shm"),
+        ("twice", TWICE, "shm"),
+        ("over-grpc", WIRE, "grpc"),
+    )
+    for cell, faults in cells.items()
+}
+
+
+@pytest.mark.parametrize(("faults", "transport"), CELLS.values(), ids=CELLS)
+def test_a_fault_changes_no_bit(
+    faults: tuple[Fault, ...],
+    transport: Transport,
+    expected: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stopped = any(fault.act == "stop" for fault in faults)
+    disturbed = Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0)
+    assert differences(disturbed.results(), expected) == []
+    disturbed.check(caplog.messages)
+
+
+def test_an_owner_that_dies_before_the_run_begins_ends_it_by_name(tmp_path: Path) -> None:
+    disturbed = Disturbed(tmp_path, killed("optimizer 1", "owner.start"))
+    with pytest.raises(RunFailedError, match="the process of optimizer 1 died before the run began"):
+        disturbed.results()
+    disturbed.check_nothing_left()
+
+
+@pytest.mark.parametrize("point", ["rank.meet", "rank.met"])
+def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(point: str, tmp_path: Path) -> None:
+    """It has published nothing, so its successor makes other memory. ``point``: where rank 0 is meanwhile, which has
+    shaken hands with it; rank 1 comes later, and its handshake is what the owner dies in."""
+    faults = (
+        Fault("rank 0", point, "delay", 2, seconds=1.5),
+        Fault("rank 1", "rank.attach", "delay", seconds=0.5),
+        killed("optimizer 1", "owner.attach", 2),
+    )
+    disturbed = Disturbed(tmp_path, *faults)
+    with pytest.raises(HandshakeError, match=r"optimizer 1 .*has died before it had published every first value"):
+        disturbed.results()
+    disturbed.check_nothing_left()
+
+
+@pytest.mark.parametrize(("fault", "said"), RAISED.values(), ids=RAISED)
+def test_an_error_in_a_process_ends_the_run_with_one_that_says_where(fault: Fault, said: str, tmp_path: Path) -> None:
+    disturbed = Disturbed(tmp_path, fault)
+    with pytest.raises((RayZeroError, FaultError), match=said):
+        disturbed.results()
+    assert disturbed.faults.struck(0)
+    disturbed.check_nothing_left()
