@@ -320,11 +320,14 @@ def play(case: Case, undisturbed: Undisturbed) -> tuple[list[str], list[tuple[st
 
 
 def table(seconds: dict[str, list[float]]) -> list[str]:
-    """Kind, faults, and the seconds until the run goes on."""
+    """Kind, faults, and the seconds until the run goes on: at random moments, at all points by act, at each point."""
     rows = ["| fault | count | p50 s | p95 s | most s |", "|---|--:|--:|--:|--:|"]
-    order = {kind: place for place, kind in enumerate(KINDS)}
-    for kind in sorted(seconds, key=lambda kind: (order.get(kind, len(order)), kind)):
-        took = sorted(seconds[kind])
+    at_points = sorted(seconds.keys() - KINDS.keys())
+    kinds = {kind: seconds[kind] for kind in KINDS if seconds.get(kind)}
+    for kind in at_points:
+        kinds.setdefault(f"any point, {kind.rpartition(' ')[2]}", []).extend(seconds[kind])
+    for kind, took in (kinds | {kind: seconds[kind] for kind in at_points}).items():
+        took = sorted(took)
         p95 = took[min(len(took) - 1, int(0.95 * len(took)))]
         rows.append(f"| {kind} | {len(took)} | {statistics.median(took):.2f} | {p95:.2f} | {took[-1]:.2f} |")
     return rows
