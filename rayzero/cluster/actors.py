@@ -348,6 +348,10 @@ class RunActors:
         """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""
         return [who for who, process in self._processes.items() if who in self.members and is_stopped(process.pid)]
 
+    def has_lost_host(self, who: str) -> bool:
+        """Whether a member's node has left the cluster."""
+        return all(node["NodeID"] != self.members[who].node for node in ray.nodes() if node["Alive"])
+
     def standing_still(self) -> list[Failure]:
         """The processes on this node that are stopped (SIGSTOP, a debugger); other processes only see that they do not
         answer."""

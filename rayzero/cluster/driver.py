@@ -12,23 +12,34 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
+from rayzero.cluster.actors import ANSWER_S, START_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.files.file_discovery import announced
-from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, written_rows
+from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RunDirectory, StartPoint
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
-from rayzero.cluster.nodes.resources import plan_resources
+from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
 from rayzero.concurrency.processes import Sleepers
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
-from rayzero.errors import RunFailedError
+from rayzero.elastic.controller import (
+    Action,
+    Connect,
+    Controller,
+    Kind,
+    Lose,
+    MemberId,
+    Run,
+    Start,
+    Succeed,
+    wait_before_restart,
+)
+from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
@@ -58,7 +69,8 @@ class RunRequest:
     make_row: MakeRow  # rows of metrics.jsonl from reports
     on_report: OnReport | None
     on_phase: OnPhase  # called with each phase, while the run starts
-    on_start: Callable[[], None]  # called when every rank is about to enter its loop
+    on_start: Callable[[], None]  # called when every rank is about to enter its loop, each time the run starts
+    on_restart: Callable[[], None]  # called when the run starts again from a checkpoint, before it does
     on_change: Callable[[], None]  # called after reports
     on_stop: Callable[[], None]  # called if the run is interrupted, before anything is taken down
 
@@ -73,7 +85,9 @@ class Journal:
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
-    recoveries: list[Recovery] = field(default_factory=list)  # deaths that the run has outlived
+    recoveries: list[Recovery] = field(default_factory=list)  # failures that the run has outlived
+    outlived: int = 0  # failures, of ``max_failures``
+    restarts: int = 0  # from a checkpoint
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
 
     def note(self, report: Report) -> None:
@@ -84,29 +98,85 @@ class Journal:
 def drive(request: RunRequest, journal: Journal) -> None:
     """Run to the end and leave nothing behind; keeps ``journal`` up to date.
 
-    Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
+    A run that has lost what only a checkpoint brings back starts again from the newest one, ``max_failures`` times at
+    most. Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
     raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, once the ranks have been stopped. Call it inside
     ``interruptible()``.
     """
-    scaling, run = request.scaling, request.run.name
+    start = request.directory.start
     with ray_session(request.on_phase):
         journal.ray_address = ray.get_runtime_context().gcs_address
-        start = request.directory.start
-        refuse_name_in_use(run, _GONE_S if start.former is not None else 0.0)
-        plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
+        refuse_name_in_use(request.run.name, _GONE_S if start.former is not None else 0.0)
         if start.step or start.why:
             request.on_phase(str(start))
-        request.on_phase(
-            f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
-        )
-        written = None if start.continuation is None else written_rows(request.directory.path)
-        log = MetricsLog(request.directory.path, request.make_row, written)
-        places = placed(plan, timeout_s=scaling.placement_timeout)
-        with places as placement, RunActors(run, placement, log) as actors:
-            _run(request, actors, journal)
+        lost = _attempt(request, journal)
+        while lost is not None:
+            lost = _again(request, journal, lost)
 
 
-def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
+def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFailedError | None:
+    """Start the run again from its newest checkpoint; see ``_attempt``."""
+    noticed = time.monotonic()
+    request.directory.restart()
+    trim_log(request.directory.path, request.directory.start.step)
+    journal.restarts += 1
+    journal.state = RunState.STARTING
+    wait_s = wait_before_restart(journal.restarts)
+    left = count(request.run.max_failures - journal.outlived, "more failure")
+    why = str(lost).partition("\n")[0]
+    request.on_phase(f"{why} {request.directory.start}, in {wait_s:g} s ({left} would be outlived)")
+    request.on_restart()
+    time.sleep(wait_s)  # whatever ended the run may not be over: a host that restarts, a cluster that shrinks
+    refuse_name_in_use(request.run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
+    scaling = _places_left(request.scaling, request.zero.placement)
+    try:
+        return _attempt(replace(request, scaling=scaling), journal, noticed)
+    except ConfigError as refused:
+        raise RunFailedError(f"{lost}\nThe run cannot start again: {refused}") from refused
+    except RunFailedError as failed:
+        if journal.state is not RunState.STARTING or journal.outlived >= request.run.max_failures:
+            raise
+        journal.outlived += 1
+        return failed
+
+
+def _places_left(scaling: ScalingConfig, placement: Placement) -> ScalingConfig:
+    """The processes that a run may start again; waits for the cluster to have a place for all of them."""
+    until = time.monotonic() + scaling.placement_timeout
+    while scaling.rescale_on_failure and rescaled(scaling, alive_nodes(), placement) != scaling:
+        if time.monotonic() >= until:
+            return rescaled(scaling, alive_nodes(), placement)
+        time.sleep(_LOOK_S)
+    return scaling
+
+
+def _attempt(request: RunRequest, journal: Journal, noticed: float | None = None) -> RunFailedError | None:
+    """Start the run and follow it. Returns None at its good end, and what ended it if it may start again.
+
+    noticed: when it was noticed that the run had to start again."""
+    scaling, run = request.scaling, request.run.name
+    plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
+    request.on_phase(
+        f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
+    )
+    continues = request.directory.start.continuation is not None
+    log = MetricsLog(
+        request.directory.path, request.make_row, written_rows(request.directory.path) if continues else None
+    )
+    places = placed(plan, timeout_s=scaling.placement_timeout)
+    with places as placement, RunActors(run, placement, log) as actors:
+        _start(request, actors, journal, noticed)
+        try:
+            with _discoverable(request, actors):
+                lost = _follow(request, actors, journal)
+                if lost is not None:
+                    actors.end(politely=False)
+                return lost
+        finally:
+            request.directory.let_go()  # now that the owners have them; the actors' end sweeps
+
+
+def _start(request: RunRequest, actors: RunActors, journal: Journal, noticed: float | None) -> None:
     journal.routing = actors.start(
         owner_memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
@@ -122,13 +192,12 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     journal.targets = actors.targets
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
+    if noticed is not None:
+        seconds = time.monotonic() - noticed
+        actors.coordinator.recovered.remote("run", {"restart": seconds})
+        journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
     request.on_phase("every process is up; starting the training loops")
-    try:
-        with _discoverable(request, actors):
-            _follow(request, actors, journal)
-    finally:
-        request.directory.let_go()  # now that the owners have them; the actors' end sweeps
 
 
 def _kept(request: RunRequest) -> KeptStates | None:
@@ -155,13 +224,14 @@ def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextMana
     return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.targets))
 
 
-def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
+def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFailedError | None:
+    """Follow the run to its end; see ``_attempt``."""
     follower = _Follower(actors, journal, request)
     try:
         watch = follower.follow()
         if watch.verdict(time.monotonic()) is Verdict.FINISHED:
             follower.finish()
-            return
+            return None
     except (KeyboardInterrupt, SystemExit) as interruption:
         reason = f"the run was interrupted ({type(interruption).__name__})"
         follower.take_down(RunState.STOPPED, reason)
@@ -170,7 +240,10 @@ def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         follower.take_down(RunState.FAILED, f"the driver failed: {type(error).__name__}: {error}")
         raise
     failed = run_failed(request.run.name, watch.cause, watch.others)
+    starts_again = follower.starts_again()
     follower.take_down(RunState.FAILED, f"{watch.cause.who} {watch.cause.what}")
+    if starts_again:
+        return failed
     raise failed
 
 
@@ -236,6 +309,7 @@ class _Follower:
             journal.routing.addresses,
             max_failures=request.run.max_failures,
             bound=_bound(request, len(journal.routing.addresses)),
+            outlived=journal.outlived,
             rank_life=self._settings[0].life,
         )
         self._loops = actors.run_loops(self._settings, request.packed_loop)
@@ -263,10 +337,20 @@ class _Follower:
             if self._controller.max_failures:
                 self._end_sleepers()
                 self._act_on_deaths()
+                self._give_up_late_starts(time.monotonic())
         if self._watch.failures and self._watch.cause.consequence:  # anything but a death
             for still in self._actors.standing_still():
                 self._watch.failed(still, time.monotonic())
         return self._watch
+
+    def starts_again(self) -> bool:
+        """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
+        to outlive."""
+        restarts = self._watch.cause.restarts
+        if restarts and self._controller.outlived == self._journal.outlived:  # nobody's death has been counted yet
+            restarts = self._controller.spend() is None
+        self._journal.outlived = self._controller.outlived
+        return restarts
 
     def finish(self) -> None:
         """After a good end: take the last reports and the owners' measurements."""
@@ -369,18 +453,41 @@ class _Follower:
                 if answers:
                     self._take_death(failure)
                 else:
-                    self._watch.failed(failure, now)
+                    self._watch.failed(replace(failure, restarts=False), now)
 
     def _take_death(self, failure: Failure) -> None:
+        if self._actors.has_lost_host(failure.who):
+            self._take_loss(failure)
+            return
         member = self._members[failure.who]
         actions = self._controller.died(member, self._controller.life(member))
         if (over := self._controller.over) is not None:
             what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
-            self._watch.failed(replace(failure, what=what), time.monotonic())
+            restarts = not self._controller.exhausted
+            self._watch.failed(replace(failure, what=what, restarts=restarts), time.monotonic())
         elif actions:
             left = count(self._controller.max_failures - self._controller.outlived, "more failure")
             self._on_phase(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
             self._perform(actions)
+
+    def _take_loss(self, failure: Failure) -> None:
+        """A member's host has left the cluster, and all that was in its memory with it."""
+        over = self._controller.spend()
+        text = over or "only a checkpoint brings back what it had"
+        what = f"{failure.what} Its host has left the cluster: {text}."
+        self._watch.failed(replace(failure, what=what, restarts=over is None), time.monotonic())
+
+    def _give_up_late_starts(self, now: float) -> None:
+        """Processes that are to take a place may find none: their host has left the cluster, or others use it."""
+        for call, (member, began) in list(self._starts.items()):
+            who = self._names[member]
+            lost = self._actors.has_lost_host(who)
+            if lost or now - began > START_S:
+                del self._starts[call]
+                late = f"died, and no other process has taken its place within {now - began:.0f} s."
+                self._take_loss(Failure(who=who, what=late)) if lost else self._watch.failed(
+                    Failure(who=who, what=late, restarts=True), now
+                )
 
     def _take_start(self, call: Any, member: MemberId, began: float) -> None:
         who = self._names[member]

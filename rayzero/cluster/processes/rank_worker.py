@@ -157,6 +157,7 @@ def _context(
         channel.put(
             Report(
                 rank=settings.rank,
+                world_size=settings.world_size,
                 life=settings.life,
                 step=made.step,
                 number=made.number,
