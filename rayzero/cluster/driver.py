@@ -22,6 +22,7 @@ from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
+from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
@@ -184,7 +185,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal, noticed: fl
         telemetry=request.run.telemetry,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
-        replaces_members=request.run.max_failures > 0,
+        max_failures=request.run.max_failures,
         keep=_kept(request),
         former=_former(request.directory.start),
     )
@@ -258,7 +259,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             run_dir=request.directory.path,
             resume=start.checkpoint,
             lineage=start.lineage,
-            life=0 if goes_on is None else goes_on.life,
+            life=_rank_life(start),
             repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             on_checkpoint_error=request.run.on_checkpoint_error,
             use_gpu=request.scaling.use_gpu,
@@ -270,6 +271,10 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
         )
         for rank in range(request.scaling.num_workers)
     ]
+
+
+def _rank_life(start: StartPoint) -> int:
+    return 0 if start.continuation is None else start.continuation.life
 
 
 def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
@@ -310,7 +315,7 @@ class _Follower:
             max_failures=request.run.max_failures,
             bound=_bound(request, len(journal.routing.addresses)),
             outlived=journal.outlived,
-            rank_life=self._settings[0].life,
+            rank_life=_rank_life(request.directory.start),
         )
         self._loops = actors.run_loops(self._settings, request.packed_loop)
         self._owners = actors.watch_owners()
@@ -318,6 +323,7 @@ class _Follower:
         self._deaths: list[tuple[float, Failure]] = []  # not acted on yet, and when they were noticed
         self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
         self._news = actors.coordinator.next_reports.remote()
+        self._heard, self._life = HeardReports(), ""  # the coordinator's life
         self._journal = journal
         self._on_report = request.on_report
         self._on_change = request.on_change
@@ -402,11 +408,13 @@ class _Follower:
         self._answer(call, who)  # we stop owners only after the loop: an end within it is a failure
 
     def _take_news(self, call: Any) -> None:
-        reports = self._answer(call, "coordinator")
-        if reports is None:
+        news = self._answer(call, "coordinator")
+        if news is None:
             return
         self._news = self._actors.coordinator.next_reports.remote()
-        self._pass_on(reports)
+        if self._is_of_another(news):
+            self._take_coordinator()
+        self._pass_on(news.reports)
 
     def _answer(self, call: Any, who: str) -> Any:
         """The call's answer; None after a failure, which goes to the Watch, or a death, which goes to the
@@ -469,6 +477,25 @@ class _Follower:
             left = count(self._controller.max_failures - self._controller.outlived, "more failure")
             self._on_phase(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
             self._perform(actions)
+
+    def _is_of_another(self, news: News) -> bool:
+        """Whether they are the first news of a coordinator that has taken another one's place."""
+        before, self._life = self._life, news.life
+        return news.replaced and news.life != before
+
+    def _take_coordinator(self) -> None:
+        """Ray has started another coordinator; see [Note: another coordinator]."""
+        began = time.monotonic()
+        self._heard.come_again()
+        if (over := self._controller.spend()) is not None:
+            self._watch.failed(Failure(who="coordinator", what=f"died: {over}."), began)
+            return
+        pid = self._actors.resume_coordinator(self._journal.routing)
+        seconds = time.monotonic() - began
+        self._actors.coordinator.recovered.remote("coordinator", {"re-form": seconds})
+        self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
+        left = count(self._controller.max_failures - self._controller.outlived, "more failure")
+        self._on_phase(f"coordinator died, and is back as pid {pid} ({left} would be outlived)")
 
     def _take_loss(self, failure: Failure) -> None:
         """A member's host has left the cluster, and all that was in its memory with it."""
@@ -546,12 +573,14 @@ class _Follower:
         the next call has those."""
         self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
         for _ in range(2):
-            reports = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
+            news = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
             self._news = self._actors.coordinator.next_reports.remote()  # take_down() may come after this
-            self._pass_on(reports)
+            if self._is_of_another(news):
+                self._heard.come_again()
+            self._pass_on(news.reports)
 
     def _pass_on(self, reports: Iterable[Report]) -> None:
-        for report in reports:
+        for report in filter(self._heard.is_new, reports):
             self._journal.note(report)
             self._checkpoints.note(report.checkpoint)
             on_report, self._on_report = self._on_report, None  # one that raises is not called again
