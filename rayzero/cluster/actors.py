@@ -363,9 +363,10 @@ class RunActors:
         """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""
         return [who for who, process in self._processes.items() if who in self.members and is_stopped(process.pid)]
 
-    def has_lost_host(self, who: str) -> bool:
-        """Whether a member's node has left the cluster."""
-        return all(node["NodeID"] != self.members[who].node for node in ray.nodes() if node["Alive"])
+    def has_lost_host(self, who: str | None = None) -> bool:
+        """Whether the node of a member (None: of this process) has left the cluster."""
+        host = ray.get_runtime_context().get_node_id() if who is None else self.members[who].node
+        return all(node["NodeID"] != host for node in ray.nodes() if node["Alive"])
 
     def standing_still(self) -> list[Failure]:
         """The processes on this node that are stopped (SIGSTOP, a debugger); other processes only see that they do not
@@ -414,7 +415,7 @@ class RunActors:
         actors = [*self.ranks.values(), *self.owners.values(), self.coordinator]
         alive = [actor for actor in actors if actor is not None]
         if politely:
-            asked = [actor.__ray_terminate__.remote() for actor in alive]
+            asked = [actor.__ray_terminate__.remote() for actor in (*self.ranks.values(), *self.owners.values())]
             psutil.wait_procs(self._processes.values(), timeout=STOP_S)
             del asked
         for actor in alive:

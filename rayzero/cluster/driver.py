@@ -25,7 +25,7 @@ from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
-from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
+from rayzero.cluster.supervision import Failure, OneCause, RankOutcome, Verdict, Watch, run_failed
 from rayzero.concurrency.processes import Sleepers
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import (
@@ -321,6 +321,7 @@ class _Follower:
         self._owners = actors.watch_owners()
         self._starts: dict[Any, tuple[MemberId, float]] = {}  # call -> who starts, and since when
         self._deaths: list[tuple[float, Failure]] = []  # not acted on yet, and when they were noticed
+        self._one_cause = OneCause()
         self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
         self._news = actors.coordinator.next_reports.remote()
         self._heard, self._life = HeardReports(), ""  # the coordinator's life
@@ -464,11 +465,13 @@ class _Follower:
                     self._watch.failed(replace(failure, restarts=False), now)
 
     def _take_death(self, failure: Failure) -> None:
+        host = self._actors.members[failure.who].node
+        counted = self._one_cause.is_known(host, failure.who, time.monotonic())
         if self._actors.has_lost_host(failure.who):
-            self._take_loss(failure)
+            self._take_loss(failure, None if counted else self._controller.spend())
             return
         member = self._members[failure.who]
-        actions = self._controller.died(member, self._controller.life(member))
+        actions = self._controller.died(member, self._controller.life(member), counted=counted)
         if (over := self._controller.over) is not None:
             what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
             restarts = not self._controller.exhausted
@@ -497,24 +500,25 @@ class _Follower:
         left = count(self._controller.max_failures - self._controller.outlived, "more failure")
         self._on_phase(f"coordinator died, and is back as pid {pid} ({left} would be outlived)")
 
-    def _take_loss(self, failure: Failure) -> None:
-        """A member's host has left the cluster, and all that was in its memory with it."""
-        over = self._controller.spend()
+    def _take_loss(self, failure: Failure, over: str | None = None) -> None:
+        """A member's host has left the cluster, and all that was in its memory with it. ``over``: why the run does not
+        outlive that."""
         text = over or "only a checkpoint brings back what it had"
         what = f"{failure.what} Its host has left the cluster: {text}."
-        self._watch.failed(replace(failure, what=what, restarts=over is None), time.monotonic())
+        restarts = over is None and not self._actors.has_lost_host()
+        self._watch.failed(replace(failure, what=what, restarts=restarts), time.monotonic())
 
     def _give_up_late_starts(self, now: float) -> None:
         """Processes that are to take a place may find none: their host has left the cluster, or others use it."""
         for call, (member, began) in list(self._starts.items()):
             who = self._names[member]
-            lost = self._actors.has_lost_host(who)
-            if lost or now - began > START_S:
+            late = Failure(who=who, what="died, and no other process could take its place.", restarts=True)
+            if self._actors.has_lost_host(who):
                 del self._starts[call]
-                late = f"died, and no other process has taken its place within {now - began:.0f} s."
-                self._take_loss(Failure(who=who, what=late)) if lost else self._watch.failed(
-                    Failure(who=who, what=late, restarts=True), now
-                )
+                self._take_loss(late)
+            elif now - began > START_S:
+                del self._starts[call]
+                self._watch.failed(late, now)
 
     def _take_start(self, call: Any, member: MemberId, began: float) -> None:
         who = self._names[member]

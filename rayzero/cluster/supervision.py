@@ -25,6 +25,7 @@ from rayzero.telemetry.recorder import Measurements
 
 __all__ = [
     "Failure",
+    "OneCause",
     "RankOutcome",
     "Verdict",
     "Watch",
@@ -105,6 +106,26 @@ class RankOutcome:
     rank: int
     failure: Failure | None = None
     measured: Measurements = field(default_factory=Measurements)  # by its recorder
+
+
+class OneCause:
+    """Recognises deaths that have one cause: several processes of a host that die within seconds of each other, because
+    the host is lost or has no memory left. They are one failure.
+
+    Knows names and times (callers pass them); not what a death means for the run."""
+
+    def __init__(self, within_s: float = 5.0) -> None:
+        self._within_s = within_s
+        self._dead: dict[str, tuple[float, set[str]]] = {}  # by host: when the first of them died, and who has since
+
+    def is_known(self, host: str, who: str, now_s: float) -> bool:
+        """Whether what killed this process has just killed another one there. A process's second death is not."""
+        began, dead = self._dead.get(host, (-self._within_s, set()))
+        if now_s - began < self._within_s and who not in dead:
+            dead.add(who)
+            return True
+        self._dead[host] = now_s, {who}
+        return False
 
 
 class Verdict(Enum):

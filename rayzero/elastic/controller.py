@@ -147,12 +147,14 @@ class Controller:
         begins = _State.STARTING, _State.CONNECTING
         return [member for member, place in self._places.items() if place.state in begins]
 
-    def died(self, member: MemberId, life: int) -> list[Action]:
-        """The process of a member has died, at any time. If the run does not outlive that, ``over`` says why."""
+    def died(self, member: MemberId, life: int, *, counted: bool = False) -> list[Action]:
+        """The process of a member has died, at any time. If the run does not outlive that, ``over`` says why.
+
+        counted: what killed it has been counted as a failure with another member's death."""
         place = self._places[member]
         if life != place.life or place.state is _State.ENDED or self.over is not None:
             return []
-        self.over = self.spend()
+        self.over = None if counted else self.spend()
         if self.over is None and member in self._bound:
             self.over = "its part of the optimizer was in its own memory, so nobody can take its place"
         if self.over is not None:

@@ -245,7 +245,7 @@ class Faults:
         there = {Kind.RANK: num_ranks, Kind.OWNER: num_owners}
         for fault in self.faults:
             if fault.who.index >= there[fault.who.kind]:
-                ours = count(there[fault.who.kind], f"{fault.who.kind} process", f"{fault.who.kind} processes")
+                ours = count(there[fault.who.kind], fault.who.kind)
                 raise ConfigError(f"a fault's member is {fault.member!r}; the run has {ours}")
 
     def ask(self, index: int) -> None:

@@ -23,7 +23,7 @@ from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
-from rayzero.errors import RunFailedError
+from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.testing.faults import Faults
 from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 30.0  # seconds that a process has to end after its loop has ended, or after it was told to
 _END_S = 3.0  # seconds that processes have to end after they were told to in the middle of a run
 _LOOK_S = 0.5  # between two looks for stopped processes
+_SETTLE_S = 3.0  # how long an error that another one has caused waits for that one
 _PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote"]  # none starts a thread
 
 
@@ -86,6 +87,7 @@ class _Run:
         self._pipes: dict[MemberId, Connection] = {}
         self._children: dict[MemberId, BaseProcess] = {}  # freed by: end()
         self._outcomes: list[Outcome] = []
+        self._failed_s: float | None = None  # when the first rank failed
         try:
             addresses = self._start_owners()
         except BaseException:
@@ -120,18 +122,25 @@ class _Run:
     # ---- until the loops have ended
 
     def outcomes(self) -> list[Outcome]:
-        """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has
-        failed."""
+        """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
+        if that one says that another has left, until that one has said why."""
         for place in self._places:
             rank = MemberId(Kind.RANK, place.rank)
             self._start(rank, 0)
             self._do(Run(place.rank, 0, self._controller.addresses))
-        while len(self._outcomes) < len(self._places) and not any(outcome.error for outcome in self._outcomes):
+        while len(self._outcomes) < len(self._places) and not self._has_failed(time.monotonic()):
             for pipe in wait(list(self._lives), _LOOK_S):
                 assert isinstance(pipe, Connection)
                 self._take(pipe)
             self._end_sleepers()
         return self._outcomes
+
+    def _has_failed(self, now: float) -> bool:
+        errors = [outcome.error for outcome in self._outcomes if outcome.error is not None]
+        if errors and self._failed_s is None:
+            self._failed_s = now
+        late = self._failed_s is not None and now - self._failed_s > _SETTLE_S
+        return late or any(not isinstance(error, RankLeftError) for error in errors)
 
     def _take(self, pipe: Connection) -> None:
         if pipe not in self._lives:  # its process was replaced in this round

@@ -1,7 +1,7 @@
 """A user's script that can be killed and run again. Run by tests in a process of its own.
 
-``killed_run.py STORAGE STEPS SLAB_DIR [resume]``: two ranks and two optimizers train to STEPS; prints a JSON line for
-each report. "resume": it continues the run.
+``killed_run.py STORAGE STEPS SLAB_DIR [resume] [rescale]``: two ranks and two optimizers train to STEPS; prints a JSON
+line for each report. "resume": it continues the run. "rescale": it goes on with fewer if it has lost a host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ def main() -> None:
         train_loop_config={"steps": int(steps), "storage": storage},
         zero_config=rayzero.ZeroConfig(slab_dir=slab_dir),
         scaling_config=rayzero.ScalingConfig(
-            num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1
+            num_workers=2,
+            num_optimizers=2,
+            threads_per_worker=1,
+            threads_per_optimizer=1,
+            placement_timeout=10.0,
+            cpus_per_worker=1.0 if "rescale" in more else None,
+            cpus_per_optimizer=1.0 if "rescale" in more else None,
+            rescale_on_failure="rescale" in more,
         ),
         run_config=rayzero.RunConfig(name="demo", storage_path=storage, resume="resume" in more),
         on_report=lambda one: print(json.dumps({"rank": one.rank, **one.metrics}), flush=True),

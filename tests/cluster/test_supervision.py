@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, death_of, failure_of, run_failed
+from rayzero.cluster.supervision import OneCause, RankOutcome, Verdict, Watch, death_of, failure_of, run_failed
 from rayzero.errors import HandshakeError, RankLeftError, RunFailedError, UntrackedError
 
 
@@ -69,6 +69,15 @@ def test_a_run_may_start_again_after_a_loss_and_not_after_an_error_of_its_loop()
     assert not lost.consequence
     assert not failure_of("rank 1", ValueError("boom")).restarts
     assert not failure_of("rank 1", RankLeftError("rank 0 left")).restarts
+
+
+def test_deaths_on_one_host_within_seconds_are_one_failure():
+    causes = OneCause(within_s=5.0)
+    assert not causes.is_known("a", "rank 0", 10.0)
+    assert causes.is_known("a", "optimizer 0", 14.0)
+    assert not causes.is_known("b", "rank 1", 14.0), "another host"
+    assert not causes.is_known("a", "rank 0", 14.5), "its successor has died"
+    assert not causes.is_known("a", "optimizer 0", 20.0), "long after"
 
 
 def test_the_error_names_who_what_and_where_and_keeps_the_original():

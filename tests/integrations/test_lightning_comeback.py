@@ -13,7 +13,7 @@ from engine.models import same_bits
 
 import rayzero
 from rayzero.engine.context import RankContext
-from rayzero.errors import UnsupportedError
+from rayzero.errors import StateLostError
 from rayzero.testing import run_ranks
 
 from .test_lightning import Learner, loader, pytestmark, state_of, trainer, zero  # noqa: F401  (filters warnings)
@@ -54,7 +54,7 @@ def run(**settings: Any) -> Any:
 
 @pytest.mark.parametrize("tracks", [False, True])
 def test_a_rank_that_has_stepped_is_refused_by_name(tracks: bool, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"rank 1 has died .* Lightning's fit\(\) .*fit\(ckpt_path=\."):
+    with pytest.raises(StateLostError, match=r"rank 1 has died .* Lightning's fit\(\) .*fit\(ckpt_path=\."):
         run(folder=tmp_path, at=2, tracks=tracks)
 
 

@@ -406,17 +406,16 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
     waiting_ranks = 60
     spec = make_spec(waiting_ranks + 1)
     inputs = StepInputs(edits=(), hyper=(HYPER,))
-    with serving() as servers, connected(servers, 2) as (many, last):
-        start([many], spec)
+    with serving() as servers, connected(servers, 2) as (last, many):
+        last_rank = start([last, many], spec)[0]
         with channel_to(servers[0]) as channel:
             attach = methods(STORE_SERVICE)["Attach"].bind(channel)
-            for rank in range(1, waiting_ranks + 1):
+            for rank in range(2, waiting_ranks + 1):
                 attach(attach_request(spec, rank=rank), metadata=token_metadata(TOKEN), timeout=WAIT)
         norms = [
             many.finish(FinishReport(step=0, attempt=0, rank=rank, counts=(0, 0, 0)), inputs)
             for rank in range(1, waiting_ranks + 1)
         ]
-        last_rank = start([last], spec)[0]
         last_rank.push(random_grads(spec, 1))
         assert not any(norm.done() for norm in norms)
         total = last_rank.finish().result(WAIT).total

@@ -177,7 +177,7 @@ class Pulse:
     def _beat(self) -> None:
         while True:
             worked = None if self._update_seconds is None else self._update_seconds()
-            self._coordinator.beat.remote(self._who, worked)
+            self._coordinator.beat.options(max_task_retries=0).remote(self._who, worked)  # the next one comes soon
             if self._ended.wait(BEAT_S):
                 return
 

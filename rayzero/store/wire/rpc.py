@@ -232,6 +232,8 @@ _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.StoreError: _S.FAILED_PRECONDITION,
     errors.HandshakeError: _S.FAILED_PRECONDITION,
     errors.StepMismatchError: _S.FAILED_PRECONDITION,
+    errors.StateLostError: _S.FAILED_PRECONDITION,
+    errors.UntrackedError: _S.FAILED_PRECONDITION,
     errors.AccumulationError: _S.RESOURCE_EXHAUSTED,
     errors.RankLeftError: _S.ABORTED,
     errors.StallError: _S.DEADLINE_EXCEEDED,
