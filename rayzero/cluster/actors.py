@@ -81,6 +81,7 @@ class RunActors:
         self.members: dict[str, Member] = {}
         self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
         self.coordinator: Any = None
+        self.coordinator_life = ""
         self.owners: dict[str, Any] = {}  # by name, in order of index
         self.ranks: dict[str, Any] = {}
         self._serving: dict[str, Any] = {}  # owners, and ranks that have one beside them
@@ -129,6 +130,7 @@ class RunActors:
         everyone = {**self.owners, **self.ranks}
         hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
+        self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         self._find_processes({**lead, **self.members})
         self._janitor = Janitor(share, discovery_dir, keep=keep)

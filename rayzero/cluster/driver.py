@@ -323,8 +323,8 @@ class _Follower:
         self._deaths: list[tuple[float, Failure]] = []  # not acted on yet, and when they were noticed
         self._one_cause = OneCause()
         self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
-        self._news = actors.coordinator.next_reports.remote()
-        self._heard, self._life = HeardReports(), ""  # the coordinator's life
+        self._heard, self._life = HeardReports(), actors.coordinator_life
+        self._news = actors.coordinator.next_reports.remote(self._life)
         self._journal = journal
         self._on_report = request.on_report
         self._on_change = request.on_change
@@ -412,9 +412,9 @@ class _Follower:
         news = self._answer(call, "coordinator")
         if news is None:
             return
-        self._news = self._actors.coordinator.next_reports.remote()
         if self._is_of_another(news):
             self._take_coordinator()
+        self._news = self._actors.coordinator.next_reports.remote(self._life)
         self._pass_on(news.reports)
 
     def _answer(self, call: Any, who: str) -> Any:
@@ -484,7 +484,7 @@ class _Follower:
     def _is_of_another(self, news: News) -> bool:
         """Whether they are the first news of a coordinator that has taken another one's place."""
         before, self._life = self._life, news.life
-        return news.replaced and news.life != before
+        return news.life != before
 
     def _take_coordinator(self) -> None:
         """Ray has started another coordinator; see [Note: another coordinator]."""
@@ -575,12 +575,12 @@ class _Follower:
     def _read_rest(self) -> None:
         """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;
         the next call has those."""
-        self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
         for _ in range(2):
+            self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
             news = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
-            self._news = self._actors.coordinator.next_reports.remote()  # take_down() may come after this
             if self._is_of_another(news):
-                self._heard.come_again()
+                self._take_coordinator()
+            self._news = self._actors.coordinator.next_reports.remote(self._life)  # take_down() may come after this
             self._pass_on(news.reports)
 
     def _pass_on(self, reports: Iterable[Report]) -> None:

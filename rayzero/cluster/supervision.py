@@ -109,12 +109,12 @@ class RankOutcome:
 
 
 class OneCause:
-    """Recognises deaths that have one cause: several processes of a host that die within seconds of each other, because
+    """Recognises deaths that have one cause: several processes of a host that die within a second of each other, because
     the host is lost or has no memory left. They are one failure.
 
     Knows names and times (callers pass them); not what a death means for the run."""
 
-    def __init__(self, within_s: float = 5.0) -> None:
+    def __init__(self, within_s: float = 1.0) -> None:
         self._within_s = within_s
         self._dead: dict[str, tuple[float, set[str]]] = {}  # by host: when the first of them died, and who has since
 

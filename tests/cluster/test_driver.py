@@ -38,11 +38,12 @@ class EndedRun:
         self.coordinator = SimpleNamespace(
             next_reports=SimpleNamespace(remote=self._take_unread), end_news=SimpleNamespace(remote=lambda: None)
         )
+        self.coordinator_life = "life"
         self.moves: list[RunState] = []
 
-    def _take_unread(self) -> News:
+    def _take_unread(self, life: str) -> News:
         unread, self.unread = self.unread, []
-        return News(unread, "life", replaced=False)
+        return News(unread, "life")
 
     def ask(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         return calls

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -81,6 +84,33 @@ def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_
     assert first == list(range(1, len(first) + 1)), "each step once"
     assert left_at - len(first) <= 1, "what was reported is told; a rank may be stopped between its save and its report"
     assert steps[len(first) :] == [left_at + 1, left_at + 2]
+
+
+def test_a_job_outlives_its_optimizers_death_and_another_goes_on_after_its_drivers(cluster, working_dir, tmp_path):
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            assert time.monotonic() < deadline, run_ray("job", "logs", "--address", cluster.dashboard, "killed").stdout
+            time.sleep(0.2)
+
+    def rows() -> list[int]:
+        written = tmp_path / "killed" / "metrics.jsonl"
+        return [json.loads(line)["step"] for line in written.read_text().splitlines()] if written.exists() else []
+
+    forever = settings(tmp_path, "killed", steps=100000)
+    submit(cluster, working_dir, *TRAIN, *forever, options=("--no-wait", "--submission-id", "killed"))
+    until(lambda: len(rows()) > 5)
+    (optimizer,) = [m for m in read_record(tmp_path / "killed")["members"] if m["who"] == "optimizer 0"]
+    os.kill(optimizer["pid"], signal.SIGKILL)
+    until(lambda: bool(read_record(tmp_path / "killed")["recoveries"]))
+    now = len(rows())
+    until(lambda: len(rows()) > now + 5)
+    os.kill(read_record(tmp_path / "killed")["driver"]["pid"], signal.SIGKILL)
+    last = rows()[-1] + 50  # its ranks go on until they notice
+    done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "killed", steps=last), "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with what the killed run has left in this host's shared memory" in done.stdout + done.stderr
+    assert rows() == list(range(1, last + 1)), "each step once"
 
 
 def test_two_runs_share_a_cluster(cluster: Cluster, working_dir, tmp_path):

@@ -58,7 +58,6 @@ class News:
 
     reports: list[Report]
     life: str
-    replaced: bool  # it has taken another one's place
 
 
 class HeardReports:
@@ -226,15 +225,15 @@ class Coordinator:
         self._exporter: ProcessExporter | None = None
         self._news = asyncio.Event()
         self._ended = False
-        self._replaced = ray.get_runtime_context().was_current_actor_reconstructed
-        if self._replaced:
-            self._news.set()  # the driver learns at once that this is another process
-            if log is not None:
-                log.go_on()
+        self._ready = asyncio.Event()  # the driver has told this process of the run: reports are taken
 
     async def hello(self) -> Member:
         """This process's name, host and pid."""
         return this_process("coordinator")
+
+    async def life(self) -> str:
+        """This process's. See [Note: another coordinator]."""
+        return self._life
 
     async def open_exporter(self, settings: ExporterSettings) -> Target:
         """Open this process's exporter, which also serves discovery. Raises ConfigError where it has no port."""
@@ -250,6 +249,8 @@ class Coordinator:
     async def move(self, state: RunState, error: str | None = None) -> None:
         """See :meth:`RunStatus.move`."""
         self._status.move(state, error)
+        if state is RunState.RUNNING:
+            self._ready.set()
 
     async def enlist(
         self, members: Sequence[Member], addresses: Sequence[str], targets: Sequence[Target] = ()
@@ -265,11 +266,14 @@ class Coordinator:
         self, members: Sequence[Member], routing: Routing, targets: Sequence[Target], exporter: ExporterSettings | None
     ) -> Member:
         """Take the place of a coordinator that has died: who takes part, and where this process's exporter listens.
-        Raises ConfigError where it has no port."""
+        Raises ConfigError where it has no port, DataError if metrics.jsonl cannot be read."""
+        if self._log is not None:
+            self._log.go_on()
         self._status.resume(routing)
         await self.enlist(members, routing.addresses, targets)
         if exporter is not None:
             await self.open_exporter(exporter)
+        self._ready.set()
         return await self.hello()
 
     async def recovered(self, what: str, seconds: Mapping[str, float]) -> None:
@@ -283,6 +287,7 @@ class Coordinator:
         """Take a batch of one rank's reports; returns this coordinator's life. They are in metrics.jsonl when this
         returns. Takes none if ``life``, the last one that the rank knew (None: none yet), was another: the rank then
         sends its last reports again, first."""
+        await self._ready.wait()
         if life not in (None, self._life):
             return self._life
         new = self._status.add(reports)
@@ -291,13 +296,15 @@ class Coordinator:
         self._news.set()
         return self._life
 
-    async def next_reports(self) -> News:
-        """Reports the driver has not had yet; waits until there are some, or ``end_news``. A coordinator that has taken
-        another one's place answers at once."""
+    async def next_reports(self, life: str) -> News:
+        """Reports the driver has not had yet; waits until there are some, or ``end_news``. Answers at once if ``life``,
+        which the driver knows, was another coordinator's."""
+        if life != self._life:
+            return News([], self._life)
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        return News(self._status.take_unread(), self._life, self._replaced)
+        return News(self._status.take_unread(), self._life)
 
     async def end_news(self) -> None:
         """Every loop has ended: make ``next_reports`` return without waiting."""
