@@ -109,8 +109,8 @@ class RankOutcome:
 
 
 class OneCause:
-    """Recognises deaths that have one cause: several processes of a host that die within a second of each other, because
-    the host is lost or has no memory left. They are one failure.
+    """Recognises deaths that have one cause: several processes of a host that die within a second of each other,
+    because the host is lost or has no memory left. They are one failure.
 
     Knows names and times (callers pass them); not what a death means for the run."""
 

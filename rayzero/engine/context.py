@@ -123,17 +123,19 @@ class RankContext:
         saved: Mapping[str, Any] | None,
         source: str,
         comeback: Comeback | None = None,
+        began: Path | None = None,
     ) -> None:
         """A model was prepared. The loop's steps, means and tracked objects are those of the run's first model; in a
         plain script, where each model has its own owners, of the model that was prepared last.
 
-        ``saved``, ``source``: see ``Tracked``. ``comeback``: of a rank that has died and come back."""
+        ``saved``, ``source``: see ``Tracked``. ``comeback``: of a rank that has died and come back. ``began``: the
+        checkpoint that the run began with."""
         if self.engine is None or self.connect is None:
             comes_back = comeback is not None and comeback.state is not None
             self.engine = optimizer.engine
             self.tracked = Tracked(optimizer.engine, saved, source, comes_back=comes_back)
             if self.connect is not None:  # without a run, nothing outlives this process
-                self.engine.loop = LoopKeeper(optimizer, self.tracked, self.recent, comeback)
+                self.engine.loop = LoopKeeper(optimizer, self.tracked, self.recent, comeback, began)
                 self._report_again(comeback)
 
     def _report_again(self, comeback: Comeback | None) -> None:

@@ -31,7 +31,7 @@ from rayzero.engine.checkpoint.save import (
 )
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.loop.comeback import comeback_of
+from rayzero.engine.loop.comeback import comeback_of, keep_began
 from rayzero.engine.optimizer.param_groups import hyper_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import self_test
@@ -119,7 +119,6 @@ def prepare(
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
     chosen = chosen_resume(context, resume)
     began = None if chosen is None else of_model(chosen, number)
-    checkpoint = still_there(context, began)
     recorder = LaterModelRecorder(context.recorder) if number else context.recorder
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
@@ -128,11 +127,10 @@ def prepare(
     if context.rank == 0:
         _tell_coded(plan.layout, config)
         _tell_rounded(plan.layout, dict(model.named_parameters()))
-    check_resume(checkpoint, model)
-    start = Start(model, plan, context.rank, checkpoint, _as_weights(weights), init, held=context.life > 0)
+    start = None if context.life else _start(model, plan, context, began, weights, init)
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, config, context, number, began)
-    groups = resumed_groups(context.rank, checkpoint, model)
+    groups = None if context.life else resumed_groups(context.rank, began, model)
     device = _device(model, context)
     if context.handing_over is not None and not number:
         context.handing_over(_host_bytes(model))
@@ -143,14 +141,21 @@ def prepare(
         store.close(f"prepare failed: {exc}")
         raise
     with _whole_or_torn(store, context):
-        start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         comeback, version = None, attached.version
         if context.life:
-            comeback = comeback_of(store, attached, rank=context.rank, number=number, repeats=context.repeats)
+            comeback = comeback_of(store, attached, began, rank=context.rank, number=number, repeats=context.repeats)
             if comeback.state is None:
-                check_resume(began, model)  # it needs all of it again
+                check_resume(comeback.began, model)  # it needs all of it again
+            began = comeback.began
             version, context.decided = comeback.step, comeback.decided
             store.repeat(comeback.decided)
+        checkpoint = still_there(context, began)
+        if start is None:
+            start = _start(model, plan, context, checkpoint, weights, init)
+            groups = resumed_groups(context.rank, checkpoint, model)
+        if context.connect is not None and not number:
+            keep_began(store, attached, began)
+        start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
         engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, version)
         engine.activations = offload_activations(model, engine, config, context, recorder)
@@ -166,7 +171,7 @@ def prepare(
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
     returned = ZeroOptimizer(optimizer, engine, groups)
-    context.begin(returned, tracked, source, comeback)
+    context.begin(returned, tracked, source, comeback, began)
     return model, returned
 
 
@@ -183,6 +188,19 @@ def engine_of(model: nn.Module) -> Engine:
 def is_prepared(model: nn.Module) -> bool:
     """Whether ``prepare`` was called on this very object."""
     return model in _engines
+
+
+def _start(
+    model: nn.Module,
+    plan: UnitPlan,
+    context: RankContext,
+    checkpoint: Path | None,
+    weights: WeightSource | None,
+    init: Init | None,
+) -> Start:
+    """The sources of the model's first values, checked. Raises what ``Start`` and ``check_resume`` raise."""
+    check_resume(checkpoint, model)
+    return Start(model, plan, context.rank, checkpoint, _as_weights(weights), init, held=context.life > 0)
 
 
 # ---- checks and plans -------------------------------------------------------------------------------------------

@@ -133,9 +133,14 @@ def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRu
     return ElementwiseRule(spec, cls)
 
 
-def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int) -> None:
-    """Raise HandshakeError, naming both sides and what differs, unless ``spec`` is what was attached before."""
+def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int, *, comes_back: bool) -> None:
+    """Raise HandshakeError, naming both sides and what differs, unless ``spec`` is what was attached before.
+
+    comes_back: the rank has died. Its loop may name a newer checkpoint than the one that the run began with, as may
+        that of the first rank to meet an owner that has taken over its shards."""
     for name in spec.__dataclass_fields__:
+        if name == "restore_from" and (comes_back or ours.former):
+            continue
         was, now = getattr(ours.spec, name), getattr(spec, name)
         if name == "layout":
             was, now = _layout_difference(was, now)

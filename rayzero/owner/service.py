@@ -114,12 +114,13 @@ class ShardService:
 
     # ---- attach and initial values
 
-    def attach(self, rank: int, spec: ModelSpec, *, own_gradients: bool = False) -> Attached:
+    def attach(self, rank: int, spec: ModelSpec, *, own_gradients: bool = False, comes_back: bool = False) -> Attached:
         """Shake hands with a rank. The first call allocates memory and restores from ``spec.restore_from``. That may
         take long, so do not call it on an event loop.
 
         own_gradients: the rank keeps its gradients in its own memory on this host: it calls ``map_gradients`` next, and
             announces its pushes by ``observe``. Otherwise this owner keeps them: ``reserve`` and ``landed``.
+        comes_back: the rank has died before.
 
         Raises HandshakeError naming what differs between two ranks, MemoryPlanError, UnsupportedError,
         CheckpointError."""
@@ -142,7 +143,7 @@ class ShardService:
                 self._start(model)
             else:
                 model = self._parts.model
-                check_same(model, spec, rank, self.owner)
+                check_same(model, spec, rank, self.owner, comes_back=comes_back)
         if not own_gradients:
             self.map_gradients(rank, None)
         return Attached(version=model.first_version, needs_load=model.needs_load and not self.is_loaded)

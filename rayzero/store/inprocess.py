@@ -308,7 +308,8 @@ class LocalConnection:
         services = self.owners.services
         require_life(self.rank, self.life, self.owners.lives)
         self.owners.lose(self.rank, self.life)
-        answers = [service.attach(self.rank, spec, own_gradients=True) for service in services]
+        back = self.life > 0
+        answers = [service.attach(self.rank, spec, own_gradients=True, comes_back=back) for service in services]
         if self._gradients is None:
             self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
         step = self.owners.lead.attach(self.rank, spec, answers[0].version)

@@ -105,14 +105,18 @@ def loop(
     accumulate: int = 1,
     tracks: bool = True,
     faults: Callable[[RankContext], Callable[[str, int], None]] | None = None,
+    resume: Callable[[RankContext], Path | bool | None] | None = None,
+    saves: int = AT,
 ) -> Any:
     """A plain loop with everything in it that a rank can die in. ``faults``: what happens at its points; None: rank
-    ``who`` dies ``at`` some of them."""
+    ``who`` dies ``at`` some of them. ``resume``: what each life gives to prepare(). ``saves``: the step that ends with
+    a checkpoint."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     fault = faults(context) if faults is not None else Fault(context, who, at, processes)
     model = copy.deepcopy(base)
     config = ZeroConfig(gradient_accumulation_steps=accumulate, units=["Block", "Embedding"])
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = rayzero.prepare(model, adamw, config, resume=resume(context) if resume is not None else None)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1)
     loader, seen = Batches(context.rank), Seen()
     if tracks:
@@ -155,7 +159,7 @@ def loop(
         optimizer.zero_grad()
         seen.means = [*seen.means, rayzero.mean_over_ranks(float(seen.losses[-1]))]
         fault("mean", step)
-        if step == AT:
+        if step == saves:
             fault("saving", step)
             rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
             fault("saved", step)
@@ -290,6 +294,55 @@ def test_the_checkpoint_that_the_run_began_with_may_be_gone(point: str, tmp_path
     assert [life for life, _ in found] == [0, 1]
     assert not began.exists()
     assert same(found, resumed)
+
+
+def newest(context: RankContext, folder: Path) -> Path | None:
+    return rayzero.newest_checkpoint(folder)
+
+
+def newest_at_first(context: RankContext, folder: Path) -> Path | bool | None:
+    """A later life may say anything."""
+    return (rayzero.newest_checkpoint(folder), None, False)[context.life]
+
+
+NEWER: tuple[Point, ...] = (("written", AT), ("forward", AT + 1), ("stepped", AT + 1))
+
+
+@pytest.mark.parametrize("point", NEWER, ids=lambda point: "-".join(map(str, point)))
+def test_a_loop_that_names_its_newest_checkpoint_does_not_begin_again_with_what_its_run_has_saved(
+    point: Point, undisturbed: Any, tmp_path: Path
+) -> None:
+    assert same(run(tmp_path, point, resume=functools.partial(newest, folder=tmp_path)), undisturbed)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that began with a checkpoint: its folder, and the results of its ranks."""
+    folder = tmp_path_factory.mktemp("resumed")
+    run(folder)
+    return folder, run(folder, resume=functools.partial(newest, folder=folder), saves=AT + 1)
+
+
+RESUMED: tuple[tuple[Point, ...], ...] = (
+    (("forward", AT + 1),),
+    (("finished", AT + 1), ("forward", AT + 1)),
+    (("saved", AT + 1), ("fetch", AT + 2)),
+    (("forward", AT + 2), ("stepped", AT + 2)),
+)
+
+
+@pytest.mark.parametrize("names", [newest, newest_at_first])
+@pytest.mark.parametrize("deaths", RESUMED)
+@pytest.mark.parametrize("transport", ["inproc", "grpc", pytest.param("shm", marks=needs_shm)])
+def test_a_later_life_begins_with_the_checkpoint_that_its_run_began_with(
+    transport: str, deaths: tuple[Point, ...], names: Callable[..., Any], resumed: Any, tmp_path: Path
+) -> None:
+    folder, expected = resumed
+    shutil.copytree(folder / f"step-{AT + 1}", tmp_path / f"step-{AT + 1}")
+    resume = functools.partial(names, folder=tmp_path)
+    found = run(tmp_path, *deaths, transport=transport, processes=transport == "grpc", resume=resume, saves=AT + 1)
+    assert (tmp_path / f"step-{AT + 2}").is_dir()
+    assert same(found, expected)
 
 
 def test_the_error_is_todays_when_no_failure_is_left(tmp_path: Path) -> None:

@@ -172,8 +172,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
                 "rayzero.prepare: resume=True means the newest checkpoint of the run, but this run has no directory; "
                 "pass resume=rayzero.newest_checkpoint(folder)"
             )
-        # a rank that has come back: the run found none when it began, and those that are there now are its own
-        return None if context.life else newest_checkpoint(Path(context.run_dir) / "checkpoints")
+        return newest_checkpoint(Path(context.run_dir) / "checkpoints")
     if resume is None or isinstance(resume, bool):
         return told
     if not isinstance(resume, str | os.PathLike):
@@ -183,6 +182,8 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
     if not os.fspath(resume):
         raise ConfigError("rayzero.prepare: resume is an empty string; pass a checkpoint's path, True or None")
     given = Path(resume)
+    if context.life and told is not None:
+        return told  # the run has saved since it began, and the loop may name what is newest now
     if told is not None and told.absolute() != given.absolute():
         raise ConfigError(
             f"rayzero.prepare: resume={str(given)!r}, but the run resumes from {told}; leave one of them out"

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rayzero.checkpoint.state_values import from_bytes
+from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.engine.loop.rank_state import names_of, set_generator_states
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.engine.units.writes import WrittenUnits
 from rayzero.errors import StateLostError, UntrackedError
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached, LoopState
 from rayzero.protocol.store import ParameterStore
 
 State = Mapping[str, Any]  # as LoopKeeper takes it
@@ -26,6 +27,7 @@ State = Mapping[str, Any]  # as LoopKeeper takes it
 class Comeback:
     """A rank's return into a run that has gone on."""
 
+    began: Path | None  # the checkpoint that the run began with
     step: int  # that the loop does next
     state: State | None  # of that step; None: the one with which the run began
     at_commit: State | None  # the step is decided already: what to put back when the loop commits it
@@ -61,12 +63,26 @@ def put_back(state: State, store: ParameterStore, model: nn.Module, device: torc
     store.means = state["means"]
 
 
+def keep_began(store: ParameterStore, attached: Attached, began: Path | None) -> None:
+    """Keep what the run begins with, until a step's state says so too. A later life cannot ask its loop: what was the
+    newest checkpoint then may not be the newest any more."""
+    if began is not None and attached.step == attached.version:
+        store.keep(LoopState(step=attached.step, part=AT_COMMIT, content=to_bytes({"began": str(began)})))
+
+
 def comeback_of(
-    store: ParameterStore, attached: Attached, *, rank: int, number: int, repeats: int | None = None
+    store: ParameterStore,
+    attached: Attached,
+    named: Path | None,
+    *,
+    rank: int,
+    number: int,
+    repeats: int | None = None,
 ) -> Comeback:
     """How a rank goes on that has died. Raises StateLostError if nobody knows its loop's state: UntrackedError if it
     tracks nothing.
 
+    named: the checkpoint that its loop names; it counts only if the rank died before it had kept the right one.
     number: the prepared model's. repeats: the open step, if all ranks do the end of the iteration before it again, as
         they do if the whole run died before all of them had ended it: they wait for each other there."""
     if number:
@@ -74,19 +90,28 @@ def comeback_of(
             f"rank {rank} has died and come back, but its loop prepares several models, whose steps cannot be repeated "
             "alone; resume the run from its newest checkpoint"
         )
-    if attached.step == attached.version:  # no step is decided: the loop begins as it began
-        return Comeback(step=attached.step, state=None, at_commit=None)
     parts = {(each.step, each.part): from_bytes(each.content) for each in store.kept()}
+    began = _began(parts, named if attached.version else None)
+    if attached.step == attached.version:  # no step is decided: the loop begins as it began
+        return Comeback(began=began, step=attached.step, state=None, at_commit=None)
     if repeats != attached.step and (state := _whole(parts, attached.step)) is not None:
-        return Comeback(step=attached.step, state=state, at_commit=None)
+        return Comeback(began=began, step=attached.step, state=state, at_commit=None)
     before, at_commit = _whole(parts, attached.step - 1), parts.get((attached.step, AT_COMMIT))
     if at_commit is not None and (before is not None or attached.step - 1 == attached.version):
-        return Comeback(step=attached.step - 1, state=before, at_commit=at_commit)
+        return Comeback(began=began, step=attached.step - 1, state=before, at_commit=at_commit)
     raise UntrackedError(
         f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not kept, "
         "because it tracks nothing. Call rayzero.track() after prepare(), with the loop's scheduler and loader, or "
         "with nothing if it has nothing to track; or resume the run from its newest checkpoint"
     )
+
+
+def _began(parts: Mapping[tuple[int, int], State], otherwise: Path | None) -> Path | None:
+    """The checkpoint that the run began with, as every first part has it."""
+    for state in parts.values():
+        if "began" in state:
+            return None if state["began"] is None else Path(state["began"])
+    return otherwise
 
 
 def _whole(parts: Mapping[tuple[int, int], State], step: int) -> State | None:

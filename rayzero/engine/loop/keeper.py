@@ -19,6 +19,7 @@ weights leaves no trace; from there on it is the iteration's end, done once.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +45,16 @@ class LoopKeeper:
     Knows when; not where it is kept. A loop that tracks nothing is not kept."""
 
     def __init__(
-        self, optimizer: ZeroOptimizer, tracked: Tracked, reports: RecentReports, comeback: Comeback | None
+        self,
+        optimizer: ZeroOptimizer,
+        tracked: Tracked,
+        reports: RecentReports,
+        comeback: Comeback | None,
+        began: Path | None,
     ) -> None:
-        """``comeback``: of a rank that has come back; it may repeat a step that is decided."""
+        """``comeback``: of a rank that has come back; it may repeat a step that is decided. ``began``: the checkpoint
+        that the run began with."""
+        self._began = None if began is None else str(began)
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
@@ -72,6 +80,7 @@ class LoopKeeper:
 
     def _take(self, step: int) -> None:
         rest = {
+            "began": self._began,
             "tracked": self._tracked.states(),
             "rng": generator_states(self._engine.device),
             "buffers": persistent_buffers(self._engine.model),

@@ -119,10 +119,13 @@ class RankCalls:
                 f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
                 f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
             )
-        if request.rank in self._model.lives:
+        comes_back = request.rank in self._model.lives
+        if comes_back:
             self._repeats.forget(request.rank)  # a new life's calls may look like those of the last one
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
-        attached = await self._model.compute(partial(service.attach, request.rank, spec, own_gradients=shares))
+        attached = await self._model.compute(
+            partial(service.attach, request.rank, spec, own_gradients=shares, comes_back=comes_back)
+        )
         self._model.take_spec(spec)
         told = translate.told_from_pb(request.told) if request.HasField("told") else None
         step = self._connected_lead().attach(request.rank, spec, attached.version, told) if self._model.leads else 0
