@@ -10,7 +10,7 @@ import math
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import psutil
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rayzero.checkpoint import checkpoint_name
-from rayzero.engine import get_context, prepare, report, save_checkpoint, track
+from rayzero.concurrency.futures import is_well
+from rayzero.engine import get_context, prepare, save_checkpoint, track
 from rayzero.engine.context import RankContext
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import empty_parameters
 from rayzero.engine.stats import count_tokens
 from rayzero.protocol.messages import CheckpointInfo, Decision
@@ -134,7 +136,7 @@ def memory_in_use(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Unreported:
     """A step that this rank has done but not reported yet.
 
@@ -147,16 +149,17 @@ class Unreported:
     tokens: int
     total_tokens: int
     decision: Future[Decision]
+    grad_norm: float | None = None  # None: of the decision
     measured: dict[str, float | int]  # StepCosts.measured()
     validation: tuple[float | None, int] = (None, 0)  # loss, batches
     checkpoint: CheckpointInfo | None = None
 
-    def send(self) -> None:
+    def send(self, context: RankContext) -> None:
         """Report the step; waits for its decision."""
         made = StepReport(
             step=self.step,
             loss=self.loss,
-            grad_norm=self.decision.result().norm,
+            grad_norm=self.decision.result().norm if self.grad_norm is None else self.grad_norm,
             lr=self.lr,
             tokens=self.tokens,
             total_tokens=self.total_tokens,
@@ -164,7 +167,43 @@ class Unreported:
             validation_batches=self.validation[1],
             **self.measured,  # type: ignore[arg-type]  # names and types are StepCosts.measured's
         )
-        report(asdict(made), checkpoint=self.checkpoint)
+        context.report(asdict(made), checkpoint=self.checkpoint, exact=True)
+
+
+class LateRow:
+    """The loss of the step that this rank does, and the step before, which it has not reported: tracked, so that a rank
+    that dies reports each step, and none with a loss that it computed again with newer weights."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self.loss: Tensor | float = math.nan  # set before optimizer.step()
+        self.before: Unreported | None = None
+
+    def send(self, context: RankContext) -> None:
+        """Report the step before, if there is one."""
+        if self.before is not None:
+            self.before.send(context)
+            self.before = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and text, for ``rayzero.track``."""
+        return {"loss": float(self.loss), "before": None if self.before is None else _state_of(self.before)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where an earlier life of this rank has kept its state."""
+        self.loss, self.before = state["loss"], None
+        if state["before"] is not None:
+            saved = state["before"]["checkpoint"]
+            checkpoint = None if saved is None else CheckpointInfo(**saved)
+            kept = state["before"] | {"checkpoint": checkpoint, "validation": tuple(state["before"]["validation"])}
+            self.before = Unreported(**kept, decision=self._optimizer.last_decision())
+
+
+def _state_of(row: Unreported) -> dict[str, Any]:
+    told = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "decision"}
+    if row.grad_norm is None and is_well(row.decision):  # once the next step is committed, it surely is
+        told["grad_norm"] = row.decision.result().norm
+    return {**told, "checkpoint": None if row.checkpoint is None else asdict(row.checkpoint)}
 
 
 @dataclass(slots=True)
@@ -211,23 +250,31 @@ class LanguageModelRun:
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
         if scales:
             track(scaler=self.scaler)
+        self.late = LateRow(self.optimizer)
+        if context.tracked is not None:  # a resumed run has the rows of its checkpoint's steps
+            context.tracked.add({"late row": self.late}, in_checkpoints=False)
         self.scheduler = schedule(recipe, self.optimizer, self.done)
 
     def train(self) -> None:
         """Run to the recipe's last step: train, then validate and save where the recipe says so, and report."""
-        costs, late, began = StepCosts(self.context.recorder, self.context.device), None, time.perf_counter()
+        costs, began = StepCosts(self.context.recorder, self.context.device), time.perf_counter()
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
-            loss = self._train_step(step)
-            decision = self.optimizer.last_decision()
-            done = Unreported(step + 1, loss, lr, self._tokens, self.tokens.total, decision, costs.measured())
+            self._train_step(step)
+            done = Unreported(
+                step=step + 1,
+                loss=float(self.late.loss),
+                lr=lr,
+                tokens=self._tokens,
+                total_tokens=self.tokens.total,
+                decision=self.optimizer.last_decision(),
+                measured=costs.measured(),
+            )
             self._tell(done, time.perf_counter() - began)
-            if late is not None:
-                late.send()  # before a save: a checkpoint's steps are reported before it exists
+            self.late.send(self.context)  # before a save: a checkpoint's steps are reported before it exists
             self._after_step(done)
-            late = done
-        if late is not None:
-            late.send()
+            self.late.before = done
+        self.late.send(self.context)
 
     def _tell(self, done: Unreported, seconds: float) -> None:
         """Record this rank's progress. ``seconds``: since its first step of this run began."""
@@ -235,21 +282,21 @@ class LanguageModelRun:
         self.flop_rate.tell(done.measured["step_seconds"])
         recorder.set(ETA_SECONDS, seconds / (done.step - self.done) * (recipe.steps - done.step))
 
-    def _train_step(self, step: int) -> float:
-        """One optimizer step; mean loss of this rank's micro-batches."""
+    def _train_step(self, step: int) -> None:
+        """One optimizer step. Its loss is the mean of this rank's micro-batches."""
         micro_batches = self.recipe.zero.gradient_accumulation_steps
         total = torch.zeros((), device=self.context.device)
         for micro_batch in range(micro_batches):
             loss = next_token_loss(self.model, *self._batch(step, micro_batch)) / micro_batches
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
+        self.late.loss = total
         count_tokens(self.model, self._tokens, self._tokens // self.recipe.seq_len)
         self.tokens.total += self.context.world_size * self._tokens
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return float(total)
 
     def _after_step(self, done: Unreported) -> None:
         """Validate and save a checkpoint if they are due."""
