@@ -84,7 +84,8 @@ class Recovery:
 
     who: str
     pid: int  # of the process that took the place
-    seconds: float  # from when the death was noticed until that process could do its work
+    seconds: float  # from the death, or from Ray's word of one on another node, until everybody knew that process
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: names.RECOVERY_SECONDS
     time: float = field(default_factory=time.time)  # when it could, seconds since 1970
 
 
