@@ -6,7 +6,6 @@
     ├── ConfigError              a setting is wrong (also a ValueError)
     │   └── MemoryPlanError      the plan does not fit this host
     ├── UnsupportedError         refused by name: RayZero cannot do this (yet)
-    │   └── UntrackedError       a rank has died whose loop tracks nothing
     ├── DataError                training text is missing or unusable
     ├── CheckpointError          no such checkpoint, or its bytes are not what its manifest says
     │   └── CheckpointWriteError the storage is full, read-only or gone: the checkpoint was not written
@@ -18,6 +17,8 @@
     │   ├── AccumulationError    an unplanned second backward
     │   ├── RankLeftError        a rank closed its store, ended its loop or died while others wait for it
     │   ├── StallError           a peer made no progress for ``stall_timeout`` seconds
+    │   ├── StateLostError       a process has died, and nobody else had what only it knew: a checkpoint brings it back
+    │   │   └── UntrackedError   it was a rank, and its loop tracks nothing
     │   ├── TransferError        a checksum failed or a stream broke
     │   └── StoreClosedError     the store was used after close()
     └── RunFailedError           an actor or a training loop failed: which rank, cause, traceback
@@ -42,10 +43,6 @@ class MemoryPlanError(ConfigError):
 
 class UnsupportedError(RayZeroError):
     """RayZero cannot do this, and refuses it by name instead of doing it wrong."""
-
-
-class UntrackedError(UnsupportedError):
-    """A rank has died and come back, but cannot repeat its step: its loop tracks nothing."""
 
 
 class DataError(RayZeroError):
@@ -90,6 +87,15 @@ class RankLeftError(StoreError):
 
 class StallError(StoreError):
     """A peer made no progress for ``stall_timeout`` seconds."""
+
+
+class StateLostError(StoreError):
+    """A process has died, and nobody else had what only it knew. A run with ``max_failures`` starts again from its
+    newest checkpoint."""
+
+
+class UntrackedError(StateLostError):
+    """A rank has died and come back, but cannot repeat its step: its loop tracks nothing."""
 
 
 class TransferError(StoreError):

@@ -16,13 +16,16 @@ def recovery_lines(recoveries: Sequence[Mapping[str, Any]], now: float) -> list[
     """A line for each of the newest recoveries, the newest first. ``recoveries``: of ``run.json``, oldest first;
     ``now``: seconds since 1970."""
     newest = list(recoveries)[: -_MOST_LINES - 1 : -1]
-    lines = [
-        f"{one['who']} died {_duration(now - one['time'] + one['seconds'])} ago and was replaced by pid {one['pid']} "
-        f"within {one['seconds']:.1f} s"
-        for one in newest
-    ]
+    lines = [_line(one, now) for one in newest]
     before = len(recoveries) - len(newest)
     return [*lines, *([f"and {count(before, 'earlier death')}: see run.json"] if before else [])]
+
+
+def _line(one: Mapping[str, Any], now: float) -> str:
+    ago = f"{_duration(now - one['time'] + one['seconds'])} ago"
+    if one["pid"] is None:
+        return f"{one['who']} failed {ago} and started again from a checkpoint within {one['seconds']:.1f} s"
+    return f"{one['who']} died {ago} and was replaced by pid {one['pid']} within {one['seconds']:.1f} s"
 
 
 def memory_lines(memory: Mapping[str, Any], now: float) -> list[str]:

@@ -101,7 +101,7 @@ class RunActors:
     def start(
         self,
         *,
-        replaces_members: bool = False,
+        max_failures: int = 0,
         keep: KeptStates | None = None,
         former: Former | None = None,
         owner_memory: int,
@@ -116,15 +116,15 @@ class RunActors:
 
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
         would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
-        discovery_dir: where the run will be announced to Prometheus; None: nowhere. replaces_members: whoever dies is
-        started again (``start_owner``, ``start_rank``). keep: what stays in shared memory if this process is killed.
-        former: what an earlier run has left there.
+        discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often
+        whoever dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep: what stays in
+        shared memory if this process is killed. former: what an earlier run has left there.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
-        self._make_coordinator()
+        self._make_coordinator(max_failures)
         self._share = share
-        self._plan_owners(owner_memory, share, telemetry, beside_ranks, replaces_members, former)
+        self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0, former)
         self._serving = self._make_members()
         everyone = {**self.owners, **self.ranks}
         hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
@@ -140,7 +140,7 @@ class RunActors:
         _take_over(share, former)
         return routing
 
-    def _make_coordinator(self) -> None:
+    def _make_coordinator(self, restarts: int) -> None:
         here = ray.get_runtime_context().get_node_id()  # on the driver's node, which is how http_sd is found
         options = {
             "name": coordinator_name(self._run),
@@ -148,9 +148,11 @@ class RunActors:
             "num_cpus": 0,  # for actors without CPUs Ray picks a node at random, and only a hard affinity changes that
             "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
             "max_concurrency": 100,
+            "max_restarts": restarts,  # by Ray, so that every process's handle stays good
+            "max_task_retries": -1 if restarts else 0,
         }
         try:
-            self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run, self._log)
+            self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run, self._log, time.time())
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise _name_in_use(self._run) from error
 
@@ -297,6 +299,19 @@ class RunActors:
         routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
         return routing
 
+    def resume_coordinator(self, routing: Routing) -> int:
+        """Ray has started another coordinator: tell it what the last one knew. Returns its process id."""
+        exporter = self._exporters.get(_COORDINATOR)
+        if exporter is not None:  # where Prometheus and the user look for it
+            exporter = replace(exporter, port=int(self.targets[0].address.rpartition(":")[2]))
+        members = list(self.members.values())
+        told = self.coordinator.resume.remote(members, routing, self.targets, exporter)
+        member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
+        self._find_processes({_COORDINATOR: member})
+        if self._janitor is not None:
+            self._janitor.watch(self._processes.values())
+        return member.pid
+
     def tell(self, who: str, method: str, *arguments: Any) -> Any:
         """Call a method of a member while its loop or its service lasts; returns the call. What a dead one does not
         answer, the call that lasts as long as its process reports."""
@@ -352,6 +367,10 @@ class RunActors:
     def stopped(self) -> list[str]:
         """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""
         return [who for who, process in self._processes.items() if who in self.members and is_stopped(process.pid)]
+
+    def has_lost_host(self, who: str) -> bool:
+        """Whether a member's node has left the cluster."""
+        return all(node["NodeID"] != self.members[who].node for node in ray.nodes() if node["Alive"])
 
     def standing_still(self) -> list[Failure]:
         """The processes on this node that are stopped (SIGSTOP, a debugger); other processes only see that they do not

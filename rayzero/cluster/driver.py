@@ -12,24 +12,36 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
+from rayzero.cluster.actors import ANSWER_S, START_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
 from rayzero.cluster.deaths import Death, Deaths, EndWatch, Recovering
 from rayzero.cluster.files.file_discovery import announced
-from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, written_rows
+from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RunDirectory, StartPoint
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
-from rayzero.cluster.nodes.resources import plan_resources
+from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
+from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
 from rayzero.concurrency.processes import Sleepers
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
-from rayzero.errors import RunFailedError
+from rayzero.elastic.controller import (
+    Action,
+    Connect,
+    Controller,
+    Kind,
+    Lose,
+    MemberId,
+    Run,
+    Start,
+    Succeed,
+    wait_before_restart,
+)
+from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
@@ -59,7 +71,8 @@ class RunRequest:
     make_row: MakeRow  # rows of metrics.jsonl from reports
     on_report: OnReport | None
     on_phase: OnPhase  # called with each phase, while the run starts
-    on_start: Callable[[], None]  # called when every rank is about to enter its loop
+    on_start: Callable[[], None]  # called when every rank is about to enter its loop, each time the run starts
+    on_restart: Callable[[], None]  # called when the run starts again from a checkpoint, before it does
     on_change: Callable[[], None]  # called after reports
     on_stop: Callable[[], None]  # called if the run is interrupted, before anything is taken down
 
@@ -74,7 +87,9 @@ class Journal:
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
-    recoveries: list[Recovery] = field(default_factory=list)  # deaths that the run has outlived
+    recoveries: list[Recovery] = field(default_factory=list)  # failures that the run has outlived
+    outlived: int = 0  # failures, of ``max_failures``
+    restarts: int = 0  # from a checkpoint
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
 
     def note(self, report: Report) -> None:
@@ -85,29 +100,85 @@ class Journal:
 def drive(request: RunRequest, journal: Journal) -> None:
     """Run to the end and leave nothing behind; keeps ``journal`` up to date.
 
-    Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
+    A run that has lost what only a checkpoint brings back starts again from the newest one, ``max_failures`` times at
+    most. Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
     raises (KeyboardInterrupt, SystemExit) or ``on_report`` raised, once the ranks have been stopped. Call it inside
     ``interruptible()``.
     """
-    scaling, run = request.scaling, request.run.name
+    start = request.directory.start
     with ray_session(request.on_phase):
         journal.ray_address = ray.get_runtime_context().gcs_address
-        start = request.directory.start
-        refuse_name_in_use(run, _GONE_S if start.former is not None else 0.0)
-        plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
+        refuse_name_in_use(request.run.name, _GONE_S if start.former is not None else 0.0)
         if start.step or start.why:
             request.on_phase(str(start))
-        request.on_phase(
-            f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
-        )
-        written = None if start.continuation is None else written_rows(request.directory.path)
-        log = MetricsLog(request.directory.path, request.make_row, written)
-        places = placed(plan, timeout_s=scaling.placement_timeout)
-        with places as placement, RunActors(run, placement, log) as actors:
-            _run(request, actors, journal)
+        lost = _attempt(request, journal)
+        while lost is not None:
+            lost = _again(request, journal, lost)
 
 
-def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
+def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFailedError | None:
+    """Start the run again from its newest checkpoint; see ``_attempt``."""
+    noticed = time.monotonic()
+    request.directory.restart()
+    trim_log(request.directory.path, request.directory.start.step)
+    journal.restarts += 1
+    journal.state = RunState.STARTING
+    wait_s = wait_before_restart(journal.restarts)
+    left = count(request.run.max_failures - journal.outlived, "more failure")
+    why = str(lost).partition("\n")[0]
+    request.on_phase(f"{why} {request.directory.start}, in {wait_s:g} s ({left} would be outlived)")
+    request.on_restart()
+    time.sleep(wait_s)  # whatever ended the run may not be over: a host that restarts, a cluster that shrinks
+    refuse_name_in_use(request.run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
+    scaling = _places_left(request.scaling, request.zero.placement)
+    try:
+        return _attempt(replace(request, scaling=scaling), journal, noticed)
+    except ConfigError as refused:
+        raise RunFailedError(f"{lost}\nThe run cannot start again: {refused}") from refused
+    except RunFailedError as failed:
+        if journal.state is not RunState.STARTING or journal.outlived >= request.run.max_failures:
+            raise
+        journal.outlived += 1
+        return failed
+
+
+def _places_left(scaling: ScalingConfig, placement: Placement) -> ScalingConfig:
+    """The processes that a run may start again; waits for the cluster to have a place for all of them."""
+    until = time.monotonic() + scaling.placement_timeout
+    while scaling.rescale_on_failure and rescaled(scaling, alive_nodes(), placement) != scaling:
+        if time.monotonic() >= until:
+            return rescaled(scaling, alive_nodes(), placement)
+        time.sleep(_LOOK_S)
+    return scaling
+
+
+def _attempt(request: RunRequest, journal: Journal, noticed: float | None = None) -> RunFailedError | None:
+    """Start the run and follow it. Returns None at its good end, and what ended it if it may start again.
+
+    noticed: when it was noticed that the run had to start again."""
+    scaling, run = request.scaling, request.run.name
+    plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
+    request.on_phase(
+        f"starting {count(scaling.num_workers, 'rank')} and {count(scaling.num_optimizers, 'optimizer actor')}"
+    )
+    continues = request.directory.start.continuation is not None
+    log = MetricsLog(
+        request.directory.path, request.make_row, written_rows(request.directory.path) if continues else None
+    )
+    places = placed(plan, timeout_s=scaling.placement_timeout)
+    with places as placement, RunActors(run, placement, log) as actors:
+        _start(request, actors, journal, noticed)
+        try:
+            with _discoverable(request, actors):
+                lost = _follow(request, actors, journal)
+                if lost is not None:
+                    actors.end(politely=False)
+                return lost
+        finally:
+            request.directory.let_go()  # now that the owners have them; the actors' end sweeps
+
+
+def _start(request: RunRequest, actors: RunActors, journal: Journal, noticed: float | None) -> None:
     journal.routing = actors.start(
         owner_memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
@@ -115,7 +186,7 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         telemetry=request.run.telemetry,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
-        replaces_members=request.run.max_failures > 0,
+        max_failures=request.run.max_failures,
         keep=_kept(request),
         former=_former(request.directory.start),
     )
@@ -123,13 +194,12 @@ def _run(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     journal.targets = actors.targets
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
+    if noticed is not None:
+        seconds = time.monotonic() - noticed
+        actors.coordinator.recovered.remote("run", {"restart": seconds})
+        journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
     request.on_phase("every process is up; starting the training loops")
-    try:
-        with _discoverable(request, actors):
-            _follow(request, actors, journal)
-    finally:
-        request.directory.let_go()  # now that the owners have them; the actors' end sweeps
 
 
 def _kept(request: RunRequest) -> KeptStates | None:
@@ -156,13 +226,14 @@ def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextMana
     return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.targets))
 
 
-def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
+def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFailedError | None:
+    """Follow the run to its end; see ``_attempt``."""
     follower = _Follower(actors, journal, request)
     try:
         watch = follower.follow()
         if watch.verdict(time.monotonic()) is Verdict.FINISHED:
             follower.finish()
-            return
+            return None
     except (KeyboardInterrupt, SystemExit) as interruption:
         reason = f"the run was interrupted ({type(interruption).__name__})"
         follower.take_down(RunState.STOPPED, reason)
@@ -171,7 +242,10 @@ def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         follower.take_down(RunState.FAILED, f"the driver failed: {type(error).__name__}: {error}")
         raise
     failed = run_failed(request.run.name, watch.cause, watch.others)
+    starts_again = follower.starts_again()
     follower.take_down(RunState.FAILED, f"{watch.cause.who} {watch.cause.what}")
+    if starts_again:
+        return failed
     raise failed
 
 
@@ -186,7 +260,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             run_dir=request.directory.path,
             resume=start.checkpoint,
             lineage=start.lineage,
-            life=0 if goes_on is None else goes_on.life,
+            life=_rank_life(start),
             repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             on_checkpoint_error=request.run.on_checkpoint_error,
             use_gpu=request.scaling.use_gpu,
@@ -198,6 +272,10 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
         )
         for rank in range(request.scaling.num_workers)
     ]
+
+
+def _rank_life(start: StartPoint) -> int:
+    return 0 if start.continuation is None else start.continuation.life
 
 
 def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
@@ -237,7 +315,8 @@ class _Follower:
             journal.routing.addresses,
             max_failures=request.run.max_failures,
             bound=_bound(request, len(journal.routing.addresses)),
-            rank_life=self._settings[0].life,
+            outlived=journal.outlived,
+            rank_life=_rank_life(request.directory.start),
         )
         self._loops = actors.run_loops(self._settings, request.packed_loop)
         self._owners = actors.watch_owners()
@@ -249,6 +328,7 @@ class _Follower:
         self._ends = EndWatch(lambda: coordinator.rouse.remote())
         self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
         self._news = actors.coordinator.next_reports.remote()
+        self._heard, self._life = HeardReports(), ""  # the coordinator's life
         self._journal = journal
         self._on_report = request.on_report
         self._on_change = request.on_change
@@ -282,6 +362,16 @@ class _Follower:
             if self._controller.max_failures:
                 self._end_sleepers()
                 self._act_on_deaths()
+                self._give_up_late_starts(time.monotonic())
+
+    def starts_again(self) -> bool:
+        """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
+        to outlive."""
+        restarts = self._watch.cause.restarts
+        if restarts and self._controller.outlived == self._journal.outlived:  # nobody's death has been counted yet
+            restarts = self._controller.spend() is None
+        self._journal.outlived = self._controller.outlived
+        return restarts
 
     def finish(self) -> None:
         """After a good end: take the last reports and the owners' measurements."""
@@ -337,11 +427,13 @@ class _Follower:
         self._answer(call, who)  # we stop owners only after the loop: an end within it is a failure
 
     def _take_news(self, call: Any) -> None:
-        reports = self._answer(call, "coordinator")
-        if reports is None:
+        news = self._answer(call, "coordinator")
+        if news is None:
             return
         self._news = self._actors.coordinator.next_reports.remote()
-        self._pass_on(reports)
+        if self._is_of_another(news):
+            self._take_coordinator()
+        self._pass_on(news.reports)
 
     def _answer(self, call: Any, who: str) -> Any:
         """The call's answer; None after a failure, which goes to the Watch, or a death, which goes to the
@@ -388,21 +480,63 @@ class _Follower:
                 if answers:
                     self._take_death(death)
                 else:
-                    self._watch.failed(death.failure, time.monotonic())
+                    self._watch.failed(replace(death.failure, restarts=False), time.monotonic())
 
     def _take_death(self, death: Death) -> None:
         failure = death.failure
+        if self._actors.has_lost_host(failure.who):
+            self._take_loss(failure)
+            return
         member = self._members[failure.who]
         actions = self._controller.died(member, self._controller.life(member))
         if (over := self._controller.over) is not None:
             what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
-            self._watch.failed(replace(failure, what=what), time.monotonic())
+            restarts = not self._controller.exhausted
+            self._watch.failed(replace(failure, what=what, restarts=restarts), time.monotonic())
         elif actions:
             left = count(self._controller.max_failures - self._controller.outlived, "more failure")
             self._on_phase(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
             self._ends.forget(failure.who)
             self._let_go(failure.who)
             self._perform(actions, Recovering(who=failure.who, death=death, acted=time.monotonic()))
+
+    def _is_of_another(self, news: News) -> bool:
+        """Whether they are the first news of a coordinator that has taken another one's place."""
+        before, self._life = self._life, news.life
+        return news.replaced and news.life != before
+
+    def _take_coordinator(self) -> None:
+        """Ray has started another coordinator; see [Note: another coordinator]."""
+        began = time.monotonic()
+        self._heard.come_again()
+        if (over := self._controller.spend()) is not None:
+            self._watch.failed(Failure(who="coordinator", what=f"died: {over}."), began)
+            return
+        pid = self._actors.resume_coordinator(self._journal.routing)
+        seconds = time.monotonic() - began
+        self._actors.coordinator.recovered.remote("coordinator", {"re-form": seconds})
+        self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
+        left = count(self._controller.max_failures - self._controller.outlived, "more failure")
+        self._on_phase(f"coordinator died, and is back as pid {pid} ({left} would be outlived)")
+
+    def _take_loss(self, failure: Failure) -> None:
+        """A member's host has left the cluster, and all that was in its memory with it."""
+        over = self._controller.spend()
+        text = over or "only a checkpoint brings back what it had"
+        what = f"{failure.what} Its host has left the cluster: {text}."
+        self._watch.failed(replace(failure, what=what, restarts=over is None), time.monotonic())
+
+    def _give_up_late_starts(self, now: float) -> None:
+        """Processes that are to take a place may find none: their host has left the cluster, or others use it."""
+        for call, (member, recovering) in list(self._starts.items()):
+            who, began = self._names[member], recovering.acted
+            lost = self._actors.has_lost_host(who)
+            if lost or now - began > START_S:
+                del self._starts[call]
+                late = f"died, and no other process has taken its place within {now - began:.0f} s."
+                self._take_loss(Failure(who=who, what=late)) if lost else self._watch.failed(
+                    Failure(who=who, what=late, restarts=True), now
+                )
 
     def _let_go(self, who: str) -> None:
         """Expect nothing more from the calls to the process that was ``who``."""
@@ -482,12 +616,14 @@ class _Follower:
         the next call has those."""
         self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
         for _ in range(2):
-            reports = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
+            news = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
             self._news = self._actors.coordinator.next_reports.remote()  # take_down() may come after this
-            self._pass_on(reports)
+            if self._is_of_another(news):
+                self._heard.come_again()
+            self._pass_on(news.reports)
 
     def _pass_on(self, reports: Iterable[Report]) -> None:
-        for report in reports:
+        for report in filter(self._heard.is_new, reports):
             self._journal.note(report)
             self._checkpoints.note(report.checkpoint)
             on_report, self._on_report = self._on_report, None  # one that raises is not called again

@@ -80,11 +80,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """A death that the run has outlived."""
+    """A failure that the run has outlived: a death, or the loss of what only a checkpoint brings back."""
 
-    who: str
-    pid: int  # of the process that took the place
-    seconds: float  # from the death, or from Ray's word of one on another node, until everybody knew that process
+    who: str  # "rank 0", "optimizer 1"; "the run": it started again from a checkpoint
+    pid: int | None  # of the process that took the place; None: the run's
+    seconds: float  # from the failure, or from Ray's word of one on another node, until work could go on
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: names.RECOVERY_SECONDS
     time: float = field(default_factory=time.time)  # when it could, seconds since 1970
 
@@ -94,6 +94,7 @@ class Report:
     """One call of ``rayzero.report``."""
 
     rank: int
+    world_size: int = 1  # ranks that report
     life: int = 0  # of the rank: a later one makes the last reports of the one before again
     step: int = 0  # steps the rank had committed; 0 before it has prepared a model
     number: int = 0  # of its reports at this step

@@ -13,7 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from rayzero.errors import AccumulationError, HandshakeError, RunFailedError, StepMismatchError, StoreError
+from rayzero.errors import (
+    AccumulationError,
+    HandshakeError,
+    RunFailedError,
+    StateLostError,
+    StepMismatchError,
+    StoreError,
+)
 from rayzero.telemetry.recorder import Measurements
 
 __all__ = [
@@ -28,7 +35,12 @@ __all__ = [
 
 SETTLE_S = 3.0  # how long a consequence waits for its cause: Ray reports a dead process within a second
 
-_CAUSES = (HandshakeError, StepMismatchError, AccumulationError)  # store errors that no other failure causes
+_CAUSES = (
+    HandshakeError,
+    StepMismatchError,
+    AccumulationError,
+    StateLostError,
+)  # store errors that no other failure causes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +52,7 @@ class Failure:
     traceback: str = ""  # of the process that failed; empty when it died
     error: bytes | None = None  # the pickled exception; None if it cannot be pickled
     consequence: bool = False  # it says that another process is gone
+    restarts: bool = False  # a process was lost, or what only it knew: the run may start again from a checkpoint
 
     def exception(self) -> BaseException | None:
         """The original exception; None if this process cannot rebuild it."""
@@ -60,13 +73,14 @@ def failure_of(who: str, error: BaseException, traceback_text: str | None = None
         traceback=traceback_text or "".join(traceback.format_exception(error)),
         error=_pickled(error),
         consequence=isinstance(error, StoreError) and not isinstance(error, _CAUSES),
+        restarts=isinstance(error, StateLostError),
     )
 
 
 def death_of(who: str, pid: int | None, detail: str) -> Failure:
     """Describe a process that ended without an exception, as its host reports it."""
     process = f"its process (pid {pid})" if pid else "its process"
-    return Failure(who=who, what=f"died: {process} ended unexpectedly. {detail}".strip())
+    return Failure(who=who, what=f"died: {process} ended unexpectedly. {detail}".strip(), restarts=True)
 
 
 def _one_line(error: BaseException) -> str:

@@ -68,7 +68,8 @@ class ZeroTrainer:
         scaling_config: how many processes, and what each may use.
         run_config: where the run's files go and what it resumes from.
         on_report: called in this process with every report of every rank, in each rank's order.
-        on_start: called in this process once every process is up, with the run's record (``run.json``) so far.
+        on_start: called in this process once every process is up, with the run's record (``run.json``) so far; again
+            if the run starts again from a checkpoint.
         on_phase: called in this process with a short description of each phase of the start; None: write them to
             stderr, with the seconds since ``fit()`` was called.
         make_row: returns the row of ``metrics.jsonl`` that a report completes, or None; called with every report of
@@ -200,6 +201,7 @@ class ZeroTrainer:
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),
             on_start=on_start,
+            on_restart=on_stop,
             on_change=on_change,
             on_stop=on_stop,
         )

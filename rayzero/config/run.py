@@ -60,6 +60,11 @@ class ScalingConfig(ConfigModel):
     placement_timeout: Seconds = 30.0
     """Seconds to wait for the cluster to place every process before the run fails."""
 
+    rescale_on_failure: Flag = False
+    """What a run does that starts again from a checkpoint, because it has lost a host, if the cluster has no place for
+    all its processes within placement_timeout. True: it goes on with fewer ranks and optimizers, as many as have a
+    place; each step then has fewer batches. False: it fails."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -77,6 +82,7 @@ class ScalingConfig(ConfigModel):
             memory_per_optimizer: int | str | None = ...,
             optimizer_labels: Mapping[str, str] = ...,
             placement_timeout: float = ...,
+            rescale_on_failure: bool = ...,
         ) -> None: ...
 
 
@@ -100,8 +106,9 @@ class RunConfig(ConfigModel):
     with a warning, and training goes on. "raise": it raises CheckpointWriteError on every rank."""
 
     max_failures: Natural = 3
-    """Deaths of optimizer actors and rank workers that the run outlives in all: another process takes the dead one's
-    place and repeats what was not decided. 0: a death ends the run."""
+    """Deaths of processes that the run outlives in all: another process takes the dead one's place and repeats what was
+    not decided. If it cannot (its host is lost, or its loop tracks nothing), the run starts again from its newest
+    checkpoint. 0: a death ends the run."""
 
     keep_states: WholeSeconds = 600
     """Seconds that a killed run's states stay in this host's shared memory, so that resume=True finds them. 0: a run

@@ -100,6 +100,12 @@ class _Place:
     state: _State = _State.RUNNING
 
 
+def wait_before_restart(restarts: int) -> float:
+    """Seconds to wait before a run starts again from a checkpoint, for the ``restarts``-th time: 1, 2, 4 and so on, at
+    most a minute."""
+    return float(min(60, 2 ** (restarts - 1)))
+
+
 class Controller:
     """Knows each member's life, the owners' addresses and how many failures may still be outlived; not processes.
 
@@ -111,15 +117,17 @@ class Controller:
         addresses: Sequence[str],
         *,
         max_failures: int,
+        outlived: int = 0,
         bound: frozenset[MemberId] = frozenset(),
         rank_life: int = 0,
     ) -> None:
-        """``addresses``: by owner. ``max_failures``: how many deaths the run outlives in all. ``bound``: members whose
-        states die with their process; their death ends the run. ``rank_life``: more than 0 in a run that continues
-        another one."""
+        """``addresses``: by owner. ``max_failures``: how many failures the run outlives in all; ``outlived``: how many
+        it has outlived before. ``bound``: members whose states die with their process; after their death nobody can
+        take their place. ``rank_life``: more than 0 in a run that continues another one."""
         self.addresses, self.epoch = tuple(addresses), 0
-        self.max_failures, self.outlived = max_failures, 0
-        self.over: str | None = None  # why the last death was not outlived
+        self.max_failures, self.outlived = max_failures, outlived
+        self.over: str | None = None  # why nobody takes the place of the last member that died
+        self.exhausted = False  # because the run has outlived as many failures as it may
         self._bound = bound
         self._places = {MemberId(Kind.RANK, rank): _Place(rank_life) for rank in range(num_ranks)}
         self._places |= {MemberId(Kind.OWNER, owner): _Place() for owner in range(len(addresses))}
@@ -144,24 +152,28 @@ class Controller:
         place = self._places[member]
         if life != place.life or place.state is _State.ENDED or self.over is not None:
             return []
-        if member in self._bound:
+        self.over = self.spend()
+        if self.over is None and member in self._bound:
             self.over = "its part of the optimizer was in its own memory, so nobody can take its place"
-        elif self.outlived >= self.max_failures:
-            self.over = (
-                "nobody takes its place (max_failures=0)"
-                if not self.max_failures
-                else f"it was one failure too many: the run has outlived {count(self.outlived, 'failure')} "
-                f"(max_failures={self.max_failures})"
-            )
         if self.over is not None:
             return []
-        self.outlived += 1
         place.life, place.state = life + 1, _State.STARTING
         start = Start(member, place.life)
         if member.kind is Kind.OWNER:
             return [start]
         owners = tuple(other for other in self.running if other.kind is Kind.OWNER)
         return [Lose(member.index, place.life, owners), start]
+
+    def spend(self) -> str | None:
+        """Count one more failure. Returns why the run does not outlive it; None if it may."""
+        if self.outlived < self.max_failures:
+            self.outlived += 1
+            return None
+        self.exhausted = True
+        if not self.max_failures:
+            return "nobody takes its place (max_failures=0)"
+        outlived = count(self.outlived, "failure")
+        return f"it was one failure too many: the run has outlived {outlived} (max_failures={self.max_failures})"
 
     def ready(self, member: MemberId, life: int, address: str = "") -> list[Action]:
         """A new process answers. ``address``: where an owner serves."""

@@ -29,7 +29,7 @@ from rayzero.engine.full_values import full_state_dict
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
-from rayzero.errors import UnsupportedError, UntrackedError
+from rayzero.errors import StateLostError, UnsupportedError, UntrackedError
 from rayzero.integrations.claim import claim_process
 
 __all__ = ["ZeroStrategy"]
@@ -112,7 +112,7 @@ class ZeroStrategy(ParallelStrategy):
     def _prepared(self, module: Any, plain: Any, config: ZeroConfig) -> ZeroOptimizer:
         """See [Note: a rank that dies]."""
         context = get_context()
-        refusal = UnsupportedError(
+        refusal = StateLostError(
             f"rank {context.rank} has died and come back, but Lightning's fit() cannot go on in the middle; resume in "
             "a new run, with fit(ckpt_path=...)"
         )

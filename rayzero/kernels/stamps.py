@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rayzero.errors import StoreError
+from rayzero.errors import StateLostError
 
 STAMP = 1 << 15  # elements of a stamp's tile; a thread of the native kernel claims as many at once
 STAMP_BYTES = 8
@@ -36,11 +36,11 @@ class TileStamps:
         return 2 * self.version
 
     def are_whole(self, start: int, stop: int) -> bool:
-        """Whether a process that died has made elements ``[start, stop)`` of this version. Raises StoreError if it was
-        just writing them: without the undo log nobody knows what they are."""
+        """Whether a process that died has made elements ``[start, stop)`` of this version. Raises StateLostError if it
+        was just writing them: without the undo log nobody knows what they are."""
         words = self.words[start // STAMP : -(-stop // STAMP)].tolist()
         if any(word == self.whole - 1 for word in words):
-            raise StoreError(
+            raise StateLostError(
                 f"v{self.version} was being written when its process died, and only kernel='native' has an undo log: "
                 "resume from a checkpoint"
             )

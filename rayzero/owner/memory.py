@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.errors import StoreError
+from rayzero.errors import StateLostError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
 from rayzero.protocol.messages import FormerShard, ModelSpec, Pushed
@@ -179,9 +179,9 @@ class DeviceMemory:
         return self._host.room(shard)
 
     def former(self, shard: int) -> None:
-        """See ``HostMemory.former``. Raises StoreError if there is something: its masters and states are gone."""
+        """See ``HostMemory.former``. Raises StateLostError if there is something: its masters and states are gone."""
         if self._host.former(shard) is not None:
-            raise StoreError(
+            raise StateLostError(
                 f"masters and states of shard {shard} were in the memory of a device, which ended with its process: "
                 "resume from a checkpoint"
             )

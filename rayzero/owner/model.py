@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayzero.errors import HandshakeError, StoreError
+from rayzero.errors import HandshakeError, StateLostError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
@@ -111,10 +111,11 @@ def build_model(
 def _take_over(
     shards: Mapping[int, OwnedShard], former: Mapping[int, FormerShard], rule: UpdateRule, optimizer: str
 ) -> None:
-    """Continue shards whose memory is a former life's. Raises StoreError if the optimizer's states ended with it."""
+    """Continue shards whose memory is a former life's. Raises StateLostError if the optimizer's states ended with
+    it."""
     trained = [index for index, owned in shards.items() if owned.trainable]
     if trained and not rule.state_kinds:
-        raise StoreError(
+        raise StateLostError(
             f"the states of {optimizer} ended with the process that died; only those of Adam and AdamW are where a "
             "successor finds them: resume from a checkpoint"
         )

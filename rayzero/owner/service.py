@@ -17,6 +17,7 @@ from rayzero.concurrency.futures import DONE, chain, fail, failed, settle, when_
 from rayzero.errors import (
     HandshakeError,
     RankLeftError,
+    StateLostError,
     StoreClosedError,
     StoreError,
 )
@@ -415,8 +416,11 @@ class ShardService:
             self._parts.fail(error, last_version)
 
     def _on_task_error(self, exc: BaseException) -> None:
-        error = StoreError(f"optimizer {self.owner} failed: {exc!r}")
-        error.__cause__ = exc
+        if isinstance(exc, StateLostError):
+            error: StoreError = exc
+        else:
+            error = StoreError(f"optimizer {self.owner} failed: {exc!r}")
+            error.__cause__ = exc
         self._fail(error, -1)  # tasks queued behind the failed one may never publish
 
     def describe(self, shard: int) -> str:

@@ -66,21 +66,20 @@ class StepRows:
 
     Knows reports and rows; not where reports come from, or who writes or draws rows."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self) -> None:
         self._pending: dict[int, dict[int, Mapping[str, Any]]] = {}  # step -> rank -> report
 
-    def add(self, rank: int, report: Mapping[str, Any]) -> StepRow | None:
+    def add(self, report: Report) -> StepRow | None:
         """Take one rank's report; the step's row once it is complete."""
-        step = report["step"]
-        self._pending.setdefault(step, {})[rank] = report
-        if len(self._pending[step]) < self._world_size:
+        step = report.metrics["step"]
+        self._pending.setdefault(step, {})[report.rank] = report.metrics
+        if len(self._pending[step]) < report.world_size:
             return None
         return merge_reports(self._pending.pop(step))
 
     def __call__(self, report: Report) -> Row | None:
         """The row that this report completes; None if others are missing."""
-        row = self.add(report.rank, report.metrics)
+        row = self.add(report)
         return None if row is None else asdict(row)
 
 

@@ -175,12 +175,12 @@ def _withdraw(directory: RunDirectory) -> None:
 
 def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], console: Console) -> Result:
     """Train; each step's row is added to ``rows``."""
-    recipe, joined = prepared.recipe, StepRows(prepared.recipe.scaling.num_workers)
+    recipe, joined = prepared.recipe, StepRows()
     check = _plan_check(prepared, directory.path, console)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
-            row = joined.add(report.rank, report.metrics)
+            row = joined.add(report)
             if row is None or (rows and row.step <= rows[-1].step):  # the last rows of a run that it continues
                 return
             rows.append(row)
@@ -189,6 +189,9 @@ def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], conso
                 check.take(row)
 
         def started(record: dict[str, Any]) -> None:
+            nonlocal joined
+            joined = StepRows()  # a run that starts again from a checkpoint repeats steps
+            rows[:] = [row for row in rows if row.step <= directory.start.step]
             if check is not None:
                 check.started(record)
             if record["telemetry"] is not None:
@@ -228,7 +231,7 @@ def make_trainer(
         run_config=recipe.run,
         on_report=on_report,
         on_start=on_start,
-        make_row=StepRows(recipe.scaling.num_workers),
+        make_row=StepRows(),
     )
 
 

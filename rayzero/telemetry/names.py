@@ -571,7 +571,8 @@ RECOVERIES = _counter(
     labels=("what",),
     roles=(COORDINATOR,),
     only="a process that died",
-    help="Deaths that the run has outlived, because another process took the dead one's place. what: rank, optimizer.",
+    help="Failures that the run has outlived. what: rank or optimizer, if another process took a dead one's place; "
+    "run, if the whole run started again from a checkpoint.",
 )
 RECOVERY_SECONDS = _counter(
     name="rayzero_recovery_seconds_total",
@@ -580,7 +581,8 @@ RECOVERY_SECONDS = _counter(
     roles=(COORDINATOR,),
     only="a process that died",
     help="Seconds of those recoveries. phase: detect, from the death until it is acted on (only processes on the "
-    "driver's node); start, from then until the new process answers; re-form, from then until everybody knows it.",
+    "driver's node); start, from then until the new process answers; re-form, from then until everybody knows it; "
+    "restart, until every process of a run that started again is up.",
 )
 PINNED_UNITS = _counter(
     name="rayzero_pinned_units_total",

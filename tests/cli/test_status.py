@@ -84,8 +84,10 @@ def test_recoveries_are_shown_the_newest_first_and_the_oldest_are_counted(run: P
     lines = [line for line in lines_of(run) if line.startswith("recovery ")]
     assert lines[0] == "recovery    optimizer 1 died 5 min ago and was replaced by pid 42 within 2.0 s"
     assert lines[4] == "recovery    rank 2 died 1.7 h ago and was replaced by pid 42 within 2.0 s"
+    again = recovery("the run", 299) | {"pid": None}
+    (run / "run.json").write_text(json.dumps(RECORD | {"recoveries": [again]}))
+    assert "recovery    the run failed 5 min ago and started again from a checkpoint within 2.0 s" in lines_of(run)
     assert lines[5:] == ["recovery    and 2 earlier deaths: see run.json"]
-    assert [one["who"] for one in describe_run(run)["recoveries"]][-1] == "optimizer 1"
 
 
 def killed(run: Path, slabs: Path, **states: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rayzero.cluster.processes import coordinator
-from rayzero.cluster.processes.coordinator import RunStatus
+from rayzero.cluster.processes.coordinator import HeardReports, RunStatus
 from rayzero.cluster.run import Member, Report, RunState
 
 
@@ -67,6 +67,19 @@ def test_what_a_rank_reports_again_in_its_next_life_is_taken_once(status):
         (0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)
     ]  # fmt: skip
     assert [len(status.add([Report(rank=1, step=step)])) for step in (4, 3)] == [1, 1], "another rank's, in one life"
+
+
+def made_at(rank: int, *steps: int) -> list[Report]:
+    return [Report(rank=rank, step=step, time=0.0) for step in steps]
+
+
+def test_the_last_reports_come_again_from_everybody_after_the_coordinators_death():
+    heard = HeardReports()
+    assert list(filter(heard.is_new, made_at(0, 3, 4))) == made_at(0, 3, 4)
+    assert list(filter(heard.is_new, made_at(0, 4))) == made_at(0, 4), "a loop may go back to an earlier step"
+    heard.come_again()
+    assert list(filter(heard.is_new, made_at(0, 3, 4, 5))) == made_at(0, 5)
+    assert list(filter(heard.is_new, made_at(1, 4))) == made_at(1, 4), "another rank's"
 
 
 def test_unread_reports_are_bounded_and_what_is_dropped_is_counted(status, monkeypatch):

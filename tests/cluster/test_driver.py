@@ -21,9 +21,10 @@ from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import RunActors
 from rayzero.cluster.driver import Journal, _Follower
-from rayzero.cluster.files.run_dir import RunCheckpoints
+from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
 from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.nodes.session import ray_answers
+from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.run import Report, RunState
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ZeroConfig
@@ -39,9 +40,9 @@ class EndedRun:
         )
         self.moves: list[RunState] = []
 
-    def _take_unread(self) -> list[Report]:
+    def _take_unread(self) -> News:
         unread, self.unread = self.unread, []
-        return unread
+        return News(unread, "life", replaced=False)
 
     def ask(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         return calls
@@ -66,7 +67,7 @@ class EndedRun:
 
 def asked(**told: Any) -> Any:
     """What a follower takes of a run's request; ``told``: what it is to do."""
-    directory = SimpleNamespace(checkpoints=RunCheckpoints(Path("nowhere")))
+    directory = SimpleNamespace(checkpoints=RunCheckpoints(Path("nowhere")), start=StartPoint(checkpoint=None, step=0))
     nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None, "on_phase": lambda _: None}
     nobody = SimpleNamespace(num_workers=0, num_optimizers=0)
     return SimpleNamespace(

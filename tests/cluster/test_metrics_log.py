@@ -62,6 +62,17 @@ def test_reports_that_are_made_again_after_the_whole_run_was_killed_are_rows_onc
     assert [(row["step"], row["n"]) for row in read_log(tmp_path)] == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)]
 
 
+def test_so_are_those_for_which_another_process_writes_the_log(log, tmp_path):
+    log.add([report(1), report(2)])
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 3, "ra')  # the first one was killed here
+    another = MetricsLog(tmp_path)
+    another.go_on()
+    another.add([report(2), report(3)])
+    another.close()
+    assert [row["step"] for row in read_log(tmp_path)] == [1, 2, 3]
+
+
 def test_so_are_rows_of_all_ranks_together(tmp_path):
     def row(one: Report) -> dict[str, object]:
         return {"step": one.step}

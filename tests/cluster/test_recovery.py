@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file, save_file
 
 import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report
 from rayzero.errors import RunFailedError
@@ -104,6 +106,26 @@ def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_pat
     assert [line.split(" died")[0] for line in died] == ["optimizer 1", "rank 1", "optimizer 0"]
     assert died[0].endswith("Another process takes its place (2 more failures would be outlived)")
     assert sum(" is back as pid " in line for line in said) == 3
+
+
+def test_nobody_notices_a_killed_coordinator(trainer, nothing_left, tmp_path, undisturbed):
+    said: list[str] = []
+    done: list[tuple[int, int]] = []
+
+    def take(one: Any) -> None:
+        done.append((one.rank, one.metrics["done"]))
+        if done[-1] == (0, 10):
+            actor = ray.get_actor(coordinator_name("demo"), namespace=NAMESPACE)
+            os.kill(ray.get(actor.hello.remote()).pid, signal.SIGKILL)
+
+    result = trainer(train, on_report=take, on_phase=said.append).fit()
+    assert same(result.path, undisturbed)
+    assert losses(result.path) == losses(undisturbed)
+    assert len(read_log(result.path)) == 2 * STEPS, "each row once"
+    assert sorted(done) == sorted((rank, step) for rank in range(2) for step in range(1, STEPS + 1))
+    record = read_record(tmp_path / "demo")
+    assert [one["who"] for one in record["recoveries"]] == ["coordinator"]
+    assert any("coordinator died, and is back as pid" in line for line in said)
 
 
 def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_path, undisturbed):

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender
 from rayzero.cluster.run import Report
+from rayzero.engine.loop.reports import RecentReports
 from rayzero.errors import StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -86,6 +87,37 @@ def test_after_refuse_a_report_is_an_error():
     with pytest.raises(StoreClosedError, match="being stopped"):
         channel.put(report(0))
     channel.close(timeout_s=10)
+
+
+class Receiver:
+    """What a coordinator of some life takes."""
+
+    def __init__(self) -> None:
+        self.life, self.taken = "a", list[int]()
+
+    def ask(self, batch: list[Report], life: str | None) -> str:
+        if life in (None, self.life):
+            self.taken += [one.step for one in batch]
+        return self.life
+
+
+def test_another_coordinator_gets_the_last_reports_again_and_first():
+    recent, receiver = RecentReports(), Receiver()
+    sender = ReportSender(receiver.ask, recent, lambda made: Report(rank=0, step=made.step, number=made.number))
+
+    def send(*steps: int) -> None:
+        for step in steps:
+            recent.add(step, {}, None)
+        sender.send([Report(rank=0, step=step, number=0) for step in steps])
+
+    send(1)
+    send(2, 3)
+    assert receiver.taken == [1, 2, 3]
+    receiver.life, receiver.taken = "b", []
+    send(4)
+    assert receiver.taken == [3, 4], "those of the last two steps"
+    send(5)
+    assert receiver.taken == [3, 4, 5]
 
 
 def test_numbers_that_are_reported_are_gauges_and_the_loss_is_the_training_loss():

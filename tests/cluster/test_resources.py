@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.cluster.nodes.resources import Node, matches, missing_resources, plan_optimizers, plan_resources
+from rayzero.cluster.nodes.resources import Node, matches, missing_resources, plan_optimizers, plan_resources, rescaled
 from rayzero.config import ScalingConfig
 
 LAPTOP = [Node(cpus=2)]
@@ -49,6 +49,16 @@ def test_an_optimizer_stands_beside_each_rank_and_more_of_them_go_round():
 def test_fewer_optimizers_than_ranks_leave_ranks_alone():
     plan = plan_resources(ScalingConfig(num_workers=3, num_optimizers=1), LAPTOP)
     assert [group.optimizers for group in plan.groups] == [(0,), (), ()]
+
+
+def test_a_smaller_cluster_keeps_as_many_ranks_as_have_a_place_and_then_as_many_optimizers():
+    asked = ScalingConfig(num_workers=4, num_optimizers=4, cpus_per_worker=1, cpus_per_optimizer=1)
+    assert rescaled(asked, [Node(cpus=4), Node(cpus=4)]) == asked
+    fewer = rescaled(asked, [Node(cpus=3), Node(cpus=2)])
+    assert (fewer.num_workers, fewer.num_optimizers) == (4, 1)
+    one_each = rescaled(asked, [Node(cpus=2)])
+    assert (one_each.num_workers, one_each.num_optimizers) == (1, 1)
+    assert rescaled(asked, [Node(cpus=1)]) == asked, "there is no place for a rank and an optimizer"
 
 
 def test_missing_gpus_are_named_with_their_setting():

@@ -170,6 +170,22 @@ def test_a_checkpoint_of_any_name_whose_replacement_was_killed_is_what_the_run_r
     assert find_start(config(tmp_path, resume=True)).checkpoint == final
 
 
+def test_a_run_starts_again_from_its_newest_checkpoint_or_as_it_began(tmp_path):
+    (elsewhere,) = saved(tmp_path / "other", 5)
+    with RunDirectory.open(config(tmp_path, resume=str(elsewhere))) as directory:
+        first = directory.start
+        directory.restart()
+        assert (directory.start.checkpoint, directory.start.step) == (elsewhere, 5)
+        assert directory.start.lineage != first.lineage, "its states are others"
+        newest = saved(tmp_path, 10, 20)[-1]
+        killed_while_replacing(newest)
+        directory.restart()
+        assert (directory.start.checkpoint, directory.start.step) == (newest, 20)
+        shutil.rmtree(tmp_path)
+        directory.restart()
+        assert (directory.start.checkpoint, directory.start.step) == (None, 0)
+
+
 def test_a_run_resumes_from_the_newest_that_is_not_damaged(tmp_path, caplog):
     whole, hurt = saved(tmp_path, 10, 20)
     os.truncate(hurt / "owner-000.safetensors", 10)

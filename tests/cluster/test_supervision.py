@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from rayzero.cluster.supervision import RankOutcome, Verdict, Watch, death_of, failure_of, run_failed
-from rayzero.errors import HandshakeError, RankLeftError, RunFailedError
+from rayzero.errors import HandshakeError, RankLeftError, RunFailedError, UntrackedError
 
 
 def caught(who: str, error: Exception):
@@ -60,6 +60,15 @@ def test_an_end_after_a_consequence_does_not_make_the_run_finished():
 
 def test_a_handshake_error_is_a_cause():
     assert not caught("rank 0", HandshakeError("layouts differ")).consequence
+
+
+def test_a_run_may_start_again_after_a_loss_and_not_after_an_error_of_its_loop():
+    assert death_of("rank 1", 7, "").restarts
+    lost = failure_of("rank 1", UntrackedError("its loop tracks nothing"))
+    assert lost.restarts
+    assert not lost.consequence
+    assert not failure_of("rank 1", ValueError("boom")).restarts
+    assert not failure_of("rank 1", RankLeftError("rank 0 left")).restarts
 
 
 def test_the_error_names_who_what_and_where_and_keeps_the_original():

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
+from rayzero.elastic.controller import (
+    Action,
+    Connect,
+    Controller,
+    Kind,
+    Lose,
+    MemberId,
+    Run,
+    Start,
+    Succeed,
+    wait_before_restart,
+)
 
 RANKS, OWNERS, FAILURES = 3, 2, 4
 FIRST = ("a0", "a1")
@@ -20,7 +33,7 @@ def owner(index: int) -> MemberId:
     return MemberId(Kind.OWNER, index)
 
 
-def controller(max_failures: int = FAILURES, **more: frozenset[MemberId]) -> Controller:
+def controller(max_failures: int = FAILURES, **more: Any) -> Controller:
     return Controller(RANKS, FIRST, max_failures=max_failures, **more)
 
 
@@ -80,7 +93,7 @@ def test_a_rank_whose_loop_has_ended_is_not_replaced() -> None:
 def test_why_a_death_is_not_outlived() -> None:
     none = controller(0)
     assert none.died(rank(0), 0) == []
-    assert none.over == "nobody takes its place (max_failures=0)"
+    assert (none.over, none.exhausted) == ("nobody takes its place (max_failures=0)", True)
     one = controller(1)
     one.died(rank(0), 0)
     assert one.over is None
@@ -89,6 +102,18 @@ def test_why_a_death_is_not_outlived() -> None:
     bound = controller(bound=frozenset([rank(1)]))
     assert bound.died(rank(1), 0) == []
     assert bound.over == "its part of the optimizer was in its own memory, so nobody can take its place"
+    assert (bound.exhausted, bound.outlived) == (False, 1), "the run may start again, which is a failure it outlives"
+
+
+def test_failures_before_a_restart_count() -> None:
+    again = controller(2, outlived=1)
+    assert again.died(rank(0), 0) != []
+    assert again.died(owner(0), 0) == []
+    assert again.exhausted
+
+
+def test_every_wait_before_a_restart_is_twice_as_long_and_at_most_a_minute() -> None:
+    assert [wait_before_restart(restarts) for restarts in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
+from rayzero.errors import ConfigError, RunFailedError, UntrackedError
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Killed, run_ranks
@@ -265,7 +265,7 @@ def test_what_a_rank_has_written_before_the_step_that_it_dies_in_is_not_lost(
 
 
 def test_a_loop_that_tracks_nothing_is_refused_by_name_after_its_first_step(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"rank 1 .* cannot repeat step 2: its state was not kept, because it t"):
+    with pytest.raises(UntrackedError, match=r"rank 1 .* cannot repeat step 2: its state was not kept, because it t"):
         run(tmp_path, ("forward", AT), tracks=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,23 +33,22 @@ def rank_report(step: int, **changes):
 
 def write(run_dir: Path, *reports: dict, world_size: int = 1) -> None:
     """As the coordinator does with what ranks report, each in turn."""
-    log = MetricsLog(run_dir, StepRows(world_size))
+    log = MetricsLog(run_dir, StepRows())
     for number, report in enumerate(reports):
-        log.add([Report(rank=number % world_size, metrics=report)])
+        log.add([Report(rank=number % world_size, world_size=world_size, metrics=report)])
     log.close()
 
 
 def test_a_row_is_complete_once_every_rank_has_reported_the_step():
-    rows = StepRows(world_size=2)
-    assert rows.add(0, rank_report(1, validation_loss=3.0, validation_batches=1)) is None
-    assert rows.add(0, rank_report(2)) is None
-    row = rows.add(
-        1,
-        rank_report(
-            1, loss=4.0, tokens=300, step_seconds=0.8, fetch_wait_seconds=0.3, memory_bytes=7, validation_loss=6.0,
-            validation_batches=2,
-        ),
+    rows = StepRows()
+    first, second = partial(Report, rank=0, world_size=2), partial(Report, rank=1, world_size=2)
+    assert rows.add(first(metrics=rank_report(1, validation_loss=3.0, validation_batches=1))) is None
+    assert rows.add(first(metrics=rank_report(2))) is None
+    last = rank_report(
+        1, loss=4.0, tokens=300, step_seconds=0.8, fetch_wait_seconds=0.3, memory_bytes=7, validation_loss=6.0,
+        validation_batches=2,
     )  # fmt: skip
+    row = rows.add(second(metrics=last))
     assert row is not None
     assert (row.loss, row.tokens, row.tokens_per_second) == (3.5, 200, 500)
     assert (row.step_seconds, row.fetch_wait_seconds, row.memory_bytes, row.validation_loss) == (0.8, 0.3, 10, 5.0)
@@ -63,7 +63,7 @@ def test_the_file_has_a_row_a_step(tmp_path):
 
 
 def test_what_rows_are_joined_by_travels_to_another_process():
-    assert pickle.loads(pickle.dumps(StepRows(1)))(Report(rank=0, metrics=rank_report(1))).keys() == KEYS
+    assert pickle.loads(pickle.dumps(StepRows()))(Report(rank=0, metrics=rank_report(1))).keys() == KEYS
 
 
 def test_numbers_that_are_not_finite_are_read_as_nan(tmp_path):
@@ -84,7 +84,7 @@ def test_rows_of_another_loop_are_named(tmp_path):
 
 
 def test_the_picture_is_a_png(tmp_path):
-    joined = StepRows(world_size=1)
+    joined = StepRows()
     reports = (rank_report(step, validation_loss=2.5, validation_batches=int(step == 2)) for step in range(1, 4))
-    draw_losses([joined.add(0, report) for report in reports], 3.1, tmp_path / "loss.png")
+    draw_losses([joined.add(Report(rank=0, metrics=report)) for report in reports], 3.1, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

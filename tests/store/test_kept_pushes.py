@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rayzero.errors import HandshakeError, StoreError
+from rayzero.errors import StateLostError, StoreError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.slab import sweep
 from rayzero.store.rank.remote import RemoteConnection
@@ -80,7 +80,7 @@ def test_an_owner_that_dies_before_all_values_are_loaded_is_refused_by_name(
             store.load(unit.index, flatten(unit, values, torch.float32)).result(WAIT)
         waiting = store.published(2, 0)
         owners.kill(0)
-        with pytest.raises(HandshakeError, match=r"optimizer 0 .* has died before .* its successor lacks some: start"):
+        with pytest.raises(StateLostError, match=r"optimizer 0 .* has died before .* its successor lacks some: start"):
             waiting.result(WAIT)
     owners.close()
     sweep(slab_dir)

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,12 @@ class MetricsLog:
         self._written = written
         self._file: int | None = None  # freed by: close()
         self.lost = 0  # rows that could not be written
+
+    def go_on(self) -> None:
+        """Another process has written the log until now, and reports may come that it has had. Raises DataError as
+        ``read_log``."""
+        trim_log(self._path.parent, sys.maxsize)
+        self._written = written_rows(self._path.parent)
 
     def add(self, reports: Iterable[Report]) -> None:
         """Write the rows that these reports complete. They are in the file when this returns."""

@@ -115,13 +115,13 @@ class RunCheckpoints:
         return checkpoint.name if checkpoint.parent == self.folder else str(checkpoint)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunDirectory:
     """The directory of one run's files, locked against other drivers until :meth:`close` or the end of the process.
     Created by :meth:`open`, which checks everything that can be checked."""
 
     path: Path
-    start: StartPoint
+    start: StartPoint  # changed by: restart()
     checkpoints: RunCheckpoints
     fresh: bool  # open() created the directory
     lock: RunLock  # freed by: close()
@@ -179,6 +179,16 @@ class RunDirectory:
         """Hold a killed run's states no longer: this run's processes have them. Idempotent."""
         if self.hold is not None:
             self.hold.close()
+
+    def restart(self) -> None:
+        """Set ``start`` to the newest checkpoint, or to the run's beginning if there is none; repairs what an
+        interrupted save left. Call it when no process of the run is left."""
+        self.checkpoints.sweep()
+        began, self.start = self.start.checkpoint, StartPoint(checkpoint=None, step=0)
+        for place in (began, self.checkpoints.catalog().newest()):
+            if place is not None:
+                with suppress(CheckpointError), CheckpointReader(place) as checkpoint:  # it may be gone
+                    self.start = StartPoint(checkpoint=place, step=checkpoint.step)
 
     def withdraw(self) -> None:
         """Remove the directory if :meth:`open` created it and it holds nothing else."""
@@ -261,7 +271,7 @@ def _is_recovery(told: object) -> bool:
     return (
         isinstance(told, dict)
         and _is_text(told.get("who"))
-        and isinstance(told.get("pid"), int)
+        and isinstance(told.get("pid"), int | None)
         and _is_number(told.get("seconds"))
         and _is_number(told.get("time"))
     )

@@ -137,6 +137,17 @@ def plan_resources(scaling: ScalingConfig, nodes: Sequence[Node], placement: Pla
     return planned(_largest_share(scaling, nodes, planned))
 
 
+def rescaled(scaling: ScalingConfig, nodes: Sequence[Node], placement: Placement = "beside_rank") -> ScalingConfig:
+    """The same processes, or as many as have a place on these nodes: first as many ranks as can be, then as many
+    optimizers. If there is no place for one of each, the config as it is."""
+    for workers in range(scaling.num_workers, 0, -1):
+        for optimizers in range(scaling.num_optimizers, 0, -1):
+            fewer = scaling.replace(num_workers=workers, num_optimizers=optimizers)
+            if missing_resources(plan_resources(fewer, nodes, placement), nodes) is None:
+                return fewer
+    return scaling
+
+
 def plan_optimizers(scaling: ScalingConfig) -> ResourcePlan:
     """Shares for only the optimizer actors, packed together, for a run whose ranks another library places.
     ``cpus_per_optimizer`` is 1 if the config does not set it."""

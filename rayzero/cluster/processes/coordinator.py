@@ -2,16 +2,21 @@
 
 It only records. The driver writes the routing table and the run's state; ranks send reports, which it writes to
 metrics.jsonl; ``rayzero status`` reads. No training step waits for it.
+
+[Note: another coordinator] If its process dies, Ray starts another one, which knows nothing. It has a *life* of its
+own, which its answers name: so the driver notices and tells it who takes part, and each rank sends its last reports
+again. Whoever gets those knows which it has had: the log by its rows, the driver by their numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +30,7 @@ from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, RECOVERIES, RECOVERY_SECONDS, SHARD_IMBALANCE
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
-__all__ = ["LATE_S", "Coordinator", "Heartbeats", "RunStatus", "this_process"]
+__all__ = ["LATE_S", "Coordinator", "HeardReports", "Heartbeats", "News", "RunStatus", "this_process"]
 
 LATE_S = 10.0  # a process without a heartbeat for this long is late
 REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped and counted in `reports_dropped`
@@ -34,7 +39,7 @@ REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dr
 _S = RunState
 _MOVES: dict[RunState, frozenset[RunState]] = {
     _S.STARTING: frozenset({_S.RUNNING, _S.FAILED, _S.STOPPED}),
-    _S.RUNNING: frozenset({_S.FINISHED, _S.FAILED, _S.STOPPED}),
+    _S.RUNNING: frozenset({_S.RUNNING, _S.FINISHED, _S.FAILED, _S.STOPPED}),
     _S.FINISHED: frozenset(),
     _S.FAILED: frozenset(),
     _S.STOPPED: frozenset(),
@@ -45,6 +50,39 @@ def this_process(who: str) -> Member:
     """This process, as a member of the run."""
     context = ray.get_runtime_context()
     return Member(who=who, pid=os.getpid(), node=context.get_node_id(), host=ray.util.get_node_ip_address())
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Reports for the driver, and the life of the coordinator that has them."""
+
+    reports: list[Report]
+    life: str
+    replaced: bool  # it has taken another one's place
+
+
+class HeardReports:
+    """Knows which of the ranks' reports have come before: a rank's next life, and ranks whose coordinator is a new
+    process, send the last ones again."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, Report] = {}  # by rank
+        self._before: dict[int, Report] = {}  # by rank: the newest that may come again
+
+    def is_new(self, report: Report) -> bool:
+        """Whether a rank has not made this report before. Ask once for each, in the rank's order."""
+        heard = self._newest.get(report.rank)
+        if heard is not None and heard.life < report.life:
+            self._before[report.rank] = heard
+        before = self._before.get(report.rank)
+        if before is not None and (report.step, report.number) <= (before.step, before.number):
+            return False
+        self._newest[report.rank] = report
+        return True
+
+    def come_again(self) -> None:
+        """The last reports of all ranks may come again."""
+        self._before = dict(self._newest)
 
 
 class RunStatus:
@@ -63,8 +101,7 @@ class RunStatus:
         self._checkpoints: list[str] = []
         self._unread: deque[Report] = deque()
         self._dropped = 0
-        self._heard: dict[int, Report] = {}  # the newest of each rank's present life
-        self._before: dict[int, Report] = {}  # the newest of the lives before
+        self._heard = HeardReports()
 
     def move(self, state: RunState, error: str | None = None) -> None:
         """Change the run's state. Raises ``ValueError`` for a transition that is not allowed."""
@@ -82,9 +119,13 @@ class RunStatus:
             self._routing = Routing(epoch=self._routing.epoch + 1, addresses=tuple(addresses))
         return self._routing
 
+    def resume(self, routing: Routing) -> None:
+        """Go on with a run that another process has recorded until now."""
+        self._state, self._routing = RunState.RUNNING, routing
+
     def add(self, reports: Sequence[Report]) -> list[Report]:
         """Take a rank's reports, in its order. Returns those that no life of the rank had made before."""
-        new = [report for report in reports if self._is_new(report)]
+        new = [report for report in reports if self._heard.is_new(report)]
         for report in new:
             self._latest[report.rank] = report
             if report.checkpoint is not None and report.checkpoint not in self._checkpoints:
@@ -94,16 +135,6 @@ class RunStatus:
             self._unread.popleft()
             self._dropped += 1
         return new
-
-    def _is_new(self, report: Report) -> bool:
-        heard = self._heard.get(report.rank)
-        if heard is not None and heard.life < report.life:
-            self._before[report.rank] = heard
-        before = self._before.get(report.rank)
-        again = before is not None and (report.step, report.number) <= (before.step, before.number)
-        if not again:
-            self._heard[report.rank] = report
-        return not again
 
     def take_unread(self) -> list[Report]:
         """Reports not taken before, in order of arrival."""
@@ -183,9 +214,11 @@ def kind_of(who: str) -> str:
 class Coordinator:
     """The actor: an event loop around a :class:`RunStatus`. All its calls but ``next_reports`` are short."""
 
-    def __init__(self, run: str, log: MetricsLog | None) -> None:
-        """``log``: where only this process writes reports; None if ranks report to another library."""
-        self._status = RunStatus(run, started_at=time.time())
+    def __init__(self, run: str, log: MetricsLog | None, started_at: float) -> None:
+        """``log``: where only this process writes reports; None if ranks report to another library. ``started_at``: of
+        the run, seconds since 1970."""
+        self._life = secrets.token_hex(4)
+        self._status = RunStatus(run, started_at=started_at)
         self._log = log
         self._heartbeats = Heartbeats()
         self._recorder = MemoryRecorder()
@@ -193,6 +226,11 @@ class Coordinator:
         self._exporter: ProcessExporter | None = None
         self._news = asyncio.Event()
         self._ended = False
+        self._replaced = ray.get_runtime_context().was_current_actor_reconstructed
+        if self._replaced:
+            self._news.set()  # the driver learns at once that this is another process
+            if log is not None:
+                log.go_on()
 
     async def hello(self) -> Member:
         """This process's name, host and pid."""
@@ -223,6 +261,17 @@ class Coordinator:
         self._targets = tuple(targets)
         return self._status.route(addresses)
 
+    async def resume(
+        self, members: Sequence[Member], routing: Routing, targets: Sequence[Target], exporter: ExporterSettings | None
+    ) -> Member:
+        """Take the place of a coordinator that has died: who takes part, and where this process's exporter listens.
+        Raises ConfigError where it has no port."""
+        self._status.resume(routing)
+        await self.enlist(members, routing.addresses, targets)
+        if exporter is not None:
+            await self.open_exporter(exporter)
+        return await self.hello()
+
     async def recovered(self, what: str, seconds: Mapping[str, float]) -> None:
         """Another process has taken a dead one's place. ``what``: rank or optimizer. ``seconds``: by phase, see
         ``names.RECOVERY_SECONDS``."""
@@ -230,19 +279,25 @@ class Coordinator:
         for phase, took in seconds.items():
             self._recorder.add(RECOVERY_SECONDS, took, phase=phase)
 
-    async def report(self, reports: Sequence[Report]) -> None:
-        """Take a batch of one rank's reports. They are in metrics.jsonl when this returns."""
+    async def report(self, reports: Sequence[Report], life: str | None) -> str:
+        """Take a batch of one rank's reports; returns this coordinator's life. They are in metrics.jsonl when this
+        returns. Takes none if ``life``, the last one that the rank knew (None: none yet), was another: the rank then
+        sends its last reports again, first."""
+        if life not in (None, self._life):
+            return self._life
         new = self._status.add(reports)
         if self._log is not None:
             self._log.add(new)
         self._news.set()
+        return self._life
 
-    async def next_reports(self) -> list[Report]:
-        """Reports the driver has not had yet; waits until there are some, or ``end_news``."""
+    async def next_reports(self) -> News:
+        """Reports the driver has not had yet; waits until there are some, or ``end_news``. A coordinator that has taken
+        another one's place answers at once."""
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        return self._status.take_unread()
+        return News(self._status.take_unread(), self._life, self._replaced)
 
     async def rouse(self) -> None:
         """Make ``next_reports`` return now, perhaps with no reports: the driver waits for nothing else that would wake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender
 from rayzero.cluster.run import Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
 from rayzero.config import CheckpointErrors, ZeroConfig
@@ -118,12 +119,8 @@ class RankWorker:
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         self._table = OwnerTable(settings.addresses)
         recent = RecentReports()
-
-        def send(batch: list[Report]) -> None:
-            ray.get(coordinator.report.remote(batch))
-            recent.arrived(batch[-1].step, batch[-1].number)
-
-        channel = self._channel = ReportChannel(send)
+        sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
+        channel = self._channel = ReportChannel(sender.send)
         context = self._context = _context(settings, self._table, channel, recent, self._recorder)
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
@@ -143,6 +140,23 @@ class RankWorker:
             self._context.close(reason)
 
 
+def _ask(coordinator: Any, batch: list[Report], life: str | None) -> str:
+    told: str = ray.get(coordinator.report.remote(batch, life))
+    return told
+
+
+def _report(settings: RankSettings, made: LoopReport) -> Report:
+    return Report(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        life=settings.life,
+        step=made.step,
+        number=made.number,
+        metrics=made.metrics,
+        checkpoint=made.checkpoint,
+    )
+
+
 def _context(
     settings: RankSettings,
     table: OwnerTable,
@@ -154,16 +168,7 @@ def _context(
 
     def sink(made: LoopReport) -> None:
         gauges.show(made.metrics)
-        channel.put(
-            Report(
-                rank=settings.rank,
-                life=settings.life,
-                step=made.step,
-                number=made.number,
-                metrics=made.metrics,
-                checkpoint=made.checkpoint,
-            )
-        )
+        channel.put(_report(settings, made))
 
     def connect(model: int) -> ParameterStore:
         return connect_store(

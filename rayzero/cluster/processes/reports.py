@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rayzero.cluster.run import Report
+from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.errors import StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["ReportChannel", "ReportGauges"]
+__all__ = ["ReportChannel", "ReportGauges", "ReportSender"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,33 @@ class ReportGauges:
             )
             self._refused = True
         return known
+
+
+class ReportSender:
+    """Sends batches of one rank's reports to the coordinator, and the last ones again to another one.
+
+    Knows how to ask; not when (``ReportChannel``), nor who is asked."""
+
+    def __init__(
+        self,
+        ask: Callable[[list[Report], str | None], str],
+        recent: RecentReports,
+        report_of: Callable[[LoopReport], Report],
+    ) -> None:
+        """``ask``: ``Coordinator.report``."""
+        self._ask, self._recent, self._report_of = ask, recent, report_of
+        self._life: str | None = None  # of the coordinator
+
+    def send(self, batch: list[Report]) -> None:
+        """Send a batch; blocks until the coordinator has it. See [Note: another coordinator]."""
+        life = self._ask(batch, self._life)
+        while self._life is not None and life != self._life:
+            self._life = life
+            first = batch[0].step, batch[0].number
+            lately = [self._report_of(made) for made in self._recent.made if (made.step, made.number) < first]
+            life = self._ask([*lately, *batch], life)
+        self._life = life
+        self._recent.arrived(batch[-1].step, batch[-1].number)
 
 
 class ReportChannel:

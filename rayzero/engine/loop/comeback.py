@@ -15,7 +15,7 @@ from rayzero.engine.loop.rank_state import names_of, set_generator_states
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.engine.units.writes import WrittenUnits
-from rayzero.errors import UnsupportedError, UntrackedError
+from rayzero.errors import StateLostError, UntrackedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached
 from rayzero.protocol.store import ParameterStore
 
@@ -64,13 +64,13 @@ def put_back(state: State, store: ParameterStore, model: nn.Module, device: torc
 def comeback_of(
     store: ParameterStore, attached: Attached, *, rank: int, number: int, repeats: int | None = None
 ) -> Comeback:
-    """How a rank goes on that has died. Raises UnsupportedError if nobody knows its loop's state: UntrackedError if it
+    """How a rank goes on that has died. Raises StateLostError if nobody knows its loop's state: UntrackedError if it
     tracks nothing.
 
     number: the prepared model's. repeats: the open step, if all ranks do the end of the iteration before it again, as
         they do if the whole run died before all of them had ended it: they wait for each other there."""
     if number:
-        raise UnsupportedError(
+        raise StateLostError(
             f"rank {rank} has died and come back, but its loop prepares several models, whose steps cannot be repeated "
             "alone; resume the run from its newest checkpoint"
         )

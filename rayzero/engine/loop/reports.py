@@ -45,6 +45,11 @@ class RecentReports:
         self._recent = [*lately, report][-_MOST_KEPT:]
         return report
 
+    @property
+    def made(self) -> list[LoopReport]:
+        """Those it remembers, in order."""
+        return self._recent
+
     def _is_away(self, report: LoopReport) -> bool:
         return (report.step, report.number) > self._arrived
 

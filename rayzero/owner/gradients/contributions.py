@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
-from rayzero.errors import HandshakeError, StepMismatchError, StoreError
+from rayzero.errors import StateLostError, StepMismatchError, StoreError
 from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, check_push
 from rayzero.owner.gradients.squares import Squares
@@ -98,7 +98,7 @@ class Contributions:
         with self._lock:
             if rank in self.ranks and (back_at is None or own_memory is None):
                 if own_memory is None and rank in self._former:
-                    raise HandshakeError(
+                    raise StateLostError(
                         f"{self._who} reads gradients of rank {rank} in the memory of its former life, but the rank "
                         "comes back without shared memory: start it on the same host with the same transport, or "
                         "resume from a checkpoint by name (run.resume=CHECKPOINT)"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.errors import HandshakeError
+from rayzero.errors import HandshakeError, StateLostError
 from rayzero.owner.memory import FormerRank, Sizes
 from rayzero.protocol.messages import FormerShard, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
@@ -65,7 +65,7 @@ class FormerSlabs:
         return cls({(f.role, f.number): path for path, f in ours if f.incarnation == life})
 
     def adopt(self, plan: ArenaPlan, role: str, first: int = 0) -> Arena:
-        """Take over the slabs of an arena, from number ``first`` on. Raises HandshakeError if one is missing."""
+        """Take over the slabs of an arena, from number ``first`` on. Raises StateLostError if one is missing."""
         return Arena.adopt(plan, [self._path(role, first + number) for number in range(len(plan.slabs))])
 
     def control(self) -> Slab:
@@ -76,7 +76,7 @@ class FormerSlabs:
         try:
             return self._found[role, number]
         except KeyError:
-            raise HandshakeError(f"slab {number} of role {role!r} is missing among {sorted(self._found)}") from None
+            raise StateLostError(f"slab {number} of role {role!r} is missing among {sorted(self._found)}") from None
 
     def remove(self) -> None:
         """Remove all of them: they hold nothing."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rayzero.concurrency.futures import DONE, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.errors import ConfigError, HandshakeError, RayZeroError, StoreError, UnsupportedError
+from rayzero.errors import ConfigError, HandshakeError, RayZeroError, StateLostError, UnsupportedError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
@@ -271,12 +271,12 @@ class RemoteConnection:
 
     def _rejoin(self, link: OwnerLink, channel: Channel) -> None:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
-        has sent and only the predecessor had. Raises HandshakeError if it lacks values that the predecessor had,
-        StoreError if this rank has not kept what it pushed."""
+        has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor had,
+        or if this rank has not kept what it pushed."""
         if self._attaching is None:
             return
         if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
-            raise StoreError(
+            raise StateLostError(
                 f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
                 "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
             )
@@ -300,15 +300,15 @@ class RemoteConnection:
             self._push_again(self._plan, link.owner, channel)
 
     def _check_successors(self, answers: Sequence[Any]) -> None:
-        """Raise HandshakeError if an owner has died since it answered, and its successor has other memory.
+        """Raise StateLostError if an owner has died since it answered, and its successor has other memory.
         ``_rejoin`` sees that from then on. ``answers``: by owner, those that this rank went on with."""
         for owner, now in list(self._successors.items()):
             before = answers[owner]
             if (before.shared.control and now.shared != before.shared) or (now.needs_load and not before.needs_load):
                 raise self._lacks_values(self._links[owner])
 
-    def _lacks_values(self, link: OwnerLink) -> HandshakeError:
-        return HandshakeError(
+    def _lacks_values(self, link: OwnerLink) -> StateLostError:
+        return StateLostError(
             f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
             "lacks some: start the run again"
         )

@@ -1,0 +1,97 @@
+"""A run that has lost what only a checkpoint brings back starts again from the newest one, inside one fit()."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import rayzero
+from rayzero.cluster.files.metrics_log import read_log
+from rayzero.cluster.files.run_dir import read_record
+from rayzero.config import ZeroConfig
+from rayzero.store.shm.same_host import why_no_sharing
+
+from .tiny import batch, make, unsharded
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+]
+
+STEPS = 30
+
+
+def train(config: dict[str, Any]) -> None:
+    """A loop that tracks nothing: no rank of it can repeat a step alone. Saves every ``config["every"]`` steps."""
+    context = rayzero.get_context()
+    model, plain = make()
+    model, optimizer = rayzero.prepare(model, plain)
+    for step in range(context.step, STEPS):
+        loss = model(batch(step, context.rank)).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        rayzero.report({"done": step + 1, "loss": loss.item()})
+        if (step + 1) % config["every"] == 0:
+            rayzero.save_checkpoint(optimizer, Path(context.run_dir or "") / "checkpoints" / f"step-{step + 1}")
+    weights = rayzero.full_state_dict(model)
+    if context.rank == 0:
+        save_file(weights, Path(context.run_dir or "") / "weights.safetensors")
+
+
+class Kills:
+    """Kills a member once, as rank 0 reports that it has done so many steps."""
+
+    def __init__(self, run_dir: Path, kills: dict[int, str]) -> None:
+        self.run_dir, self.kills = run_dir, kills
+
+    def __call__(self, one: Any) -> None:
+        if one.rank == 0 and one.metrics["done"] in self.kills:
+            who = self.kills.pop(one.metrics["done"])
+            members = read_record(self.run_dir)["members"]
+            os.kill(next(m["pid"] for m in members if m["who"] == who), signal.SIGKILL)
+
+
+def is_right(run_dir: Path) -> bool:
+    ours = load_file(run_dir / "weights.safetensors")
+    return all(torch.allclose(ours[name], value, atol=1e-6) for name, value in unsharded(STEPS).items())
+
+
+def rows(run_dir: Path) -> list[tuple[int, int]]:
+    return sorted((row["rank"], row["done"]) for row in read_log(run_dir))
+
+
+EACH_ONCE = sorted((rank, done) for rank in range(2) for done in range(1, STEPS + 1))
+
+
+def test_from_the_newest_checkpoint_if_a_rank_dies_whose_loop_tracks_nothing(trainer, nothing_left, tmp_path):
+    said: list[str] = []
+    kills = Kills(tmp_path / "demo", {15: "rank 1"})
+    result = trainer(train, {"every": 10}, on_report=kills, on_phase=said.append).fit()
+    assert is_right(result.path)
+    assert rows(result.path) == EACH_ONCE
+    record = read_record(result.path)
+    assert [one["who"] for one in record["recoveries"]] == ["rank 1", "the run"]
+    assert record["resumed_from"] == str(result.path / "checkpoints" / "step-10")
+    (again,) = [line for line in said if "tracks nothing" in line]
+    assert "starting from step 10, with " in again
+    assert again.endswith("in 1 s (2 more failures would be outlived)"), "a death and its restart are one failure"
+
+
+def test_anew_if_an_optimizer_dies_whose_memory_is_its_own_before_the_first_checkpoint(trainer, nothing_left, tmp_path):
+    said: list[str] = []
+    kills = Kills(tmp_path / "demo", {5: "optimizer 0"})
+    grpc = ZeroConfig(transport="grpc", stall_timeout=60.0)
+    result = trainer(train, {"every": STEPS}, on_report=kills, on_phase=said.append, zero_config=grpc).fit()
+    assert is_right(result.path)
+    assert rows(result.path) == EACH_ONCE
+    (again,) = [line for line in said if "optimizer 0 died" in line]
+    assert "starting anew, in 1 s (2 more failures would be outlived)" in again
