@@ -59,6 +59,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "memory": memory,
         "continue_with": _continue_with(path, memory, bool(checkpoints)) if memory is not None else None,
         "members": record.get("members") or [],  # empty if no process was started yet
+        "spares": record.get("spares") or [],
         "routing": record.get("routing"),
         "metrics": record.get("metrics", {}),
         "plan": read_plan(path),
@@ -119,6 +120,7 @@ def format_status(described: dict[str, Any]) -> str:
         lines.append(f"continue    {described['continue_with']}")
     if described["state"] == "running":
         lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in described["members"]]
+        lines += [f"spare       pid {who['pid']} on {who['host']}" for who in described["spares"]]
         if described["telemetry"]:
             lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")
     if described["error"]:

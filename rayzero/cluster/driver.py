@@ -83,6 +83,7 @@ class Journal:
 
     state: RunState = RunState.STARTING
     members: list[Member] = field(default_factory=list)
+    spares: list[Member] = field(default_factory=list)  # processes that wait to become an owner's successor
     ray_address: str | None = None
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
@@ -187,6 +188,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal, noticed: fl
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
         max_failures=request.run.max_failures,
+        warm_spares=request.run.warm_spares,
         keep=_kept(request),
         former=_former(request.directory.start),
     )
@@ -354,7 +356,7 @@ class _Follower:
     def _take_events(self) -> None:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             calls = [*self._loops, *self._owners, *self._starts, *self._telling, *self._past]
-            waiting = [*calls, self._news]
+            waiting = [*calls, *self._actors.spares.calls, self._news]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
@@ -413,6 +415,9 @@ class _Follower:
             self._take_told(call, self._telling.pop(call))
         elif call in self._past:
             self._past.discard(call)
+        elif call in self._actors.spares.calls:
+            self._actors.take_spare(call)
+            self._note_spares()
         else:
             self._take_news(call)
 
@@ -577,12 +582,18 @@ class _Follower:
         self._actors.coordinator.recovered.remote(str(self._members[recovery.who].kind), recovery.phases)
         self._journal.recoveries.append(recovery)
         self._on_phase(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
+        if self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
+            self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
+            self._note_spares()
+
+    def _note_spares(self) -> None:
+        self._journal.spares = self._actors.spares.members
 
     def _perform(self, actions: Iterable[Action], recovering: Recovering) -> None:
         for action in actions:
             match action:
-                case Start(MemberId(Kind.OWNER, index) as member, life):
-                    self._starts[self._actors.start_owner(index, life)] = member, recovering
+                case Start(MemberId(Kind.OWNER, index) as member):
+                    self._starts[self._actors.start_owner(index)] = member, recovering
                 case Start(member):
                     self._starts[self._actors.start_rank(member.index)] = member, recovering
                 case Lose(rank, life, owners):

@@ -302,6 +302,7 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "members": lambda told: told is None or _all(_is_member, told),  # None: nothing has been started yet
     "recoveries": lambda told: told is None or _all(_is_recovery, told),
     "states": _is_states,
+    "spares": lambda told: told is None or _all(_is_member, told),
     "ended_at": lambda told: told is None or _is_number(told),
     "checkpoints_elsewhere": _is_paths,
     "error": lambda told: told is None or _is_text(told),
