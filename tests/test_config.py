@@ -91,6 +91,17 @@ def test_each_setter_changes_its_field_and_no_other(setter: str, field: str, val
     assert getattr(changed, field) == value != getattr(ZeroConfig(), field)
 
 
+@pytest.mark.parametrize("number", [-1, 9, 1.0, True, "1"])
+def test_a_run_has_at_most_eight_spares(number: Any) -> None:
+    assert f"warm_spares is {number!r} but must be" in error_line(lambda: RunConfig(warm_spares=number))
+    assert RunConfig(warm_spares=8).warm_spares == 8
+
+
+def test_spares_of_a_run_that_replaces_nobody_are_refused() -> None:
+    line = error_line(lambda: RunConfig(warm_spares=2, max_failures=0))
+    assert "warm_spares is 2 but max_failures is 0, so nobody is replaced" in line
+
+
 def test_setters_check_like_the_constructor() -> None:
     assert "prefetch_buffer_size is 0" in error_line(lambda: ZeroConfig().with_prefetch_buffer_size(0))
 

@@ -33,6 +33,7 @@ from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, plan_exporters
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
+from rayzero.cluster.spares import Spares
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.concurrency.processes import is_stopped
 from rayzero.config import TelemetryConfig
@@ -89,6 +90,7 @@ class RunActors:
         self._hosts: dict[str, str] = {}  # where the same listen
         self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
         self._measure_bandwidth = False
+        self.spares = Spares(0, (), self._make_spare)
 
     def __enter__(self) -> RunActors:
         return self
@@ -111,6 +113,7 @@ class RunActors:
         telemetry: TelemetryConfig,
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
+        warm_spares: int = 0,
     ) -> Routing:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         routing table.
@@ -127,8 +130,8 @@ class RunActors:
         self._share = share
         self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0, former)
         self._serving = self._make_members()
-        everyone = {**self.owners, **self.ranks}
-        hellos = {who: control(actor.hello).remote() for who, actor in everyone.items()}
+        hellos = {who: self._become(who) for who in self.owners}
+        hellos |= {who: control(actor.hello).remote() for who, actor in self.ranks.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
@@ -140,6 +143,8 @@ class RunActors:
             self.targets = self._open_exporters()
         routing = self._open_ports()
         _take_over(share, former)
+        self.spares = Spares(warm_spares, [self.members[who].node for who in self.owners], self._make_spare)
+        self.spares.fill()
         return routing
 
     def _make_coordinator(self, restarts: int) -> None:
@@ -196,21 +201,26 @@ class RunActors:
         """Create owners and ranks; returns those that serve, by name, in order of owner index."""
         plan = self._placement.plan
         for owner in range(plan.num_optimizers):
-            self._make_owner(owner, 0)
+            self._make_owner(owner)
         for rank in range(plan.num_workers):
             self._make_rank(rank)
         return {**self.owners, **{who: rank for who, rank in self.ranks.items() if who in self._settings}}
 
-    def _make_owner(self, owner: int, life: int) -> Any:
-        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
+    def _make_owner(self, owner: int) -> Any:
         options = self._placement.optimizer_options(owner)
         who = optimizer_name(owner)
-        self.owners[who] = actor_class.options(**options).remote(
-            replace(self._settings[who], succeeds=True) if life else self._settings[who],
-            measure_bandwidth=self._measure_bandwidth and not life,
-            bind_numa=self._placement.plan.bind_numa,
-        )
+        self.owners[who] = _owner_class().options(**options).remote()
         return self.owners[who]
+
+    def _become(self, who: str) -> Any:
+        """Make a process an owner; returns the call that answers with a Member."""
+        bind = self._placement.plan.bind_numa
+        become = control(self.owners[who].become)
+        return become.remote(self._settings[who], measure_bandwidth=self._measure_bandwidth, bind_numa=bind)
+
+    def _make_spare(self, owner: int) -> tuple[Any, list[Any]]:
+        actor = _owner_class().options(**self._placement.spare_options(owner)).remote()
+        return actor, [control(actor.hello).remote(), actor.watch.remote()]
 
     def _make_rank(self, rank: int) -> Any:
         threads = self._placement.plan.worker.threads
@@ -272,13 +282,23 @@ class RunActors:
 
     # ---- members that are replaced ------------------------------------------------------------------------------
 
-    def start_owner(self, owner: int, life: int) -> Any:
-        """Start another process as this owner; the dead one's place in the cluster is its place. Returns the call that
-        answers once it serves, with (member, address, exporter's target)."""
+    def start_owner(self, owner: int) -> Any:
+        """Start another process as this owner, or take a spare of its node; the dead one's place in the cluster is its
+        place. Returns the call that answers once it serves, with (member, address, exporter's target)."""
         who = optimizer_name(owner)
-        actor = self._make_owner(owner, life)
-        self._serving[who] = actor
-        return control(actor.take_place).remote(self._hosts[who], self._exporters.get(who), self.coordinator)
+        spare = self.spares.give(self.members[who].node)
+        actor = self._serving[who] = self.owners[who] = spare or self._make_owner(owner)
+        settings, bind = replace(self._settings[who], succeeds=True), self._placement.plan.bind_numa
+        place = self._hosts[who], self._exporters.get(who), self.coordinator
+        return control(actor.take_place).remote(settings, bind, *place)
+
+    def take_spare(self, call: Any) -> None:
+        """Take a call of ``spares.calls`` that has ended."""
+        member = self.spares.take(call)
+        if member is not None:
+            self._find_processes({member.who: member})
+            if self._janitor is not None:
+                self._janitor.watch(self._processes.values())
 
     def start_rank(self, rank: int) -> Any:
         """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
@@ -360,6 +380,11 @@ class RunActors:
         member = self.members.get(who)
         return None if member is None else member.pid
 
+    def pid_here(self, who: str) -> int | None:
+        """The process id of a member on this node; None: it is on another one."""
+        process = self._processes.get(who)
+        return None if process is None else process.pid
+
     @property
     def stopped(self) -> list[str]:
         """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""
@@ -379,7 +404,7 @@ class RunActors:
                 what=f"makes no progress: its process (pid {process.pid} on {self.members[who].host}) is stopped",
             )
             for who, process in self._processes.items()
-            if is_stopped(process.pid)
+            if who in self.members and is_stopped(process.pid)
         ]
 
     # ---- end ----------------------------------------------------------------------------------------------------
@@ -414,7 +439,7 @@ class RunActors:
         """End every actor; returns when those on this node are gone. Idempotent.
 
         ``politely``: let their exit handlers run (the user's loop may have set some), for at most ``STOP_S``."""
-        actors = [*self.ranks.values(), *self.owners.values(), self.coordinator]
+        actors = [*self.ranks.values(), *self.owners.values(), *self.spares.actors, self.coordinator]
         alive = [actor for actor in actors if actor is not None]
         if politely:
             asked = [actor.__ray_terminate__.remote() for actor in (*self.ranks.values(), *self.owners.values())]
@@ -425,6 +450,7 @@ class RunActors:
         self.kill_stopped()
         self._see_gone()
         self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
+        self.spares = Spares(0, (), self._make_spare)
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # slabs of killed processes on this node; on other nodes the next start sweeps
         if self._janitor is not None:
@@ -470,6 +496,10 @@ def _name_in_use(run: str) -> ConfigError:
     return ConfigError(
         f"a run named {run!r} is already on this cluster; a run is named after its directory, so choose another one"
     )
+
+
+def _owner_class() -> Any:
+    return ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
 
 
 def control(method: Any) -> Any:

@@ -104,6 +104,11 @@ class ZeroTrainer:
                 "transport='inproc' only reaches owners in the same process, but a trainer's owners are separate "
                 "processes; use transport='auto' or 'grpc'"
             )
+        if self._run.warm_spares and self._zero.shared_directory is None:
+            raise ConfigError(
+                f"run_config.warm_spares is {self._run.warm_spares}, but with transport={self._zero.transport!r} an "
+                "optimizer actor's states die with its process, so no spare takes its place; leave it at 0"
+            )
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
     def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:
@@ -227,6 +232,7 @@ class ZeroTrainer:
             "ray_address": journal.ray_address,
             "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
             "members": [asdict(member) for member in journal.members],
+            "spares": [asdict(member) for member in journal.spares],
             "routing": asdict(journal.routing),
             "recoveries": [asdict(recovery) for recovery in journal.recoveries],
             "telemetry": _telemetry(journal),

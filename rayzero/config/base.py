@@ -20,6 +20,7 @@ Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(gt=0)]
 Natural = Annotated[int, Strict(), Field(ge=0)]
 Processes = Annotated[int, Strict(), Field(gt=0, le=1 << 14)]  # Ray itself is tested with 40,000 actors
+Spares = Annotated[int, Strict(), Field(ge=0, le=8)]
 Size = Annotated[
     int,
     BeforeValidator(parse_bytes),

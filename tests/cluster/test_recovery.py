@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report
-from rayzero.errors import RunFailedError
+from rayzero.errors import ConfigError, RunFailedError
 from rayzero.store.shm.same_host import why_no_sharing
 
 from .tiny import MAX_NORM, batch, make
@@ -76,6 +77,23 @@ class Kills:
             os.kill(next(m["pid"] for m in members if m["who"] == who), self.how)
 
 
+def train_beside_a_spare(config: Any) -> None:
+    """Like ``train``, but only once a spare process is up, and until another one is."""
+    wait_for("spare 0")
+    train(config)
+    wait_for("spare 1")
+
+
+def wait_for(spare: str) -> None:
+    run_dir = get_context().run_dir
+    assert run_dir is not None
+    deadline = time.monotonic() + 60
+    while spare not in [one["who"] for one in read_record(Path(run_dir)).get("spares") or []]:
+        assert time.monotonic() < deadline, f"there is no {spare}"
+        report({"done": 0, "loss": 0.0, "pid": os.getpid()})  # so that the driver writes its record
+        time.sleep(0.2)
+
+
 def same(ours: Path, theirs: Path) -> bool:
     mine, other = load_file(ours / "weights.safetensors"), load_file(theirs / "weights.safetensors")
     return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
@@ -97,6 +115,10 @@ def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_pat
     assert {one["who"]: one["pid"] for one in record["recoveries"]}.items() <= {
         (member["who"], member["pid"]) for member in record["members"]
     }
+    for one in record["recoveries"]:
+        assert set(one["phases"]) == {"detect", "start", "re-form"}
+        assert one["phases"]["detect"] < 0.5, "the kernel tells the driver at once, and Ray later"
+        assert sum(one["phases"].values()) == pytest.approx(one["seconds"])
     assert record["routing"]["epoch"] == 3, "of two new addresses"
     died = [line for line in said if " died: " in line]
     assert [line.split(" died")[0] for line in died] == ["optimizer 1", "rank 1", "optimizer 0"]
@@ -135,3 +157,31 @@ def test_one_failure_too_many_ends_the_run(trainer, nothing_left, tmp_path):
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1"})
     with pytest.raises(RunFailedError, match=r"rank 1 died: .* one failure too many: the run has outlived 1"):
         trainer(train, on_report=kills, run={"max_failures": 1}).fit()
+
+
+def test_a_spare_takes_the_place_of_an_optimizer_and_another_spare_is_started(
+    trainer, nothing_left, tmp_path, undisturbed
+):
+    spares: list[int] = []
+
+    def kill(one: Any) -> None:
+        record = read_record(tmp_path / "demo")
+        if one.rank == 0 and one.metrics["done"] == 5 and not spares:
+            [spare] = record["spares"]
+            spares.append(spare["pid"])
+            os.kill(next(m["pid"] for m in record["members"] if m["who"] == "optimizer 1"), signal.SIGKILL)
+
+    result = trainer(train_beside_a_spare, on_report=kill, run={"warm_spares": 1}).fit()
+    record = read_record(result.path)
+    [recovery] = record["recoveries"]
+    assert [recovery["pid"]] == spares
+    assert [m["pid"] for m in record["members"] if m["who"] == "optimizer 1"] == spares
+    assert [spare["who"] for spare in record["spares"]] == ["spare 1"]
+    assert same(result.path, undisturbed)
+
+
+def test_without_shared_memory_there_are_no_successors_and_so_no_spares():
+    with pytest.raises(ConfigError, match=r"warm_spares is 1, but with transport='grpc'"):
+        rayzero.ZeroTrainer(
+            train, zero_config=ZeroConfig(transport="grpc"), run_config=rayzero.RunConfig(warm_spares=1)
+        )

@@ -35,6 +35,13 @@ class Placement:
         """Ray actor options of an optimizer actor."""
         return self._options(self.plan.optimizer, *self.plan.place_of_optimizer(owner))
 
+    def spare_options(self, owner: int) -> dict[str, Any]:
+        """Ray actor options of a process that waits at the place of an optimizer actor: it reserves nothing, and later
+        uses what a dead one leaves."""
+        options = self.optimizer_options(owner) | {"num_cpus": 0, "num_gpus": 0}
+        options.pop("memory", None)
+        return options
+
     def _options(self, share: Share, group: int, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.groups[group],

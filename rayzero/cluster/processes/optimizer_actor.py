@@ -41,62 +41,79 @@ _PLAN_STEPS = 20  # after which every page has been used
 class OptimizerActor:
     """One owner, alone in its process.
 
-    It starts idle: ``serve`` opens the port, and ``watch`` lasts until ``stop``."""
+    It starts without a place: ``become`` or ``take_place`` says which owner it is, ``serve`` opens the port, and
+    ``watch`` lasts until ``stop``."""
 
-    def __init__(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> None:
-        """``measure_bandwidth``: measure the host's memory bandwidth at the start. ``bind_numa``: bind to one node's
-        CPUs."""
-        if bind_numa:
-            bind(optimizer_name(settings.owner), settings.owner, settings.threads)
-        self._settings = settings
-        self._measure_bandwidth = measure_bandwidth
-        self._recorder = MemoryRecorder()
+    def __init__(self) -> None:
         self._stopped = threading.Event()
-        torch.set_num_threads(settings.threads)
-        keep_message_buffers()
-        self._owner = ServedOwner(settings, self._recorder)
+        self._recorder = MemoryRecorder()
+        self._settings: OwnerSettings | None = None  # set by become()
+        self._owner: ServedOwner | None = None  # set by become()
+        self._measure_bandwidth = False
         self._exporter: ProcessExporter | None = None
+        keep_message_buffers()
 
     def hello(self) -> Member:
-        """Who and where this is."""
-        return this_process(optimizer_name(self._settings.owner))
+        """Who and where this is, once it has imported everything."""
+        return this_process("spare" if self._settings is None else optimizer_name(self._settings.owner))
+
+    def become(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> Member:
+        """Become an owner, once and before any other call but ``hello`` and ``watch``; who and where this is.
+
+        ``measure_bandwidth``: measure the host's memory bandwidth with the exporter's start. ``bind_numa``: bind to one
+        node's CPUs."""
+        if bind_numa:
+            bind(optimizer_name(settings.owner), settings.owner, settings.threads)
+        torch.set_num_threads(settings.threads)
+        self._measure_bandwidth = measure_bandwidth
+        self._settings, self._owner = settings, ServedOwner(settings, self._recorder)
+        return self.hello()
+
+    @property
+    def _served(self) -> ServedOwner:
+        assert self._owner is not None, "become() comes first"
+        return self._owner
 
     def serve(self, host: str) -> str:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
-        return self._owner.serve(host)
+        return self._served.serve(host)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
-        self._owner.connect_peers(addresses)
+        self._served.connect_peers(addresses)
 
     def take_place(
-        self, host: str, exporter: ExporterSettings | None, coordinator: Any
+        self, settings: OwnerSettings, bind_numa: bool, host: str, exporter: ExporterSettings | None, coordinator: Any
     ) -> tuple[Member, str, Target | None]:
-        """Begin as the successor of an owner that has died: who this is, where it serves, and its exporter."""
+        """Become the successor of an owner that has died: who this is, where it serves, and its exporter."""
+        member = self.become(settings, measure_bandwidth=False, bind_numa=bind_numa)
         address = self.serve(host)
-        return self.hello(), address, None if exporter is None else self.open_exporter(exporter, coordinator)
+        return member, address, None if exporter is None else self.open_exporter(exporter, coordinator)
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""
-        self._owner.succeed(owner, address)
+        self._served.succeed(owner, address)
 
     def lose(self, rank: int, life: int) -> None:
         """A rank has died and comes back in ``life``."""
-        self._owner.lose(rank, life)
+        self._served.lose(rank, life)
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
 
+        owner, own = self._served, self._settings
+        assert own is not None
+
         def update_seconds() -> float:
             return self._recorder.timing(OPTIMIZER_UPDATE_SECONDS).total
 
-        self._recorder.set(OPTIMIZER_THREADS, self._settings.threads)
+        self._recorder.set(OPTIMIZER_THREADS, own.threads)
         self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
-        bandwidth = measure_bandwidth(self._settings.threads) if self._measure_bandwidth else None
+        bandwidth = measure_bandwidth(own.threads) if self._measure_bandwidth else None
         if bandwidth is not None:
             self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
-        gauge = PressureGauge(partial(read_host_pressure, self._settings.share))
-        self._recorder.watch(partial(_process_readings, self._owner.models, own_bytes(), gauge))
+        gauge = PressureGauge(partial(read_host_pressure, own.share))
+        self._recorder.watch(partial(_process_readings, owner.models, own_bytes(), gauge))
         self._exporter = ProcessExporter(
             settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds
         )
@@ -109,7 +126,7 @@ class OptimizerActor:
     def stop(self) -> Measurements:
         """Close the port, free the shards and end ``watch``; returns the measurements. Idempotent."""
         if not self._stopped.is_set():
-            self._owner.stop()
+            self._served.stop()
             if self._exporter is not None:
                 self._exporter.close()
             self._stopped.set()
