@@ -45,7 +45,8 @@ PAGE = Page(
                 ),
                 panel(
                     "Seconds a death",
-                    "What the loops waited: start, until the new process answers; re-form, until everybody knows it.",
+                    "What the loops waited: detect, until the death is acted on (on the driver's node); start, until "
+                    "the new process answers; re-form, until everybody knows it; restart, of the whole run.",
                     "s",
                     (
                         "sum by (run, phase) (increase(rayzero_recovery_seconds_total{<run>}[1h])) / ignoring (phase) "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rayzero.cli.plain_text import plain
+from rayzero.cli.recoveries import memory_lines, recovery_lines
 from rayzero.cli.run_choice import find_run
 from rayzero.errors import ConfigError
 
@@ -30,10 +33,11 @@ def describe_run(path: Path) -> dict[str, Any]:
 
     Raises ConfigError if there is no run, and DataError if its metrics are damaged."""
     from rayzero.cluster.files.metrics_log import latest_metrics, read_log
-    from rayzero.cluster.files.status import run_status
+    from rayzero.cluster.files.status import kept_states, run_status
     from rayzero.recipes.plan_check import read_plan
 
     record = run_status(path)
+    memory = kept_states(record)
     rows = read_log(path)
     checkpoints, damaged = sound_checkpoints(path)
     validated = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
@@ -51,12 +55,25 @@ def describe_run(path: Path) -> dict[str, Any]:
         "resumed_from": record.get("resumed_from"),
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
+        "recoveries": record.get("recoveries") or [],
+        "memory": memory,
+        "continue_with": _continue_with(path, memory, bool(checkpoints)) if memory is not None else None,
         "members": record.get("members") or [],  # empty if no process was started yet
         "routing": record.get("routing"),
         "metrics": record.get("metrics", {}),
         "plan": read_plan(path),
         "telemetry": record.get("telemetry"),
     }
+
+
+def _continue_with(path: Path, memory: Mapping[str, Any], has_checkpoint: bool) -> str | None:
+    """What continues a run whose driver was killed; None if there is nothing to go on from."""
+    if not (memory["kept"] or has_checkpoint):
+        return None
+    if (path / "config.yaml").exists():
+        return f"rayzero train --resume --run-dir {shlex.quote(str(path))}"
+    where = path.absolute()
+    return f"RunConfig(name={where.name!r}, storage_path={str(where.parent)!r}, resume=True)"
 
 
 def _planned_steps(config: Path) -> int | None:
@@ -94,6 +111,12 @@ def format_status(described: dict[str, Any]) -> str:
         f"checkpoint  {described['checkpoint'] or 'none'}",
         *(f"damaged     {why}" for why in described["damaged"]),
     ]
+    now = time.time()
+    lines += [f"recovery    {line}" for line in recovery_lines(described["recoveries"], now)]
+    if described["memory"] is not None:
+        lines += [f"memory      {line}" for line in memory_lines(described["memory"], now)]
+    if described["continue_with"] is not None:
+        lines.append(f"continue    {described['continue_with']}")
     if described["state"] == "running":
         lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in described["members"]]
         if described["telemetry"]:

@@ -358,6 +358,11 @@ class RunActors:
         member = self.members.get(who)
         return None if member is None else member.pid
 
+    def pid_here(self, who: str) -> int | None:
+        """The process id of a member on this node; None: it is on another one."""
+        process = self._processes.get(who)
+        return None if process is None else process.pid
+
     @property
     def stopped(self) -> list[str]:
         """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""

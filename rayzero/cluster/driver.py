@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors import ANSWER_S, START_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
+from rayzero.cluster.deaths import Death, Deaths, EndWatch, Recovering
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RunDirectory, StartPoint
@@ -319,8 +320,12 @@ class _Follower:
         )
         self._loops = actors.run_loops(self._settings, request.packed_loop)
         self._owners = actors.watch_owners()
-        self._starts: dict[Any, tuple[MemberId, float]] = {}  # call -> who starts, and since when
-        self._deaths: list[tuple[float, Failure]] = []  # not acted on yet, and when they were noticed
+        self._starts: dict[Any, tuple[MemberId, Recovering]] = {}  # call -> who starts
+        self._telling: dict[Any, Recovering] = {}  # call that tells a member of a new process -> of whose
+        self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
+        self._deaths = Deaths(_CALM_S)
+        coordinator = actors.coordinator
+        self._ends = EndWatch(lambda: coordinator.rouse.remote())
         self._one_cause = OneCause()
         self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
         self._news = actors.coordinator.next_reports.remote()
@@ -335,8 +340,22 @@ class _Follower:
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
+        if self._controller.max_failures:
+            for who in self._names.values():
+                self._ends.watch(who, self._actors.pid_here(who))
+        with closing(self._ends):
+            self._take_events()
+        for recovering in {id(one): one for one in self._telling.values()}.values():
+            self._end_recovery(recovering)
+        if self._watch.failures and self._watch.cause.consequence:  # anything but a death
+            for still in self._actors.standing_still():
+                self._watch.failed(still, time.monotonic())
+        return self._watch
+
+    def _take_events(self) -> None:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            waiting = [*self._loops, *self._owners, *self._starts, self._news]
+            calls = [*self._loops, *self._owners, *self._starts, *self._telling, *self._past]
+            waiting = [*calls, self._news]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
@@ -345,10 +364,6 @@ class _Follower:
                 self._end_sleepers()
                 self._act_on_deaths()
                 self._give_up_late_starts(time.monotonic())
-        if self._watch.failures and self._watch.cause.consequence:  # anything but a death
-            for still in self._actors.standing_still():
-                self._watch.failed(still, time.monotonic())
-        return self._watch
 
     def starts_again(self) -> bool:
         """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
@@ -395,6 +410,10 @@ class _Follower:
             self._take_owner(call, self._owners.pop(call))
         elif call in self._starts:
             self._take_start(call, *self._starts.pop(call))
+        elif call in self._telling:
+            self._take_told(call, self._telling.pop(call))
+        elif call in self._past:
+            self._past.discard(call)
         else:
             self._take_news(call)
 
@@ -441,30 +460,31 @@ class _Follower:
     def _patience_s(self, now: float) -> float | None:
         """How long the next event may take before there is something to do without one."""
         patience = [self._watch.patience_s(now), _LOOK_S if self._controller.max_failures else None]
-        patience += [noticed + _CALM_S - now for noticed, _ in self._deaths]
+        patience.append(self._deaths.patience_s(now))
         return min((max(0.0, seconds) for seconds in patience if seconds is not None), default=None)
 
     def _notice_death(self, failure: Failure) -> None:
         if self._controller.max_failures:
-            self._deaths.append((time.monotonic(), failure))
+            self._deaths.told(failure, time.monotonic())
         else:
-            self._take_death(failure)
+            self._take_death(Death(failure=failure, since=time.monotonic(), seen=False))
 
     def _act_on_deaths(self) -> None:
         """Act on deaths, unless Ray is ending too: by a signal to everyone, say, which has come here by then. Ray's
         calls would wait a minute for it, and then end this process."""
-        now = time.monotonic()
-        calm = [failure for noticed, failure in self._deaths if now - noticed >= _CALM_S]
-        self._deaths = [(noticed, failure) for noticed, failure in self._deaths if now - noticed < _CALM_S]
+        for who, pid, at in self._ends.take():
+            self._deaths.saw(who, pid, at)
+        calm = self._deaths.take(time.monotonic())
         answers = ray_answers() if calm else True
         with postponed():
-            for failure in calm:
+            for death in calm:
                 if answers:
-                    self._take_death(failure)
+                    self._take_death(death)
                 else:
-                    self._watch.failed(replace(failure, restarts=False), now)
+                    self._watch.failed(replace(death.failure, restarts=False), time.monotonic())
 
-    def _take_death(self, failure: Failure) -> None:
+    def _take_death(self, death: Death) -> None:
+        failure = death.failure
         host = self._actors.members[failure.who].node
         counted = self._one_cause.is_known(host, failure.who, time.monotonic())
         if self._actors.has_lost_host(failure.who):
@@ -479,7 +499,9 @@ class _Follower:
         elif actions:
             left = count(self._controller.max_failures - self._controller.outlived, "more failure")
             self._on_phase(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
-            self._perform(actions)
+            self._ends.forget(failure.who)
+            self._let_go(failure.who)
+            self._perform(actions, Recovering(who=failure.who, death=death, acted=time.monotonic()))
 
     def _is_of_another(self, news: News) -> bool:
         """Whether they are the first news of a coordinator that has taken another one's place."""
@@ -510,8 +532,8 @@ class _Follower:
 
     def _give_up_late_starts(self, now: float) -> None:
         """Processes that are to take a place may find none: their host has left the cluster, or others use it."""
-        for call, (member, began) in list(self._starts.items()):
-            who = self._names[member]
+        for call, (member, recovering) in list(self._starts.items()):
+            who, began = self._names[member], recovering.acted
             late = Failure(who=who, what="died, and no other process could take its place.", restarts=True)
             if self._actors.has_lost_host(who):
                 del self._starts[call]
@@ -520,47 +542,68 @@ class _Follower:
                 del self._starts[call]
                 self._watch.failed(late, now)
 
-    def _take_start(self, call: Any, member: MemberId, began: float) -> None:
+    def _let_go(self, who: str) -> None:
+        """Expect nothing more from the calls to the process that was ``who``."""
+        for calls in (self._loops, self._owners):
+            for call in [call for call, name in calls.items() if name == who]:
+                del calls[call]
+                self._past.add(call)
+        for call in [call for call, (member, _) in self._starts.items() if self._names[member] == who]:
+            del self._starts[call]
+            self._past.add(call)
+
+    def _take_start(self, call: Any, member: MemberId, recovering: Recovering) -> None:
         who = self._names[member]
         answer = self._answer(call, who)
         if answer is None:
             return
         process, address, target = answer
-        answered = time.monotonic()
+        recovering.answered, recovering.pid = time.monotonic(), process.pid
         if member.kind is Kind.OWNER:
             self._owners[self._actors.owners[who].watch.remote()] = who
         actions = self._controller.ready(member, self._controller.life(member), address)
         self._journal.routing = self._actors.took_place(who, process, target, self._controller.addresses)
         self._journal.members = list(self._actors.members.values())
         self._journal.targets = self._actors.targets
-        self._perform(actions)
-        now = time.monotonic()
-        seconds = {"start": answered - began, "re-form": now - answered}
-        self._actors.coordinator.recovered.remote(str(member.kind), seconds)
-        recovery = Recovery(who=who, pid=process.pid, seconds=now - began)
-        self._journal.recoveries.append(recovery)
-        self._on_phase(f"{who} is back as pid {process.pid}, {recovery.seconds:.1f} s after its death was noticed")
+        self._ends.watch(who, self._actors.pid_here(who))
+        self._perform(actions, recovering)
+        if not recovering.telling and member not in self._controller.awaited:
+            self._end_recovery(recovering)
 
-    def _perform(self, actions: Iterable[Action]) -> None:
+    def _take_told(self, call: Any, recovering: Recovering) -> None:
+        """A member has been told of a new process, or has died instead, which another call reports."""
+        recovering.telling.discard(call)
+        if not recovering.telling:
+            self._end_recovery(recovering)
+
+    def _end_recovery(self, recovering: Recovering) -> None:
+        recovery = recovering.recovery(time.monotonic())
+        self._actors.coordinator.recovered.remote(str(self._members[recovery.who].kind), recovery.phases)
+        self._journal.recoveries.append(recovery)
+        self._on_phase(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
+
+    def _perform(self, actions: Iterable[Action], recovering: Recovering) -> None:
         for action in actions:
             match action:
                 case Start(MemberId(Kind.OWNER, index) as member, life):
-                    self._starts[self._actors.start_owner(index, life)] = member, time.monotonic()
+                    self._starts[self._actors.start_owner(index, life)] = member, recovering
                 case Start(member):
-                    self._starts[self._actors.start_rank(member.index)] = member, time.monotonic()
+                    self._starts[self._actors.start_rank(member.index)] = member, recovering
                 case Lose(rank, life, owners):
                     for owner in owners:
                         self._actors.tell(self._names[owner], "lose", rank, life)
                 case Connect(index, life, addresses):
-                    self._connect(index, life, addresses)
+                    self._connect(index, life, addresses, recovering)
                 case Succeed(index, address, _, others):
                     for other in others:
-                        self._actors.tell(self._names[other], "succeed", index, address)
+                        call = self._actors.tell(self._names[other], "succeed", index, address)
+                        self._telling[call] = recovering
+                        recovering.telling.add(call)
                 case Run(rank, life, addresses):
                     settings = replace(self._settings[rank], life=life, addresses=addresses)
                     self._loops |= self._actors.run_loop(settings, self._packed_loop)
 
-    def _connect(self, owner: int, life: int, addresses: Sequence[str]) -> None:
+    def _connect(self, owner: int, life: int, addresses: Sequence[str], recovering: Recovering) -> None:
         """Tell a successor where all owners are. If it does not answer, the call that watches it will say why."""
         who = optimizer_name(owner)
         try:
@@ -570,7 +613,7 @@ class _Follower:
         except ray.exceptions.RayError as error:
             log.debug("%s was not told where the owners are: %s", who, error)
         else:
-            self._perform(self._controller.connected(owner, life))
+            self._perform(self._controller.connected(owner, life), recovering)
 
     def _read_rest(self) -> None:
         """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;

@@ -84,7 +84,8 @@ class Recovery:
 
     who: str  # "rank 0", "optimizer 1"; "the run": it started again from a checkpoint
     pid: int | None  # of the process that took the place; None: the run's
-    seconds: float  # from when the failure was noticed until work could go on
+    seconds: float  # from the failure, or from Ray's word of one on another node, until work could go on
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: names.RECOVERY_SECONDS
     time: float = field(default_factory=time.time)  # when it could, seconds since 1970
 
 

@@ -29,6 +29,13 @@ def this_process() -> ProcessIdentity:
     return _identity(os.getpid())
 
 
+def process_with(pid: int) -> ProcessIdentity | None:
+    """The process of this kernel and pid namespace that has this pid now. None: there is none, or this process cannot
+    see others' deaths."""
+    kernel, started = this_process().kernel, _start_of(pid)
+    return ProcessIdentity(kernel, pid, started) if kernel and started is not None else None
+
+
 @cache
 def _identity(pid: int) -> ProcessIdentity:
     """``pid`` is the caller's own: it is the key of the cache because a forked child is another process."""

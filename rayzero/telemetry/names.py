@@ -580,9 +580,9 @@ RECOVERY_SECONDS = _counter(
     labels=("phase",),
     roles=(COORDINATOR,),
     only="a process that died",
-    help="Seconds of those recoveries. phase: start, from when the death was noticed until the new process answers; "
-    "re-form, from then until everybody knows it; the training loops wait through both. restart: until every process "
-    "of a run that started again is up.",
+    help="Seconds of those recoveries. phase: detect, from the death until it is acted on (only processes on the "
+    "driver's node); start, from then until the new process answers; re-form, from then until everybody knows it; "
+    "restart, until every process of a run that started again is up.",
 )
 PINNED_UNITS = _counter(
     name="rayzero_pinned_units_total",

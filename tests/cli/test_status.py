@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,12 +18,16 @@ from hypothesis import strategies as st
 from rayzero.cli.status import describe_run, format_status
 from rayzero.errors import RayZeroError
 from rayzero.recipes.run_log import StepRow
+from rayzero.slabs.hold import Hold
+from rayzero.store.shm.same_host import host_identity, why_no_sharing
 
 RECORD = {
     "run": "demo", "state": "finished", "started_at": time.time() - 9, "ended_at": time.time(), "error": None,
     "driver": {"pid": 1, "host": "h"}, "members": [{"who": "rank 0", "pid": 1, "host": "h"}], "resumed_from": None,
     "telemetry": {"http_sd": "http://h:1/sd", "targets": [{"address": "h:1", "labels": {"a": "b"}}]},
     "routing": None, "metrics": {},
+    "recoveries": [{"who": "rank 0", "pid": 7, "seconds": 2.0, "time": time.time()}],
+    "states": {"lineage": "mine", "directory": "/dev/shm", "memory": "boot"},
 }  # fmt: skip
 ROW = StepRow(
     step=3, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, tokens_per_second=9.0, step_seconds=0.5, fetch_wait_seconds=0.0,
@@ -49,6 +54,11 @@ def shown(run: Path) -> str:
     return format_status(described).encode().decode() + json.dumps(described)
 
 
+def lines_of(run: Path) -> list[str]:
+    """What people see."""
+    return format_status(describe_run(run)).splitlines()
+
+
 def fails_in_one_line(run: Path) -> bool:
     """Whether it fails at all."""
     said = ""
@@ -64,15 +74,99 @@ def test_a_sound_run_is_shown(run: Path) -> None:
     assert "step        3 of 9" in shown(run)
 
 
+def recovery(who: str, seconds_ago: float) -> dict[str, Any]:
+    return {"who": who, "pid": 42, "seconds": 2.04, "time": time.time() - seconds_ago}
+
+
+def test_recoveries_are_shown_the_newest_first_and_the_oldest_are_counted(run: Path) -> None:
+    many = [recovery(f"rank {number}", 7200.0 - 600 * number) for number in range(6)]
+    (run / "run.json").write_text(json.dumps(RECORD | {"recoveries": [*many, recovery("optimizer 1", 299)]}))
+    lines = [line for line in lines_of(run) if line.startswith("recovery ")]
+    assert lines[0] == "recovery    optimizer 1 died 5 min ago and was replaced by pid 42 within 2.0 s"
+    assert lines[4] == "recovery    rank 2 died 1.7 h ago and was replaced by pid 42 within 2.0 s"
+    again = recovery("the run", 299) | {"pid": None}
+    (run / "run.json").write_text(json.dumps(RECORD | {"recoveries": [again]}))
+    assert "recovery    the run failed 5 min ago and started again from a checkpoint within 2.0 s" in lines_of(run)
+    assert lines[5:] == ["recovery    and 2 earlier deaths: see run.json"]
+
+
+def killed(run: Path, slabs: Path, **states: str) -> dict[str, Any]:
+    """A record as a driver leaves it that was killed: its states were in ``slabs``."""
+    driver = {"pid": 2**22 + 1, "host": socket.gethostname()}  # no process has so high a pid
+    where = {"lineage": "mine", "directory": str(slabs), "memory": host_identity(slabs)} | states
+    record = RECORD | {"state": "running", "ended_at": None, "driver": driver, "states": where}
+    (run / "run.json").write_text(json.dumps(record))
+    return record
+
+
+@pytest.fixture
+def slabs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if why_no_sharing() is not None:
+        pytest.skip("no shared memory here")
+    return tmp_path_factory.mktemp("slabs")
+
+
+def test_a_killed_runs_states_are_shown_while_they_are_held_with_what_continues_it(run: Path, slabs: Path) -> None:
+    killed(run, slabs)
+    hold = Hold(slabs, "mine", time.time() + 600)
+    assert "memory      not kept: the run's processes have not ended yet; ask again in a few seconds" in lines_of(run)
+    hold.tell(41, time.time() + 299)
+    told = lines_of(run)
+    assert told[1].startswith("state       lost, ")
+    assert f"memory      kept in {slabs} for another 5 min: step 41 is next" in told
+    assert f"continue    rayzero train --resume --run-dir {run}" in told
+    assert describe_run(run)["memory"]["step"] == 41
+    (run / "config.yaml").unlink()
+    assert f"continue    RunConfig(name='{run.name}', storage_path='{run.parent}', resume=True)" in lines_of(run)
+    hold.close()
+    assert "memory      not kept: their time is over, or they were not enough to go on from" in lines_of(run)
+    assert describe_run(run)["continue_with"] is None, "there is no checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"states": None}, "not kept: the run kept no states in shared memory"),
+        ({"memory": "boot:1:2:0"}, "on another host, or this host has been restarted"),
+        ({"directory": "/nowhere\0"}, "on another host, or this host has been restarted"),
+        ({"lineage": "another's"}, "not kept: their time is over, or they were not enough to go on from"),
+    ],
+)
+def test_states_that_are_not_this_runs_or_this_hosts_are_not_kept(
+    run: Path, slabs: Path, change: dict[str, Any], why: str
+) -> None:
+    if "states" in change:
+        (run / "run.json").write_text(json.dumps(killed(run, slabs) | change))
+    else:
+        killed(run, slabs, **change)
+    hold = Hold(slabs, "mine", time.time() + 600)
+    hold.tell(41, time.time() + 600)
+    assert why in shown(run)
+    assert describe_run(run)["continue_with"] is None
+    hold.close()
+
+
+def test_states_that_another_run_takes_over_are_not_offered(run: Path, slabs: Path) -> None:
+    killed(run, slabs)
+    hold = Hold(slabs, "mine")
+    assert "memory      not kept: another run is taking them over" in lines_of(run)
+    hold.close()
+
+
+def test_a_run_that_was_not_killed_says_nothing_of_memory(run: Path) -> None:
+    assert describe_run(run)["memory"] is None
+    assert "memory " not in shown(run)
+
+
 def test_nothing_that_a_run_says_reaches_the_terminal_as_a_control_character(run: Path) -> None:
     rude = "\x1b[31m\x9b2J\nstate  finished\r\u202e"
     record = RECORD | {
         "run": rude, "state": "running", "error": rude, "members": [{"who": rude, "pid": 1, "host": rude}],
-        "telemetry": {"http_sd": rude, "targets": []},
+        "telemetry": {"http_sd": rude, "targets": []}, "recoveries": [recovery(rude, 1)],
     }  # fmt: skip
     described = describe_run(run) | record | {"damaged": [rude], "last": {"step": 3, rude: 1.0, "said": rude}}
     lines = format_status(described).split("\n")
-    assert len(lines) == 9
+    assert len(lines) == 10
     assert all(line.isprintable() for line in lines)
     assert f"run         \\x1b[31m\\x9b2J\\nstate  finished\\r\\u202e ({run})" in lines
 
@@ -124,7 +218,19 @@ ODD: list[Any] = [
 def test_odd_values_in_a_record_are_one_line_or_shown(run: Path, data: Any) -> None:
     record, row = json.loads(FILES["run.json"]), asdict(ROW)
     value = data.draw(st.sampled_from(ODD))
-    target: Any = data.draw(st.sampled_from([record, record["driver"], record["members"][0], record["telemetry"], row]))
+    target: Any = data.draw(
+        st.sampled_from(
+            [
+                record,
+                record["driver"],
+                record["members"][0],
+                record["telemetry"],
+                record["recoveries"][0],
+                record["states"],
+                row,
+            ]
+        )
+    )
     target[data.draw(st.sampled_from(sorted(target)))] = value
     record["state"] = data.draw(st.sampled_from([record["state"], "running"]))
     (run / "run.json").write_text(json.dumps(record))

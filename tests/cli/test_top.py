@@ -115,6 +115,15 @@ def test_off_a_terminal_it_prints_pictures_until_the_run_ends_with_its_end_state
     assert "state       failed" in capsys.readouterr().out
 
 
+def test_deaths_that_the_run_has_outlived_are_shown(run, monkeypatch, capsys) -> None:
+    died = {"who": "optimizer 1", "pid": 42, "seconds": 2.0, "time": time.time() - 298}
+    run.write("running", recoveries=[died])
+    after_the_first_look(monkeypatch, run.step)
+    top(str(run.path), once=True, interval=1.0)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "recovery  optimizer 1 died 5 min ago and was replaced by pid 42 within 2.0 s"
+
+
 def test_a_run_that_is_starting_is_waited_for(run, monkeypatch, capsys) -> None:
     run.write("starting", telemetry=None)
     after_the_first_look(monkeypatch, lambda: None, lambda: run.write("running"), run.step)

@@ -97,6 +97,10 @@ def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_pat
     assert {one["who"]: one["pid"] for one in record["recoveries"]}.items() <= {
         (member["who"], member["pid"]) for member in record["members"]
     }
+    for one in record["recoveries"]:
+        assert set(one["phases"]) == {"detect", "start", "re-form"}
+        assert one["phases"]["detect"] < 0.5, "the kernel tells the driver at once, and Ray later"
+        assert sum(one["phases"].values()) == pytest.approx(one["seconds"])
     assert record["routing"]["epoch"] == 3, "of two new addresses"
     died = [line for line in said if " died: " in line]
     assert [line.split(" died")[0] for line in died] == ["optimizer 1", "rank 1", "optimizer 0"]

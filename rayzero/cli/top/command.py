@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import sleep
+from time import sleep, time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rayzero.cli.recoveries import recovery_lines
 from rayzero.cli.run_choice import find_run
 from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.interrupts import postponed
@@ -106,7 +107,9 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
         mute = 0 if any(one.series for one in kept[-1].processes) else mute + 1
         before = kept[0] if len(kept) > 1 else None
         if mute != 1 and (before is not None or not once):  # a run that ends is silent before its record says so
-            show(render(draw_from(record["run"], before, kept[-1]), state=record["state"], steps=steps))
+            picture = draw_from(record["run"], before, kept[-1])
+            recoveries = recovery_lines(record.get("recoveries") or [], time())
+            show(render(picture, state=record["state"], steps=steps, recoveries=recoveries))
             if once:
                 return False
         sleep(interval)

@@ -34,8 +34,9 @@ _NO_ANSWER = (
 Row = TypeVar("Row")
 
 
-def render(picture: Picture, *, state: str, steps: int | None) -> RenderableType:
-    """Draw the whole picture. ``state``: the run's; ``steps``: how many the run will do, None if that is not known."""
+def render(picture: Picture, *, state: str, steps: int | None, recoveries: Sequence[str] = ()) -> RenderableType:
+    """Draw the whole picture. ``state``: the run's; ``steps``: how many the run will do, None if that is not known;
+    ``recoveries``: a line for each death that the run has outlived."""
     parts: list[RenderableType] = [_headline(picture, state, steps), _since(picture)]
     if picture.reported:
         parts.append(_reported(picture.reported))
@@ -49,6 +50,8 @@ def render(picture: Picture, *, state: str, steps: int | None) -> RenderableType
         parts += [Text(), _memory(picture.bars)]
     if picture.silent or picture.late:
         parts += [Text(), _trouble(picture)]
+    if recoveries:
+        parts += [Text(), *(Text(f"recovery  {plain(line)}", "yellow") for line in recoveries)]
     return Group(*parts)
 
 

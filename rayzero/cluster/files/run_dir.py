@@ -267,6 +267,21 @@ def _is_member(told: object) -> bool:
     return _is_driver(told) and isinstance(told, dict) and _is_text(told.get("who"))
 
 
+def _is_recovery(told: object) -> bool:
+    return (
+        isinstance(told, dict)
+        and _is_text(told.get("who"))
+        and isinstance(told.get("pid"), int | None)
+        and _is_number(told.get("seconds"))
+        and _is_number(told.get("time"))
+    )
+
+
+def _is_states(told: object) -> bool:
+    """Whether it says where the run's states are. None: nowhere that outlives it."""
+    return told is None or (isinstance(told, dict) and all(_is_text(told.get(name)) for name in _STATES))
+
+
 def _all(right: Callable[[object], bool], told: object) -> bool:
     return isinstance(told, list) and all(map(right, told))
 
@@ -276,6 +291,8 @@ def _is_paths(told: object) -> bool:
     return told is None or _all(_is_text, told)
 
 
+_STATES = ("lineage", "directory", "memory")
+
 _ENTRIES: dict[str, Callable[[object], bool]] = {
     "run": _is_text,
     "state": _is_text,
@@ -283,6 +300,8 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "driver": _is_driver,
     "telemetry": _is_telemetry,
     "members": lambda told: told is None or _all(_is_member, told),  # None: nothing has been started yet
+    "recoveries": lambda told: told is None or _all(_is_recovery, told),
+    "states": _is_states,
     "ended_at": lambda told: told is None or _is_number(told),
     "checkpoints_elsewhere": _is_paths,
     "error": lambda told: told is None or _is_text(told),

@@ -7,6 +7,7 @@ record has nearly as much.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import ray
 from rayzero.cluster.files.run_dir import RECORD, read_record
 from rayzero.cluster.run import NAMESPACE, RunState, coordinator_name
 from rayzero.errors import ConfigError
+from rayzero.slabs.hold import held_in
+from rayzero.store.shm.same_host import host_identity
 
-__all__ = ["list_runs", "run_status"]
+__all__ = ["LOST", "kept_states", "list_runs", "run_status"]
 
 LOST = "lost"  # the record says starting or running, but the driver is gone
 
@@ -40,6 +43,41 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         return record | {"state": LOST}
     live = _ask_coordinator(record) if ray.is_initialized() else None
     return record | {key: value for key, value in (live or {}).items() if value is not None}
+
+
+def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What this host's shared memory still has of a run whose driver was killed; None if no driver was killed.
+
+    ``kept``: whether a run can continue it; ``step``: with which step, ``until``: how long (seconds since 1970), and
+    ``directory``, or ``why`` not."""
+    if record["state"] != LOST:
+        return None
+    states = record.get("states")
+    if states is None:
+        return _not_kept("the run kept no states in shared memory")
+    directory = Path(states["directory"])
+    if not _is_here(directory, states["memory"]):
+        return _not_kept(f"they were in {directory} on another host, or this host has been restarted")
+    held = next((held for held in held_in(directory) if held.lineage == states["lineage"]), None)
+    if held is None:
+        return _not_kept("their time is over, or they were not enough to go on from")
+    if held.until is None:
+        return _not_kept("another run is taking them over")
+    if held.step is None:
+        return _not_kept("the run's processes have not ended yet; ask again in a few seconds")
+    return {"kept": True, "step": held.step, "until": held.until, "directory": str(directory), "why": None}
+
+
+def _not_kept(why: str) -> dict[str, Any]:
+    return {"kept": False, "step": None, "until": None, "directory": None, "why": why}
+
+
+def _is_here(directory: Path, memory: str) -> bool:
+    """Whether ``memory`` is the identity of this host's ``directory``. A record may name any text as a directory."""
+    try:
+        return bool(memory) and host_identity(directory) == memory
+    except (OSError, ValueError):
+        return False
 
 
 def list_runs(storage_path: Path) -> list[dict[str, Any]]:

@@ -299,6 +299,11 @@ class Coordinator:
             self._news.clear()
         return News(self._status.take_unread(), self._life, self._replaced)
 
+    async def rouse(self) -> None:
+        """Make ``next_reports`` return now, perhaps with no reports: the driver waits for nothing else that would wake
+        it."""
+        self._news.set()
+
     async def end_news(self) -> None:
         """Every loop has ended: make ``next_reports`` return without waiting."""
         self._ended = True

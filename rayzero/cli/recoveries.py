@@ -1,0 +1,44 @@
+"""Says what a run has outlived, and what a killed one has left to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rayzero.quantities import count
+
+__all__ = ["memory_lines", "recovery_lines"]
+
+_MOST_LINES = 5  # the newest
+
+
+def recovery_lines(recoveries: Sequence[Mapping[str, Any]], now: float) -> list[str]:
+    """A line for each of the newest recoveries, the newest first. ``recoveries``: of ``run.json``, oldest first;
+    ``now``: seconds since 1970."""
+    newest = list(recoveries)[: -_MOST_LINES - 1 : -1]
+    lines = [_line(one, now) for one in newest]
+    before = len(recoveries) - len(newest)
+    return [*lines, *([f"and {count(before, 'earlier death')}: see run.json"] if before else [])]
+
+
+def _line(one: Mapping[str, Any], now: float) -> str:
+    ago = f"{_duration(now - one['time'] + one['seconds'])} ago"
+    if one["pid"] is None:
+        return f"{one['who']} failed {ago} and started again from a checkpoint within {one['seconds']:.1f} s"
+    return f"{one['who']} died {ago} and was replaced by pid {one['pid']} within {one['seconds']:.1f} s"
+
+
+def memory_lines(memory: Mapping[str, Any], now: float) -> list[str]:
+    """Whether the states of a killed run are still in this host's memory. ``memory``: see ``kept_states``."""
+    if not memory["kept"]:
+        return [f"not kept: {memory['why']}"]
+    left = max(0.0, memory["until"] - now)
+    return [f"kept in {memory['directory']} for another {_duration(left)}: step {memory['step']} is next"]
+
+
+def _duration(seconds: float) -> str:
+    """``42`` -> ``"42 s"``; ``300`` -> ``"5 min"``; ``9000`` -> ``"2.5 h"``."""
+    seconds = max(0.0, seconds)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
