@@ -184,6 +184,8 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
         raise ConfigError("rayzero.prepare: resume is an empty string; pass a checkpoint's path, True or None")
     given = Path(resume)
     if told is not None and told.absolute() != given.absolute():
+        if context.life:  # the loop passes the newest one, but its run goes on from what it began with
+            return told
         raise ConfigError(
             f"rayzero.prepare: resume={str(given)!r}, but the run resumes from {told}; leave one of them out"
         )
