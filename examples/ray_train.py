@@ -21,14 +21,16 @@ def loop(config: dict[str, Any]) -> None:
     """The loop that every worker of Ray Train runs."""
     from ray import train
 
-    with config["owners"].rank(resume=config["resume"]) as context:  # the only additional line
+    latest = train.get_checkpoint()  # of this fit: its workers may have been started again
+    resume = config["resume"] if latest is None else latest.path
+    with config["owners"].rank(resume=resume) as context:  # the only additional line
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         rayzero.track(scheduler=scheduler)  # saved with each checkpoint, and loaded by this call
-        first, end = context.step, context.step + config["steps"]  # the first one is 0, or the checkpoint's
-        for step in range(first, end):
+        end = config["end"]
+        for step in range(context.step, end):  # from 0, the checkpoint's step, or the one that was open at a death
             torch.manual_seed(1000 * step + context.rank)
             inputs = torch.randn(64, 32)
             loss = F.mse_loss(model(inputs), inputs[:, :4].sum(1, keepdim=True))
@@ -41,13 +43,14 @@ def loop(config: dict[str, Any]) -> None:
             if last:
                 saved = rayzero.save_checkpoint(optimizer, Path(config["place"]) / f"step-{end}")
                 checkpoint = train.Checkpoint.from_directory(saved.path) if context.rank == 0 else None
-            if last or step == first:
-                train.report({"step": step + 1, "loss": loss.item()}, checkpoint=checkpoint)
+            if last or step == config["begin"]:
+                loss_then = None if context.repeating else loss.item()  # after a death it may be of newer weights
+                train.report({"step": step + 1, "loss": loss_then}, checkpoint=checkpoint)
 
 
-def fit(workers: int, optimizers: int, steps: int, place: Path, resume: str | None) -> Any:
+def fit(workers: int, optimizers: int, begin: int, end: int, place: Path, resume: str | None) -> Any:
     """Run Ray Train once; returns its result."""
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     from rayzero.integrations.ray_train import optimizer_actors
@@ -55,9 +58,13 @@ def fit(workers: int, optimizers: int, steps: int, place: Path, resume: str | No
     with optimizer_actors(num_optimizers=optimizers, cpus_per_optimizer=0.5) as owners:
         trainer = TorchTrainer(
             loop,
-            train_loop_config={"owners": owners, "steps": steps, "place": str(place), "resume": resume},
+            train_loop_config={"owners": owners, "begin": begin, "end": end, "place": str(place), "resume": resume},
             scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
-            run_config=RunConfig(name=f"from-{resume is not None:d}", storage_path=str(place / "ray_train")),
+            run_config=RunConfig(
+                name=f"from-{begin}",
+                storage_path=str(place / "ray_train"),
+                failure_config=FailureConfig(max_failures=3),  # workers that die are started again
+            ),
         )
         return trainer.fit()
 
@@ -74,8 +81,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, ray.init(include_dashboard=False, log_to_driver=False):
         place, resume = Path(folder), None
-        for _ in range(args.fits):
-            result = fit(args.workers, args.optimizers, args.steps, place, resume)
+        for number in range(args.fits):
+            begin, end = number * args.steps, (number + 1) * args.steps
+            result = fit(args.workers, args.optimizers, begin, end, place, resume)
             resume = result.checkpoint.path
             print(
                 f"step {result.metrics['step']:3d}  loss {result.metrics['loss']:.3f}  checkpoint {Path(resume).name}"

@@ -1,4 +1,4 @@
-"""Creates, calls, stops and ends the actors of one run. No other module creates Ray actors.
+"""Creates, calls, stops and ends the actors of one run. No other module creates them.
 
 The driver owns every actor, so none outlives it: Ray kills them when the driver is gone, and its janitor removes what
 they leave (cluster/janitor.py). Calls that should answer soon have a deadline. Calls that last as long as their process
@@ -105,6 +105,7 @@ class RunActors:
         self,
         *,
         max_failures: int = 0,
+        other_ranks: bool = False,
         keep: KeptStates | None = None,
         former: Former | None = None,
         owner_memory: int,
@@ -120,15 +121,16 @@ class RunActors:
 
         owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
         would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
-        discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often
-        whoever dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep: what stays in
-        shared memory if this process is killed. former: what an earlier run has left there.
+        discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
+        dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
+        library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
+        earlier run has left there.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator(max_failures)
         self._share = share
-        self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0, former)
+        self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0 or other_ranks, former)
         self._serving = self._make_members()
         hellos = {who: self._become(who) for who in self.owners}
         hellos |= {who: control(actor.hello).remote() for who, actor in self.ranks.items()}

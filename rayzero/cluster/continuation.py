@@ -29,6 +29,7 @@ __all__ = [
     "Lost",
     "States",
     "Successor",
+    "await_left",
     "choose",
     "find_continuation",
     "read_left",
@@ -108,10 +109,16 @@ def find_continuation(
         return Lost(why="this run shares no memory")
     if why_no_sharing(directory) is not None or states.get("memory") != host_identity(directory):
         return Lost(why=f"its memory was {states.get('directory')} on another host, or this host has been restarted")
-    run, lineage, until = str(record["run"]), str(states.get("lineage")), time.monotonic() + patience_s
+    left = await_left(str(record["run"]), str(states.get("lineage")), directory, patience_s)
+    return choose(left, num_workers=successor.num_workers, num_owners=successor.num_owners)
+
+
+def await_left(run: str, lineage: str, directory: Path, patience_s: float) -> Left:
+    """``read_left``, once no process of the run lives, or ``patience_s`` later."""
+    until = time.monotonic() + patience_s
     while (left := read_left(run, lineage, directory)).alive and time.monotonic() < until:
         time.sleep(_LOOK_S)
-    return choose(left, num_workers=successor.num_workers, num_owners=successor.num_owners)
+    return left
 
 
 def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | Lost:

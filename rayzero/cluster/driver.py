@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, START_S, STOP_S, Former, RunActors, failure_from_ray, refuse_name_in_use
-from rayzero.cluster.deaths import Death, Deaths, EndWatch, Recovering
+from rayzero.cluster.actors import ANSWER_S, STOP_S, Former, RunActors, refuse_name_in_use
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RunDirectory, StartPoint
@@ -22,23 +20,18 @@ from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
-from rayzero.cluster.nodes.session import alive_nodes, ray_answers, ray_session
+from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.replacement import Replacement
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
-from rayzero.cluster.supervision import Failure, OneCause, RankOutcome, Verdict, Watch, run_failed
-from rayzero.concurrency.processes import Sleepers
+from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import (
-    Action,
-    Connect,
     Controller,
     Kind,
-    Lose,
     MemberId,
     Run,
-    Start,
-    Succeed,
     wait_before_restart,
 )
 from rayzero.errors import ConfigError, RunFailedError
@@ -49,11 +42,8 @@ from rayzero.telemetry.recorder import Measurements
 
 __all__ = ["Journal", "OnPhase", "OnReport", "RunRequest", "drive"]
 
-log = logging.getLogger(__name__)
-
-_LOOK_S = 1.0  # between two looks for stopped processes
+_LOOK_S = 1.0  # between two looks for places
 _GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster
-_CALM_S = 0.3  # between a death and what is done about it
 
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins
@@ -300,18 +290,15 @@ def _bound(request: RunRequest, num_owners: int) -> frozenset[MemberId]:
 
 
 class _Follower:
-    """Waits for the next event of a run and passes it on: deaths to the Controller, ends of loops to the Watch, reports
-    to the user.
+    """Waits for the next event of a run and passes it on: deaths to the Replacement, ends of loops to the Watch,
+    reports to the user.
 
-    Knows the Ray calls in flight and carries out the Controller's actions; not what a death or an end means for the
-    run."""
+    Knows the Ray calls of loops and reports; not what a death or an end means for the run."""
 
     def __init__(self, actors: RunActors, journal: Journal, request: RunRequest) -> None:
         self._actors = actors
         self._settings = _rank_settings(request, actors, journal.routing)
         self._packed_loop = request.packed_loop
-        self._names = _names(request.scaling, len(journal.routing.addresses))
-        self._members = {who: member for member, who in reversed(self._names.items())}  # a rank's, if it also owns
         self._controller = Controller(
             request.scaling.num_workers,
             journal.routing.addresses,
@@ -320,16 +307,22 @@ class _Follower:
             outlived=journal.outlived,
             rank_life=_rank_life(request.directory.start),
         )
+        self._watch = Watch(request.scaling.num_workers)
         self._loops = actors.run_loops(self._settings, request.packed_loop)
-        self._owners = actors.watch_owners()
-        self._starts: dict[Any, tuple[MemberId, Recovering]] = {}  # call -> who starts
-        self._telling: dict[Any, Recovering] = {}  # call that tells a member of a new process -> of whose
-        self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
-        self._deaths = Deaths(_CALM_S)
         coordinator = actors.coordinator
-        self._ends = EndWatch(lambda: coordinator.rouse.remote())
-        self._one_cause = OneCause()
-        self._sleepers = Sleepers[str](request.zero.stall_timeout / 2)
+        self._replacement = Replacement(
+            actors,
+            self._controller,
+            _names(request.scaling, len(journal.routing.addresses)),
+            loops=self._loops,
+            stall_timeout=request.zero.stall_timeout,
+            wake=lambda: coordinator.rouse.remote(),
+            say=request.on_phase,
+            failed=lambda failure: self._watch.failed(failure, time.monotonic()),
+            entered=self._enter,
+            recovered=self._note_recovery,
+            begin=self._begin,
+        )
         self._heard, self._life = HeardReports(), actors.coordinator_life
         self._news = actors.coordinator.next_reports.remote(self._life)
         self._journal = journal
@@ -338,17 +331,11 @@ class _Follower:
         self._on_stop = request.on_stop
         self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
-        self._watch = Watch(len(self._loops))
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
-        if self._controller.max_failures:
-            for who in self._names.values():
-                self._ends.watch(who, self._actors.pid_here(who))
-        with closing(self._ends):
+        with closing(self._replacement):
             self._take_events()
-        for recovering in {id(one): one for one in self._telling.values()}.values():
-            self._end_recovery(recovering)
         if self._watch.failures and self._watch.cause.consequence:  # anything but a death
             for still in self._actors.standing_still():
                 self._watch.failed(still, time.monotonic())
@@ -356,16 +343,17 @@ class _Follower:
 
     def _take_events(self) -> None:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            calls = [*self._loops, *self._owners, *self._starts, *self._telling, *self._past]
-            waiting = [*calls, *self._actors.spares.calls, self._news]
+            waiting = [*self._loops, *self._replacement.calls, *self._actors.spares.calls, self._news]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
                     self._take(call)
-            if self._controller.max_failures:
-                self._end_sleepers()
-                self._act_on_deaths()
-                self._give_up_late_starts(time.monotonic())
+            self._replacement.act()
+
+    def _patience_s(self, now: float) -> float | None:
+        """How long the next event may take before there is something to do without one."""
+        patience = (self._watch.patience_s(now), self._replacement.patience_s(now))
+        return min((seconds for seconds in patience if seconds is not None), default=None)
 
     def starts_again(self) -> bool:
         """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
@@ -408,32 +396,23 @@ class _Follower:
     def _take(self, call: Any) -> None:
         if call in self._loops:
             self._take_outcome(call, self._loops.pop(call))
-        elif call in self._owners:
-            self._take_owner(call, self._owners.pop(call))
-        elif call in self._starts:
-            self._take_start(call, *self._starts.pop(call))
-        elif call in self._telling:
-            self._take_told(call, self._telling.pop(call))
-        elif call in self._past:
-            self._past.discard(call)
+        elif call == self._news:
+            self._take_news(call)
         elif call in self._actors.spares.calls:
             self._actors.take_spare(call)
             self._note_spares()
         else:
-            self._take_news(call)
+            self._replacement.take(call)
 
     def _take_outcome(self, call: Any, who: str) -> None:
-        answer = self._answer(call, who)
+        answer = self._replacement.answer(call, who)
         if isinstance(answer, RankOutcome):
             self._journal.measured[who] = answer.measured
-            self._controller.ended(answer.rank, self._controller.life(self._members[who]))
+            self._controller.ended(answer.rank, self._controller.life(MemberId(Kind.RANK, answer.rank)))
             self._watch.finished(answer, time.monotonic())
 
-    def _take_owner(self, call: Any, who: str) -> None:
-        self._answer(call, who)  # we stop owners only after the loop: an end within it is a failure
-
     def _take_news(self, call: Any) -> None:
-        news = self._answer(call, "coordinator")
+        news = self._replacement.answer(call, "coordinator")
         if news is None:
             return
         if self._is_of_another(news):
@@ -441,72 +420,25 @@ class _Follower:
         self._news = self._actors.coordinator.next_reports.remote(self._life)
         self._pass_on(news.reports)
 
-    def _answer(self, call: Any, who: str) -> Any:
-        """The call's answer; None after a failure, which goes to the Watch, or a death, which goes to the
-        Controller."""
-        try:
-            return ray.get(call)
-        except ray.exceptions.RayError as error:
-            failure = failure_from_ray(who, error, self._actors.pid(who))
-            if who not in self._members or isinstance(error, ray.exceptions.RayTaskError):
-                self._watch.failed(failure, time.monotonic())
-            else:
-                self._notice_death(failure)
-            return None
+    # ---- other processes that take places
 
-    # ---- members that die
+    def _begin(self, run: Run) -> None:
+        settings = replace(self._settings[run.rank], life=run.life, addresses=run.addresses)
+        self._loops |= self._actors.run_loop(settings, self._packed_loop)
 
-    def _end_sleepers(self) -> None:
-        """Kill what has been stopped for half of ``stall_timeout``: others would fail, and it might wake up."""
-        for who in self._sleepers.overdue(self._actors.stopped, time.monotonic()):
-            log.warning("%s was stopped for too long and is killed", who)
-            self._actors.kill(who)
+    def _enter(self, routing: Routing) -> None:
+        self._journal.routing = routing
+        self._journal.members = list(self._actors.members.values())
+        self._journal.targets = self._actors.targets
 
-    def _patience_s(self, now: float) -> float | None:
-        """How long the next event may take before there is something to do without one."""
-        patience = [self._watch.patience_s(now), _LOOK_S if self._controller.max_failures else None]
-        patience.append(self._deaths.patience_s(now))
-        return min((max(0.0, seconds) for seconds in patience if seconds is not None), default=None)
+    def _note_recovery(self, recovery: Recovery) -> None:
+        self._journal.recoveries.append(recovery)
+        if self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
+            self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
+            self._note_spares()
 
-    def _notice_death(self, failure: Failure) -> None:
-        if self._controller.max_failures:
-            self._deaths.told(failure, time.monotonic())
-        else:
-            self._take_death(Death(failure=failure, since=time.monotonic(), seen=False))
-
-    def _act_on_deaths(self) -> None:
-        """Act on deaths, unless Ray is ending too: by a signal to everyone, say, which has come here by then. Ray's
-        calls would wait a minute for it, and then end this process."""
-        for who, pid, at in self._ends.take():
-            self._deaths.saw(who, pid, at)
-        calm = self._deaths.take(time.monotonic())
-        answers = ray_answers() if calm else True
-        with postponed():
-            for death in calm:
-                if answers:
-                    self._take_death(death)
-                else:
-                    self._watch.failed(replace(death.failure, restarts=False), time.monotonic())
-
-    def _take_death(self, death: Death) -> None:
-        failure = death.failure
-        host = self._actors.members[failure.who].node
-        counted = self._one_cause.is_known(host, failure.who, death.since)
-        if self._actors.has_lost_host(failure.who):
-            self._take_loss(failure, None if counted else self._controller.spend())
-            return
-        member = self._members[failure.who]
-        actions = self._controller.died(member, self._controller.life(member), counted=counted)
-        if (over := self._controller.over) is not None:
-            what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
-            restarts = not self._controller.exhausted
-            self._watch.failed(replace(failure, what=what, restarts=restarts), time.monotonic())
-        elif actions:
-            left = count(self._controller.max_failures - self._controller.outlived, "more failure")
-            self._on_phase(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
-            self._ends.forget(failure.who)
-            self._let_go(failure.who)
-            self._perform(actions, Recovering(who=failure.who, death=death, acted=time.monotonic()))
+    def _note_spares(self) -> None:
+        self._journal.spares = self._actors.spares.members
 
     def _is_of_another(self, news: News) -> bool:
         """Whether they are the first news of a coordinator that has taken another one's place."""
@@ -526,105 +458,6 @@ class _Follower:
         self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
         left = count(self._controller.max_failures - self._controller.outlived, "more failure")
         self._on_phase(f"coordinator died, and is back as pid {pid} ({left} would be outlived)")
-
-    def _take_loss(self, failure: Failure, over: str | None = None) -> None:
-        """A member's host has left the cluster, and all that was in its memory with it. ``over``: why the run does not
-        outlive that."""
-        text = over or "only a checkpoint brings back what it had"
-        what = f"{failure.what} Its host has left the cluster: {text}."
-        restarts = over is None and not self._actors.has_lost_host()
-        self._watch.failed(replace(failure, what=what, restarts=restarts), time.monotonic())
-
-    def _give_up_late_starts(self, now: float) -> None:
-        """Processes that are to take a place may find none: their host has left the cluster, or others use it."""
-        for call, (member, recovering) in list(self._starts.items()):
-            who = self._names[member]
-            late = Failure(who=who, what="died, and no other process could take its place.", restarts=True)
-            if self._actors.has_lost_host(who):
-                del self._starts[call]
-                self._take_loss(late)
-            elif now - recovering.acted > START_S:
-                del self._starts[call]
-                self._watch.failed(late, now)
-
-    def _let_go(self, who: str) -> None:
-        """Expect nothing more from the calls to the process that was ``who``."""
-        for calls in (self._loops, self._owners):
-            for call in [call for call, name in calls.items() if name == who]:
-                del calls[call]
-                self._past.add(call)
-        for call in [call for call, (member, _) in self._starts.items() if self._names[member] == who]:
-            del self._starts[call]
-            self._past.add(call)
-
-    def _take_start(self, call: Any, member: MemberId, recovering: Recovering) -> None:
-        who = self._names[member]
-        answer = self._answer(call, who)
-        if answer is None:
-            return
-        process, address, target = answer
-        recovering.answered, recovering.pid = time.monotonic(), process.pid
-        if member.kind is Kind.OWNER:
-            self._owners[self._actors.owners[who].watch.remote()] = who
-        actions = self._controller.ready(member, self._controller.life(member), address)
-        self._journal.routing = self._actors.took_place(who, process, target, self._controller.addresses)
-        self._journal.members = list(self._actors.members.values())
-        self._journal.targets = self._actors.targets
-        self._ends.watch(who, self._actors.pid_here(who))
-        self._perform(actions, recovering)
-        if not recovering.telling and member not in self._controller.awaited:
-            self._end_recovery(recovering)
-
-    def _take_told(self, call: Any, recovering: Recovering) -> None:
-        """A member has been told of a new process, or has died instead, which another call reports."""
-        recovering.telling.discard(call)
-        if not recovering.telling:
-            self._end_recovery(recovering)
-
-    def _end_recovery(self, recovering: Recovering) -> None:
-        recovery = recovering.recovery(time.monotonic())
-        self._actors.coordinator.recovered.remote(str(self._members[recovery.who].kind), recovery.phases)
-        self._journal.recoveries.append(recovery)
-        self._on_phase(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
-        if self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
-            self._note_spares()
-
-    def _note_spares(self) -> None:
-        self._journal.spares = self._actors.spares.members
-
-    def _perform(self, actions: Iterable[Action], recovering: Recovering) -> None:
-        for action in actions:
-            match action:
-                case Start(MemberId(Kind.OWNER, index) as member):
-                    self._starts[self._actors.start_owner(index)] = member, recovering
-                case Start(member):
-                    self._starts[self._actors.start_rank(member.index)] = member, recovering
-                case Lose(rank, life, owners):
-                    for owner in owners:
-                        self._actors.tell(self._names[owner], "lose", rank, life)
-                case Connect(index, life, addresses):
-                    self._connect(index, life, addresses, recovering)
-                case Succeed(index, address, _, others):
-                    for other in others:
-                        call = self._actors.tell(self._names[other], "succeed", index, address)
-                        self._telling[call] = recovering
-                        recovering.telling.add(call)
-                case Run(rank, life, addresses):
-                    settings = replace(self._settings[rank], life=life, addresses=addresses)
-                    self._loops |= self._actors.run_loop(settings, self._packed_loop)
-
-    def _connect(self, owner: int, life: int, addresses: Sequence[str], recovering: Recovering) -> None:
-        """Tell a successor where all owners are. If it does not answer, the call that watches it will say why."""
-        who = optimizer_name(owner)
-        try:
-            ray.get(self._actors.tell(who, "connect_peers", addresses), timeout=ANSWER_S)
-        except ray.exceptions.GetTimeoutError:
-            self._actors.kill(who)
-        except ray.exceptions.RayError as error:
-            log.debug("%s was not told where the owners are: %s", who, error)
-        else:
-            self._perform(self._controller.connected(owner, life), recovering)
 
     def _read_rest(self) -> None:
         """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;

@@ -10,31 +10,44 @@
     with optimizer_actors(num_optimizers=2) as owners:
         TorchTrainer(loop, train_loop_config={"owners": owners}, scaling_config=...).fit()
 
-Ray Train places, starts and ends the workers; the ``with`` block starts and ends the optimizer actors. If a worker or
-an optimizer actor dies, the run ends for the others with an error that names it. Leave ``FailureConfig`` at its
-``max_failures=0``: Ray Train would start all workers again, and the optimizer actors refuse them by name, because they
-hold a later step than any checkpoint. Call ``fit()`` again in a new block, with the checkpoint to continue from.
+Ray Train places, starts and ends the workers; the ``with`` block starts and ends the optimizer actors.
+
+If an optimizer actor dies, another process takes its place and its memory, ``max_failures`` times at most, and the
+workers wait. If a worker dies, Ray Train starts all workers again, as often as its ``FailureConfig(max_failures=N)``
+says, and they go on in one of two ways:
+
+- **At the step that was open**, with the same bits as without the death, if the loop calls ``rayzero.track()``, begins
+  at ``context.step``, and everybody is on one host. The checkpoint that the loop passes to ``rank()`` does not count
+  then. If a worker had not ended the iteration before, all do its end again, and ``context.repeating`` says so: a loss
+  that was computed there was computed with newer weights.
+- **From the checkpoint that the loop passes to** ``rank(resume=...)``, say ``train.get_checkpoint()``: after an
+  exception of the loop, with another number of workers, and in loops that track nothing. Without one it begins anew.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import ray
 from ray import train
 from ray.train.torch import get_device
 
-from rayzero.cluster.actors import RunActors
+from rayzero.cluster.group_owners import GroupOwners
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
-from rayzero.cluster.run import RunState
-from rayzero.config import ScalingConfig, TelemetryConfig, ZeroConfig
+from rayzero.cluster.processes.worker_groups import Ended, GroupsAsked, GroupStart, WorkerGroup
+from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.errors import UnsupportedError
+from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
@@ -45,12 +58,11 @@ __all__ = ["Owners", "optimizer_actors"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owners:
-    """The addresses of a run's optimizer actors; travels to the workers in ``train_loop_config``."""
+    """A run's optimizer actors; travels to the workers in ``train_loop_config``."""
 
     run: str
     config: ZeroConfig
-    addresses: tuple[str, ...]  # by owner index
-    token: str = field(repr=False)  # owners ask for it in every call
+    groups: GroupsAsked  # knows where they are
 
     @contextmanager
     def rank(self, resume: Path | str | None = None) -> Iterator[RankContext]:
@@ -58,18 +70,55 @@ class Owners:
         ``rayzero.prepare`` gives its model to these optimizer actors.
 
         resume: a checkpoint of ``rayzero.save_checkpoint`` to continue from, on a file system that all nodes see; the
-        same on every worker."""
-        place, recorder = train.get_context(), MemoryRecorder()
+        same on every worker. It does not count where workers that were started again go on at the open step.
+
+        Raises RunFailedError if there are no optimizer actors any more; if they are lost while the loop runs, the
+        error of its waiting call becomes one."""
+        place = train.get_context()
+        group = WorkerGroup(
+            name=_group_name(),
+            run=place.get_experiment_name(),
+            world_size=place.get_world_size(),
+            resume=None if resume is None else os.path.abspath(resume),
+        )
+        start = self.groups.join(group, place.get_world_rank(), f"pid {os.getpid()} on {platform.node()}")
+        if isinstance(start, Ended):
+            raise RunFailedError(f"rank {place.get_world_rank()} has no optimizer actors: {start.why}")
+        table = OwnerTable(start.addresses)
+        context = self._context(place, group, start, table)
+        follower = _Follower(self.groups, group, start, table, context)
+        try:
+            with running_in(context):
+                yield context
+        except Exception as error:
+            if follower.ended is not None:
+                raise RunFailedError(follower.ended) from error
+            raise
+        finally:
+            follower.close()
+
+    def _context(self, place: Any, group: WorkerGroup, start: GroupStart, table: OwnerTable) -> RankContext:
+        rank, recorder = place.get_world_rank(), MemoryRecorder()
+        resume = start.resume if start.life else group.resume
 
         def connect(model: int) -> ParameterStore:
-            rank = place.get_world_rank()
             return connect_store(
-                rank, OwnerTable(self.addresses), token=self.token, config=self.config, recorder=recorder, model=model
+                rank,
+                table,
+                token=start.token,
+                config=self.config,
+                recorder=recorder,
+                model=model,
+                life=start.life,
+                outlives_owners=self.config.shared_directory is not None,
             )
 
-        context = RankContext(
-            rank=place.get_world_rank(),
+        return RankContext(
+            rank=rank,
             world_size=place.get_world_size(),
+            life=start.life,
+            lineage=start.lineage,
+            repeats=start.repeats,
             device=get_device(),
             run=self.run,
             resume=None if resume is None else Path(resume),
@@ -77,38 +126,77 @@ class Owners:
             connect=connect,
             recorder=recorder,
         )
-        with running_in(context):
-            yield context
+
+
+def _group_name() -> str:
+    """A name that the workers of one group share, and no other group has: that of their placement group."""
+    return str(ray.get_runtime_context().get_placement_group_id())
+
+
+class _Follower:
+    """Tells a worker's rank where its owners are, in a thread, while its loop runs."""
+
+    def __init__(
+        self, groups: GroupsAsked, group: WorkerGroup, start: GroupStart, table: OwnerTable, context: RankContext
+    ) -> None:
+        self.ended: str | None = None  # why there are no owners any more
+        self._groups, self._group, self._known = groups, group.name, start.addresses
+        self._table, self._context = table, context
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="rayzero-owners", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The loop has ended."""
+        self._closed.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while self.ended is None:
+            answer = self._groups.moved(self._group, self._known, self._closed)
+            if answer is None:
+                return
+            self._take(answer)
+
+    def _take(self, answer: tuple[str, ...] | Ended) -> None:
+        if isinstance(answer, Ended):
+            self.ended = f"rank {self._context.rank} has lost its optimizer actors: {answer.why}"
+            self._context.close(self.ended)  # its loop may wait for them
+            return
+        for owner, (before, now) in enumerate(zip(self._known, answer, strict=True)):
+            if now != before:
+                self._table.succeed(owner, now)
+        self._known = answer
 
 
 @contextmanager
 def optimizer_actors(
-    config: ZeroConfig | None = None, *, num_optimizers: int = 1, cpus_per_optimizer: float = 1.0
+    config: ZeroConfig | None = None,
+    *,
+    num_optimizers: int = 1,
+    cpus_per_optimizer: float = 1.0,
+    max_failures: int = 3,
 ) -> Iterator[Owners]:
     """Start the optimizer actors of one ``fit()`` from the driver, and end them with the block.
 
-    config: what ``rayzero.prepare`` uses in the workers if it is given no config. Joins a Ray that is running or starts
-    a local one, which Ray Train uses too. Raises ConfigError if the cluster has no place for the actors, and
-    UnsupportedError for settings that need owners or memory in the workers' processes."""
+    config: what ``rayzero.prepare`` uses in the workers if it is given no config.
+    max_failures: how many deaths of optimizer actors are outlived in all. Those of workers are for Ray Train's
+        ``FailureConfig``.
+
+    Joins a Ray that is running or starts a local one, which Ray Train uses too. Raises ConfigError if the cluster has
+    no place for the actors, and UnsupportedError for settings that need owners or memory in the workers' processes."""
     config = config or ZeroConfig()
     _check(config)
+    if max_failures < 0:
+        raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0")
     scaling = ScalingConfig(num_optimizers=num_optimizers, cpus_per_optimizer=cpus_per_optimizer)
     run = f"ray-train-{secrets.token_hex(4)}"
     with (
         ray_session(),
         placed(plan_optimizers(scaling), timeout_s=scaling.placement_timeout) as placement,
-        RunActors(run, placement) as actors,
+        GroupOwners(run, config, placement, max_failures=max_failures) as owners,
     ):
-        routing = actors.start(
-            owner_memory=config.cpu_memory_budget,
-            share=config.shared_directory,
-            slab_dir=Path(config.slab_dir),
-            telemetry=TelemetryConfig(enabled=False),
-        )
-        actors.move(RunState.RUNNING)
-        yield Owners(run=run, config=config, addresses=routing.addresses, token=actors.token)
-        actors.move(RunState.FINISHED)
-        actors.stop_owners()
+        yield Owners(run=run, config=config, groups=GroupsAsked(owners.groups))
 
 
 def _check(config: ZeroConfig) -> None:

@@ -1,12 +1,16 @@
 """Optimizer actors for Ray Train's workers: a worker's rank, and what is refused before anything starts.
 
-That TorchTrainer trains with them: tests/examples."""
+That TorchTrainer trains with them: test_ray_train_deaths.py."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any
 
 import pytest
@@ -16,13 +20,13 @@ from engine.models import Net, same_bits, seeded, token_loss, tokens
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.concurrency.processes import ProcessIdentity
-from rayzero.errors import HandshakeError, UnsupportedError
+from rayzero.cluster.processes.worker_groups import Ended, GroupStart, WorkerGroup
+from rayzero.engine.checkpoint.save import chosen_resume
+from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.integrations import ray_train
 from rayzero.integrations.ray_train import Owners, optimizer_actors
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank import remote
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,30 @@ def test_what_needs_owners_in_the_workers_is_refused_before_ray_starts(
     assert ray.is_initialized() is before
 
 
+class Told:
+    """What a worker asks for its owners, without an actor: answers at once, and can say that they have moved."""
+
+    def __init__(self, start: GroupStart | Ended) -> None:
+        self.start = start
+        self.asked: list[WorkerGroup] = []
+        self.news: Queue[tuple[str, ...] | Ended] = Queue()
+
+    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | Ended:
+        self.asked.append(group)
+        return self.start
+
+    def moved(self, group: str, known: tuple[str, ...], unwanted: threading.Event) -> tuple[str, ...] | Ended | None:
+        while not unwanted.is_set():
+            with suppress(Empty):
+                return self.news.get(timeout=0.05)
+        return None
+
+
+def started(addresses: tuple[str, ...], **other: Any) -> GroupStart:
+    first = {"lineage": "l", "life": 0, "repeats": None, "resume": None, "token": "t"}
+    return GroupStart(addresses=addresses, **first | other)
+
+
 @contextmanager
 def served() -> Iterator[Owners]:
     """Two owners of this process, as ``optimizer_actors`` gives those on the cluster."""
@@ -60,18 +88,27 @@ def served() -> Iterator[Owners]:
         addresses = tuple(server.address for server in servers)
         for server in servers:
             server.connect_peers(addresses)
-        yield Owners(run="r", config=ZeroConfig(transport="grpc"), addresses=addresses, token="t")
+        yield Owners(run="r", config=ZeroConfig(transport="grpc"), groups=Told(started(addresses)))  # type: ignore[arg-type]
+
+
+class Place:
+    """The only worker of a fit."""
+
+    get_world_rank = staticmethod(lambda: 0)
+    get_world_size = staticmethod(lambda: 1)
+    get_experiment_name = staticmethod(lambda: "demo")
+
+
+@pytest.fixture
+def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_train.train, "get_context", Place)
+    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ray_train, "_group_name", lambda: "group")
 
 
 def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    in_a_worker: None, tmp_path: Path
 ) -> None:
-    class Place:
-        get_world_rank = staticmethod(lambda: 0)
-        get_world_size = staticmethod(lambda: 1)
-
-    monkeypatch.setattr(ray_train.train, "get_context", Place)
-    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
     states = []
     for resume in (None, tmp_path / "step-3"):
         with served() as owners, owners.rank(resume) as context:
@@ -89,30 +126,66 @@ def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
     assert not same_bits(states[0], seeded(Net).state_dict())
 
 
-def test_a_worker_group_that_ray_train_starts_again_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its workers are other processes; the same process may try again after a prepare() that failed."""
+def test_a_group_that_goes_on_has_the_place_it_is_told_and_not_its_own_checkpoint(in_a_worker: None) -> None:
+    goes_on = Told(started(("a:1",), life=2, repeats=7, resume="/first", lineage="abc"))
+    with Owners(run="r", config=ZeroConfig(), groups=goes_on).rank("newest") as context:  # type: ignore[arg-type]
+        assert (context.life, context.repeats, context.resume, context.lineage) == (2, 7, Path("/first"), "abc")
+    asked = WorkerGroup(name="group", run="demo", world_size=1, resume=os.path.abspath("newest"))
+    assert goes_on.asked == [asked]
+    fresh = Told(started(("a:1",)))
+    with Owners(run="r", config=ZeroConfig(), groups=fresh).rank("newest") as context:  # type: ignore[arg-type]
+        assert (context.life, context.resume) == (0, Path("newest").absolute())
 
-    class Place:
-        get_world_rank = staticmethod(lambda: 0)
-        get_world_size = staticmethod(lambda: 1)
 
-    def begin(owners: Owners) -> Any:
-        with owners.rank():
-            model = seeded(Net)
-            return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+def test_what_a_loop_gives_prepare_counts_only_in_a_fresh_start(in_a_worker: None) -> None:
+    for life, expected in ((1, "/first"), (0, None)):
+        groups = Told(started(("a:1",), life=life, resume="/first"))
+        with Owners(run="r", config=ZeroConfig(), groups=groups).rank("/first") as context:  # type: ignore[arg-type]
+            if expected is not None:
+                assert chosen_resume(context, "/newest") == Path(expected)
+            else:
+                with pytest.raises(ConfigError, match="resume='/newest', but the run resumes from /first"):
+                    chosen_resume(context, "/newest")
 
-    monkeypatch.setattr(ray_train.train, "get_context", Place)
-    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
-    with served() as owners:
-        begin(owners)
-        begin(owners)
-        monkeypatch.setattr(remote, "this_process", lambda: ProcessIdentity("", 4711, 0))
-        with pytest.raises(HandshakeError, match=r"rank 0 was the process .* pid 4711, but this run replaces no ranks"):
-            begin(owners)
-    with served() as owners:  # of a new block
-        begin(owners)
+
+def test_a_worker_that_gets_no_owners_says_why(in_a_worker: None) -> None:
+    owners = Owners(run="r", config=ZeroConfig(), groups=Told(Ended(why="all are gone")))  # type: ignore[arg-type]
+    with pytest.raises(RunFailedError, match="rank 0 has no optimizer actors: all are gone"), owners.rank():
+        pass
+
+
+def lose_the_owners(owners: Owners, news: Queue[tuple[str, ...] | Ended]) -> None:
+    """Train for ever, and hear after prepare() that the owners are lost."""
+    with owners.rank():
+        model = seeded(Net)
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        news.put(Ended(why="optimizer 1 died"))
+        for step in itertools.count():
+            token_loss(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loop_whose_owners_are_lost_fails_with_the_reason(in_a_worker: None) -> None:
+    with served() as owners, pytest.raises(RunFailedError, match="rank 0 has lost its optimizer actors: optimizer 1"):
+        lose_the_owners(owners, owners.groups.news)  # type: ignore[attr-defined]
+
+
+def test_a_worker_learns_where_the_successor_of_an_owner_is(in_a_worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Queue[tuple[int, str]] = Queue()
+    monkeypatch.setattr(ray_train.OwnerTable, "succeed", lambda self, owner, address: told.put((owner, address)))
+    groups = Told(started(("a:1", "b:1", "c:1")))
+    with Owners(run="r", config=ZeroConfig(), groups=groups).rank():  # type: ignore[arg-type]
+        groups.news.put(("a:1", "b:2", "c:1"))
+        assert told.get(timeout=30) == (1, "b:2")
+        groups.news.put(("a:2", "b:2", "c:1"))
+        assert told.get(timeout=30) == (0, "a:2")
 
 
 def test_the_token_is_not_in_what_ray_train_may_log() -> None:
-    owners = Owners(run="r", config=ZeroConfig(), addresses=("127.0.0.1:1",), token="secret-of-the-run")
-    assert "secret" not in repr({"owners": owners})
+    assert "secret" not in repr(started(("a:1",), token="secret-of-the-run"))
+
+
+def test_a_negative_number_of_failures_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_failures is -1; pass a number >= 0"), optimizer_actors(max_failures=-1):
+        pass

@@ -25,7 +25,7 @@ from rayzero.integrations.lightning import ZeroStrategy
 from rayzero.integrations.transformers import Trainer as ZeroTrainer
 
 from .schedules import SCHEDULES, STEPS
-from .test_ray_train import served
+from .test_ray_train import Place, served
 from .test_trainer import arguments, dataset
 from .training import build
 from .zoo import gpt2
@@ -141,12 +141,9 @@ def train_in_ray_train(config: dict[str, Any]) -> Trained:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_a_worker_of_ray_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Place:
-        get_world_rank = staticmethod(lambda: 0)
-        get_world_size = staticmethod(lambda: 1)
-
     monkeypatch.setattr(ray_train.train, "get_context", Place)
     monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ray_train, "_group_name", lambda: "group")
 
     def trained(resume: Path | None) -> Trained:
         with served() as owners:

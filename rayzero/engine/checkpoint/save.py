@@ -185,6 +185,8 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
     if context.life and told is not None:
         return told  # the run has saved since it began, and the loop may name what is newest now
     if told is not None and told.absolute() != given.absolute():
+        if context.life:  # the loop passes the newest one, but its run goes on from what it began with
+            return told
         raise ConfigError(
             f"rayzero.prepare: resume={str(given)!r}, but the run resumes from {told}; leave one of them out"
         )

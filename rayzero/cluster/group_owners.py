@@ -1,0 +1,252 @@
+"""The owners of ranks that another library starts: replaced when they die, and formed anew for each group of ranks.
+
+The library's call is in the user's main thread, so a thread does what the driver of a ``ZeroTrainer`` does. When a new
+group asks for its owners, the former one is dead, as after a run that was killed as a whole: the old owners are ended,
+and what everybody has left in shared memory decides. If it is enough, new owners take it over, and the group goes on at
+the open step; if not, the group begins as its loop says, from a checkpoint perhaps, with owners that have nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayzero.cluster.actors import ANSWER_S, Former, RunActors, refuse_name_in_use
+from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
+from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
+from rayzero.cluster.replacement import Replacement
+from rayzero.cluster.run import RunState, optimizer_name
+from rayzero.cluster.supervision import Failure
+from rayzero.config import TelemetryConfig, ZeroConfig
+from rayzero.elastic.controller import Controller, Kind, MemberId
+from rayzero.errors import RunFailedError
+from rayzero.slabs.hold import Hold
+from rayzero.store.shm.same_host import why_no_sharing
+
+__all__ = ["GroupOwners"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between two looks whether the block has ended
+_MANY_RANKS = 1000  # each has a call that waits
+_GONE_S = 60.0  # until processes that are ended have left the cluster
+
+
+class GroupOwners:
+    """The owners of one group of ranks after the other, and the thread that watches them; leaving the ``with`` block
+    ends all.
+
+    Knows groups, and what one leaves to the next; not how a member is replaced, or what can be continued."""
+
+    def __init__(self, run: str, config: ZeroConfig, placement: Placement, *, max_failures: int) -> None:
+        """``max_failures``: how many deaths of owners are outlived in all."""
+        self._run, self._config, self._placement, self._max_failures = run, config, placement, max_failures
+        self._share = config.shared_directory
+        self._outlived = 0  # deaths, of ``max_failures``
+        self._lineage = secrets.token_hex(8)
+        self._group: WorkerGroup | None = None  # that has these owners
+        self._resume: str | None = None  # the checkpoint that gave the lineage its first values
+        self._hold: Hold | None = None  # keeps what the group continues; freed by: _change_owners(), _end()
+        self._failure: Failure | None = None  # why these owners serve no more
+        self._actors: RunActors | None = None
+        self._controller: Controller | None = None
+        self._replacement: Replacement | None = None  # None: nobody is watched
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="rayzero-group-owners", daemon=True)
+        self.groups: Any = None  # the actor that ranks ask
+
+    def __enter__(self) -> GroupOwners:
+        try:
+            self.groups = _make_groups()
+            self._start(None)
+        except BaseException:
+            self._end(politely=False)
+            raise
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with shielded():
+            self._ended.set()
+            self._thread.join()
+            self._end(politely=kind is None)
+
+    def _end(self, *, politely: bool) -> None:
+        if self._hold is not None:
+            self._hold.close()  # the actors' end sweeps
+        if self._actors is not None:
+            if politely and self._replacement is not None:
+                with suppress(RunFailedError):  # a coordinator that Ray has started again knows nothing
+                    self._actors.move(RunState.FINISHED)
+                self._actors.stop_owners()
+            self._unwatch()
+            self._actors.end(politely=politely)
+        if self.groups is not None:
+            ray.kill(self.groups)
+
+    # ---- owners
+
+    def _start(self, former: Former | None) -> None:
+        self._actors = RunActors(self._run, self._placement)
+        routing = self._actors.start(
+            max_failures=self._max_failures,
+            other_ranks=True,
+            former=former,
+            owner_memory=self._config.cpu_memory_budget,
+            share=self._share,
+            slab_dir=Path(self._config.slab_dir),
+            telemetry=TelemetryConfig(enabled=False),
+        )
+        self._actors.move(RunState.RUNNING)
+        names = {MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(len(routing.addresses))}
+        self._controller = Controller(
+            0,
+            routing.addresses,
+            max_failures=self._max_failures,
+            bound=frozenset(names) if self._share is None else frozenset(),
+            outlived=self._outlived,
+        )
+        self._replacement = Replacement(
+            self._actors,
+            self._controller,
+            names,
+            loops={},
+            stall_timeout=self._config.stall_timeout,
+            wake=lambda: None,  # it looks every second
+            say=log.warning,
+            failed=self._fail,
+            entered=lambda _: None,
+            recovered=lambda _: None,
+            succeeded=self._tell_successor,
+        )
+        self._failure = None
+
+    def _fail(self, failure: Failure) -> None:
+        """These owners have lost one for good."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        self._unwatch()
+        why = f"{failure.who} {failure.what}"
+        log.error("%s", why)
+        if not failure.restarts:
+            self._tell(self.groups.end.remote(why))
+        elif self._group is not None:
+            self._tell(self.groups.fail.remote(self._group.name, why))
+
+    def _unwatch(self) -> None:
+        if self._replacement is not None:
+            self._replacement.close()
+            self._replacement = None
+
+    def _tell_successor(self, owner: int, address: str) -> None:
+        if self._group is not None:
+            self._tell(self.groups.succeed.remote(self._group.name, owner, address))
+
+    def _tell(self, call: Any) -> None:
+        ray.get(call, timeout=ANSWER_S)
+
+    # ---- groups
+
+    def _serve(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # nobody else would tell the ranks, who wait
+            self._unwatch()
+            log.exception("run %r: its optimizer actors are not watched any more", self._run)
+            self.groups.end.remote(f"its optimizer actors cannot be replaced: {type(error).__name__}: {error}")
+
+    def _follow(self) -> None:
+        asked = self.groups.next_group.remote(None)
+        while not self._ended.is_set():
+            watched = self._replacement.calls if self._replacement is not None else []
+            ready, _ = ray.wait([asked, *watched], num_returns=1, timeout=self._patience_s())
+            for call in ready:
+                if call == asked:
+                    group = ray.get(asked)
+                    self._open(group)
+                    asked = self.groups.next_group.remote(group.name)
+                elif self._replacement is not None:
+                    self._replacement.take(call)
+            if self._replacement is not None:
+                self._replacement.act()
+
+    def _patience_s(self) -> float:
+        due = None if self._replacement is None else self._replacement.patience_s(time.monotonic())
+        return _LOOK_S if due is None else min(due, _LOOK_S)
+
+    def _open(self, group: WorkerGroup) -> None:
+        """Give a group its owners."""
+        goes_on = None
+        if self._group is not None or self._failure is not None:
+            goes_on = self._change_owners(group)
+        if goes_on is None:
+            self._resume = group.resume
+        self._group = group
+        assert self._actors is not None
+        assert self._controller is not None
+        start = GroupStart(
+            addresses=self._controller.addresses,
+            lineage=self._lineage,
+            life=0 if goes_on is None else goes_on.life,
+            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
+            resume=self._resume,
+            token=self._actors.token,
+        )
+        self._tell(self.groups.open.remote(group.name, start))
+
+    def _change_owners(self, group: WorkerGroup) -> Continuation | None:
+        """End these owners and start others. Returns how the group goes on; None: it starts afresh."""
+        assert self._actors is not None
+        assert self._controller is not None
+        held, self._hold = self._hold, self._new_hold()
+        self._unwatch()
+        self._outlived = self._controller.outlived
+        self._actors.end(politely=False)
+        if held is not None:
+            held.close()
+        found, former = self._what_is_left(group), self._lineage
+        if isinstance(found, Lost):
+            log.warning("a new group of %d workers begins with its loop's checkpoint: %s", group.world_size, found.why)
+            self._lineage = secrets.token_hex(8)
+            if self._hold is not None:
+                self._hold.close()
+        else:
+            log.warning("a new group of %d workers goes on at step %d", group.world_size, found.step)
+        refuse_name_in_use(self._run, _GONE_S)  # Ray frees a name some time after its actor has ended
+        self._start(Former(former, isinstance(found, Continuation)))
+        return found if isinstance(found, Continuation) else None
+
+    def _new_hold(self) -> Hold | None:
+        """Keep what is left from being swept. None: nothing is shared on this host."""
+        if self._share is None or why_no_sharing(self._share) is not None:
+            return None
+        return Hold(self._share, self._lineage)
+
+    def _what_is_left(self, group: WorkerGroup) -> Continuation | Lost:
+        if self._group is None:
+            return Lost(why="no group has begun before")
+        if self._group.run != group.run:
+            return Lost(why=f"it is of another run, {group.run}; the one before was of {self._group.run}")
+        if self._share is None or self._hold is None:
+            return Lost(why="optimizer actors and workers share no memory")
+        left = await_left(self._run, self._lineage, self._share, _GONE_S)
+        return choose(left, num_workers=group.world_size, num_owners=self._placement.plan.num_optimizers)
+
+
+def _make_groups() -> Any:
+    """Start the actor on this node: as long as the driver lives, so does its node."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": _MANY_RANKS}
+    return ray.remote(WorkerGroups).options(**options).remote()
