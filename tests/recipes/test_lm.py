@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from rayzero.checkpoint import CheckpointReader, export_full
+from rayzero.checkpoint.state_values import from_bytes, to_bytes
+from rayzero.concurrency.futures import settled
 from rayzero.engine import get_context, save_checkpoint
+from rayzero.engine.context import RankContext
+from rayzero.protocol.messages import CheckpointInfo
 from rayzero.recipes.lm import (
+    LateRow,
     StepReport,
+    Unreported,
     lr_factor,
     next_token_loss,
     param_groups,
@@ -231,3 +239,36 @@ def test_a_pretrained_directory_is_what_training_starts_from(recipe, tmp_path):
     gone = recipe.replace(init_from=str(tmp_path / "gone"))
     again = [report["loss"] for report in train(gone, resume=resumed)[0]]
     assert again == pytest.approx([report["loss"] for report in reports[3:]], rel=1e-4)
+
+
+class Decided:
+    """An optimizer whose last decision has this norm."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm = norm
+
+    def last_decision(self) -> Future[Any]:
+        return settled(SimpleNamespace(norm=self.norm))
+
+
+def unreported(decision: Future[Any]) -> Unreported:
+    return Unreported(
+        step=7, loss=2.5, lr=0.1, tokens=8, total_tokens=56, decision=decision, validation=(1.5, 2),
+        measured={"step_seconds": 1.0, "fetch_wait_seconds": 0.0, "optimizer_exposed_seconds": 0.0, "memory_bytes": 9},
+        checkpoint=CheckpointInfo(path="step-7", step=7, digest="d"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "norm"), [(True, 0.25), (False, 0.75)], ids=["decided", "not decided"])
+def test_the_row_that_a_dead_rank_owes_is_sent_by_its_next_life(known: bool, norm: float) -> None:
+    """With the norm of its own step, which is the last one if it was not decided when the state was kept."""
+    row = LateRow(Decided(0.0))  # type: ignore[arg-type]
+    row.loss, row.before = torch.tensor(1.25), unreported(settled(SimpleNamespace(norm=0.25)) if known else Future())
+    again = LateRow(Decided(0.75))  # type: ignore[arg-type]
+    again.load_state_dict(from_bytes(to_bytes(row.state_dict())))
+    assert again.loss == 1.25
+    context = RankContext()
+    again.send(context)
+    again.send(context)
+    (sent,) = context.reports
+    assert (sent["step"], sent["loss"], sent["grad_norm"], sent["validation_loss"]) == (7, 2.5, norm, 1.5)
