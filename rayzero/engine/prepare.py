@@ -16,8 +16,7 @@ from torch import nn
 from rayzero.activations.attach import match_modules
 from rayzero.checkpoint.weights import Weights, WeightSource
 from rayzero.codecs import CODECS
-from rayzero.codecs.record import codec_of
-from rayzero.config import CpuCompressionMethod, ZeroConfig
+from rayzero.config import ZeroConfig
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
@@ -38,6 +37,7 @@ from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.initial_values import Start
 from rayzero.engine.start.meta import materialise
+from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
@@ -47,14 +47,11 @@ from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values.state_dict import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import check_moments
-from rayzero.layout.model_layout import ModelLayout, UnitLayout, dtype_name, loses_bits
-from rayzero.layout.shard_map import device_shards
+from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.malloc import give_back_freed
-from rayzero.memory.planner import FP32
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
-from rayzero.quantities import count
 from rayzero.telemetry.recorder import LaterModelRecorder, Recorder
 
 log = logging.getLogger(__name__)
@@ -123,10 +120,8 @@ def prepare(
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
-    _tell_fraction(plan.layout, config, context.rank)
     if context.rank == 0:
-        _tell_coded(plan.layout, config)
-        _tell_rounded(plan.layout, dict(model.named_parameters()))
+        tell_plan(plan.layout, config, dict(model.named_parameters()))
     start = None if context.life else _start(model, plan, context, began, weights, init)
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, config, context, number, began)
@@ -250,63 +245,6 @@ def _check_fraction(config: ZeroConfig, context: RankContext) -> None:
         raise ConfigError(
             f"offload_fraction={ours:g} was given to rayzero.prepare(), but the run was started with {started:g}; "
             f"set it in the run's config (ZeroTrainer: zero_config, run_ranks: config)"
-        )
-
-
-def _tell_fraction(layout: ModelLayout, config: ZeroConfig, rank: int) -> None:
-    """Log the share of the optimizer that stays on devices, which is whole shards, and warn if there is none."""
-    if config.host_fraction == 1 or rank != 0:
-        return
-    trained = sum(unit.numel for unit in layout.units if unit.trainable)
-    if trained == 0:
-        return
-    kept = sum(layout.shards[index].numel for index in device_shards(layout, config.host_fraction))
-    log.log(
-        logging.INFO if kept else logging.WARNING,
-        "offload_fraction=%g: %.3g of the optimizer stays on the ranks' devices, in whole shards of at most %d bytes%s",
-        config.host_fraction,
-        kept / trained,
-        config.shard_bytes,
-        "" if kept else "; lower shard_bytes or offload_fraction",
-    )
-
-
-def _tell_coded(layout: ModelLayout, config: ZeroConfig) -> None:
-    """Warn of frozen parameters whose values a lossy ``cpu_compression`` replaces, and of one that has no effect."""
-    coded = [unit for unit in layout.units if unit.is_coded]
-    if coded and config.cpu_compression.is_lossy():
-        log.warning(
-            "cpu_compression=%r replaces the values of %s (%s elements): full_state_dict, checkpoints and exports have "
-            "what it kept; with cpu_compression='lossless' nothing is lost",
-            config.cpu_compression.value,
-            count(sum(len(unit.slots) for unit in coded), "frozen parameter"),
-            f"{sum(slot.numel for unit in coded for slot in unit.slots):,}",
-        )
-    if not coded and config.cpu_compression is not CpuCompressionMethod.NONE:
-        frozen = any(not unit.trainable for unit in layout.units)
-        log.warning(
-            "cpu_compression=%r has no effect: %s",
-            config.cpu_compression.value,
-            "it does not make the frozen parameters' dtype smaller" if frozen else "the model has no frozen parameters",
-        )
-
-
-def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter]) -> None:
-    """Warn of frozen parameters whose fp32 values are lost (``frozen_masters=False``)."""
-    exact = [unit for unit in layout.units if not unit.has_master and not codec_of(unit).lossy]
-    frozen = [(slot, unit) for unit in exact for slot in unit.slots]
-    rounded = [(slot, unit) for slot, unit in frozen if loses_bits(params[slot.name].dtype, unit.dtype)]
-    if rounded:
-        many, numel = len(rounded), sum(slot.numel for slot, _ in rounded)
-        log.warning(
-            "frozen_masters=False: %d frozen parameter%s (%d elements, %d bytes in fp32) %s rounded to %s, also in "
-            "full_state_dict, checkpoints and exports; with frozen_masters=True the owners keep them exactly",
-            many,
-            "s" if many > 1 else "",
-            numel,
-            numel * FP32,
-            "are" if many > 1 else "is",
-            dtype_name(rounded[0][1].dtype),
         )
 
 
