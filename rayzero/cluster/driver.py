@@ -25,7 +25,7 @@ from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.replacement import Replacement
 from rayzero.cluster.run import Member, Recovery, Report, Routing, RunState, optimizer_name, rank_name
-from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, run_failed
+from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost, run_failed
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import (
     Controller,
@@ -358,8 +358,9 @@ class _Follower:
     def starts_again(self) -> bool:
         """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
         to outlive."""
-        restarts = self._watch.cause.restarts
-        if restarts and self._controller.outlived == self._journal.outlived:  # nobody's death has been counted yet
+        cause, died = self._watch.cause, self._controller.outlived > self._journal.outlived
+        restarts = is_lost(cause, after_a_death=died)
+        if restarts and not (cause.restarts and died):  # else it was counted with the death
             restarts = self._controller.spend() is None
         self._journal.outlived = self._controller.outlived
         return restarts

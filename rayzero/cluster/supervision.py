@@ -31,6 +31,7 @@ __all__ = [
     "Watch",
     "death_of",
     "failure_of",
+    "is_lost",
     "run_failed",
 ]
 
@@ -126,6 +127,13 @@ class OneCause:
             return True
         self._dead[host] = now_s, {who}
         return False
+
+
+def is_lost(cause: Failure, *, after_a_death: bool) -> bool:
+    """Whether a run that ended for this cause has lost what a checkpoint brings back. After a death that the run has
+    outlived, also an error that says only that another process is gone, or makes no progress: what it waits for may
+    have gone with the dead one."""
+    return cause.restarts or (cause.consequence and after_a_death)
 
 
 class Verdict(Enum):

@@ -6,8 +6,17 @@ import pickle
 
 import pytest
 
-from rayzero.cluster.supervision import OneCause, RankOutcome, Verdict, Watch, death_of, failure_of, run_failed
-from rayzero.errors import HandshakeError, RankLeftError, RunFailedError, UntrackedError
+from rayzero.cluster.supervision import (
+    OneCause,
+    RankOutcome,
+    Verdict,
+    Watch,
+    death_of,
+    failure_of,
+    is_lost,
+    run_failed,
+)
+from rayzero.errors import HandshakeError, RankLeftError, RunFailedError, StallError, UntrackedError
 
 
 def caught(who: str, error: Exception):
@@ -69,6 +78,14 @@ def test_a_run_may_start_again_after_a_loss_and_not_after_an_error_of_its_loop()
     assert not lost.consequence
     assert not failure_of("rank 1", ValueError("boom")).restarts
     assert not failure_of("rank 1", RankLeftError("rank 0 left")).restarts
+
+
+def test_a_stall_is_a_loss_only_after_a_death():
+    stalled = failure_of("rank 0", StallError("no progress"))
+    assert is_lost(stalled, after_a_death=True)
+    assert not is_lost(stalled, after_a_death=False)
+    assert not is_lost(failure_of("rank 0", ValueError("boom")), after_a_death=True), "it would come again"
+    assert is_lost(death_of("rank 0", 7, ""), after_a_death=False)
 
 
 def test_deaths_on_one_host_within_seconds_are_one_failure():
