@@ -386,16 +386,17 @@ class _Follower:
         with shielded():
             if state is RunState.STOPPED:
                 self._tell_stopped()
-            self.take_down_at_once(state, reason)
+            self.take_down_at_once(state, reason, forgives=Exception)  # the cause must be reported
 
-    def take_down_at_once(self, state: RunState, reason: str) -> None:
-        """``take_down``, which a signal may end."""
+    def take_down_at_once(self, state: RunState, reason: str, *, forgives: type[Exception] = RunFailedError) -> None:
+        """``take_down``, which signals may end. ``forgives``: errors of the last reports that end nothing, also those
+        that ``on_report`` raises."""
         self._actors.kill_stopped()
         with suppress(RunFailedError):  # the coordinator may be what failed
             self._actors.move(state, reason)
         for call in self._actors.stop_ranks(self._loops, reason):
             self._take_outcome(call, self._loops.pop(call))
-        with suppress(Exception):  # the last reports matter less than the cause, which must be reported
+        with suppress(forgives):
             self._read_rest()
         self._journal.measured |= self._actors.stop_owners(STOP_S)
 

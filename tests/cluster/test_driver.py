@@ -253,6 +253,19 @@ def test_a_signal_while_a_run_is_taken_down_is_its_end_even_if_it_would_start_ag
     assert actors.moves == [RunState.FAILED]
 
 
+@pytest.mark.parametrize(("again", "raised"), [(True, ValueError), (False, RunFailedError)])
+def test_the_user_may_end_a_run_with_its_last_reports_before_it_starts_again(
+    monkeypatch: pytest.MonkeyPatch, again: bool, raised: type[Exception]
+) -> None:
+    def enough(report: Report) -> None:
+        raise ValueError("enough")
+
+    monkeypatch.setattr(driver_module, "_Follower", failing_with(DEAD))
+    request = asked(run=RunConfig(max_failures=3 if again else 0), on_report=enough)
+    with pytest.raises(raised, match="enough" if again else "rank 1 died"):
+        _follow(request, EndedRun([Report(rank=0)]), Journal())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("failure", "counted", "outlived"),
     [
