@@ -181,6 +181,7 @@ def test_a_run_starts_again_from_its_newest_checkpoint_or_as_it_began(tmp_path):
         killed_while_replacing(newest)
         directory.restart()
         assert (directory.start.checkpoint, directory.start.step) == (newest, 20)
+        assert directory.checkpoints.latest == newest, "for the record, though no report said so"
         shutil.rmtree(tmp_path / "demo" / "checkpoints")
         directory.restart()
         assert (directory.start.checkpoint, directory.start.step) == (elsewhere, 5)

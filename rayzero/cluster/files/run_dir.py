@@ -194,6 +194,8 @@ class RunDirectory:
             return
         with CheckpointReader(place) as checkpoint:
             self.start = StartPoint(checkpoint=place, step=checkpoint.step)
+        if place in self.checkpoints:
+            self.checkpoints.note(place)
 
     @property
     def rows_until(self) -> int:
