@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +213,24 @@ def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch
             assert not psutil.pid_exists(process.pid)
         finally:
             process.kill()
+
+
+def test_whoever_is_stopped_is_found_also_the_coordinator_and_a_spare() -> None:
+    """Nobody waits for them until reports pile up, or somebody dies."""
+    actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
+    with ExitStack() as started:
+        for who in ("coordinator", "spare 0", "rank 0"):
+            process = started.enter_context(subprocess.Popen(["sleep", "600"]))
+            started.callback(process.kill)
+            actors._processes[who] = psutil.Process(process.pid)
+        for who in ("coordinator", "spare 0"):
+            actors._processes[who].suspend()
+            while actors._processes[who].status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+        assert actors.stopped == ["coordinator", "spare 0"]
+        actors.kill("coordinator")
+        actors._processes["coordinator"].wait(20)
+        assert actors.stopped == ["spare 0"]
 
 
 def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
