@@ -97,6 +97,13 @@ def test_a_run_has_at_most_eight_spares(number: Any) -> None:
     assert RunConfig(warm_spares=8).warm_spares == 8
 
 
+@pytest.mark.parametrize("name", ["max_failures", "keep_states"])
+def test_numbers_that_ray_or_the_kernel_cannot_count_are_refused(name: str):
+    for number in (-1, 1.5, True, "3", 10**9 + 1, 10**400):
+        assert f"{name} is " in error_line(lambda number=number: RunConfig(**{name: number}))
+    assert getattr(RunConfig(**{name: 10**9}), name) == 10**9
+
+
 def test_spares_of_a_run_that_replaces_nobody_are_refused() -> None:
     line = error_line(lambda: RunConfig(warm_spares=2, max_failures=0))
     assert "warm_spares is 2 but max_failures is 0, so nobody is replaced" in line

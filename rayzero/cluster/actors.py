@@ -389,8 +389,9 @@ class RunActors:
 
     @property
     def stopped(self) -> list[str]:
-        """The members on this node whose processes are stopped (SIGSTOP, a debugger)."""
-        return [who for who, process in self._processes.items() if who in self.members and is_stopped(process.pid)]
+        """The members, spares and coordinator on this node whose processes are stopped (SIGSTOP, a debugger)."""
+        stopped = [(who, process) for who, process in self._processes.items() if is_stopped(process.pid)]
+        return [who for who, process in stopped if process.is_running()]  # else it is dead, and another has its pid
 
     def has_lost_host(self, who: str | None = None) -> bool:
         """Whether the node of a member (None: of this process) has left the cluster."""

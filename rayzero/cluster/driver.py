@@ -34,7 +34,7 @@ from rayzero.elastic.controller import (
     Run,
     wait_before_restart,
 )
-from rayzero.errors import ConfigError, RunFailedError
+from rayzero.errors import RayZeroError, RunFailedError
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
@@ -81,6 +81,7 @@ class Journal:
     recoveries: list[Recovery] = field(default_factory=list)  # failures that the run has outlived
     outlived: int = 0  # failures, of ``max_failures``
     restarts: int = 0  # from a checkpoint
+    lost_at: float | None = None  # monotonic seconds: since when the run has to start again
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
 
     def note(self, report: Report) -> None:
@@ -109,28 +110,32 @@ def drive(request: RunRequest, journal: Journal) -> None:
 
 def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFailedError | None:
     """Start the run again from its newest checkpoint; see ``_attempt``."""
-    noticed = time.monotonic()
-    request.directory.restart()
-    trim_log(request.directory.path, request.directory.start.step)
-    journal.restarts += 1
     journal.state = RunState.STARTING
-    wait_s = wait_before_restart(journal.restarts)
+    journal.restarts += 1
+    try:
+        _prepare_again(request, journal, lost)
+        scaling = _places_left(request.scaling, request.zero.placement)
+        return _attempt(replace(request, scaling=scaling), journal)
+    except (RayZeroError, OSError) as failed:
+        if journal.state is not RunState.STARTING:
+            raise
+        if not isinstance(failed, RunFailedError) or journal.outlived >= request.run.max_failures:
+            raise RunFailedError(f"{lost}\nThe run cannot start again: {failed}") from failed
+        journal.outlived += 1
+        return failed
+
+
+def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) -> None:
+    """Find what the run starts from, and wait."""
+    directory, wait_s = request.directory, wait_before_restart(journal.restarts)
+    directory.restart()
+    trim_log(directory.path, directory.rows_until)
     left = count(request.run.max_failures - journal.outlived, "more failure")
     why = str(lost).partition("\n")[0]
-    request.on_phase(f"{why} {request.directory.start}, in {wait_s:g} s ({left} would be outlived)")
+    request.on_phase(f"{why} {directory.start}, in {wait_s:g} s ({left} would be outlived)")
     request.on_restart()
     time.sleep(wait_s)  # whatever ended the run may not be over: a host that restarts, a cluster that shrinks
     refuse_name_in_use(request.run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
-    scaling = _places_left(request.scaling, request.zero.placement)
-    try:
-        return _attempt(replace(request, scaling=scaling), journal, noticed)
-    except ConfigError as refused:
-        raise RunFailedError(f"{lost}\nThe run cannot start again: {refused}") from refused
-    except RunFailedError as failed:
-        if journal.state is not RunState.STARTING or journal.outlived >= request.run.max_failures:
-            raise
-        journal.outlived += 1
-        return failed
 
 
 def _places_left(scaling: ScalingConfig, placement: Placement) -> ScalingConfig:
@@ -143,10 +148,8 @@ def _places_left(scaling: ScalingConfig, placement: Placement) -> ScalingConfig:
     return scaling
 
 
-def _attempt(request: RunRequest, journal: Journal, noticed: float | None = None) -> RunFailedError | None:
-    """Start the run and follow it. Returns None at its good end, and what ended it if it may start again.
-
-    noticed: when it was noticed that the run had to start again."""
+def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
+    """Start the run and follow it. Returns None at its good end, and what ended it if it may start again."""
     scaling, run = request.scaling, request.run.name
     plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
     request.on_phase(
@@ -158,7 +161,7 @@ def _attempt(request: RunRequest, journal: Journal, noticed: float | None = None
     )
     places = placed(plan, timeout_s=scaling.placement_timeout)
     with places as placement, RunActors(run, placement, log) as actors:
-        _start(request, actors, journal, noticed)
+        _start(request, actors, journal)
         try:
             with _discoverable(request, actors):
                 lost = _follow(request, actors, journal)
@@ -169,7 +172,7 @@ def _attempt(request: RunRequest, journal: Journal, noticed: float | None = None
             request.directory.let_go()  # now that the owners have them; the actors' end sweeps
 
 
-def _start(request: RunRequest, actors: RunActors, journal: Journal, noticed: float | None) -> None:
+def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     journal.routing = actors.start(
         owner_memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
@@ -183,11 +186,13 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal, noticed: fl
         former=_former(request.directory.start),
     )
     journal.members = list(actors.members.values())
+    journal.latest = {rank: report for rank, report in journal.latest.items() if rank_name(rank) in actors.members}
+    journal.measured = {who: measured for who, measured in journal.measured.items() if who in actors.members}
     journal.targets = actors.targets
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
-    if noticed is not None:
-        seconds = time.monotonic() - noticed
+    if journal.lost_at is not None:
+        seconds, journal.lost_at = time.monotonic() - journal.lost_at, None
         actors.coordinator.recovered.remote("run", {"restart": seconds})
         journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
@@ -233,11 +238,12 @@ def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFail
     except BaseException as error:  # on_report raised, or the coordinator is gone: end the ranks, then re-raise
         follower.take_down(RunState.FAILED, f"the driver failed: {type(error).__name__}: {error}")
         raise
-    failed = run_failed(request.run.name, watch.cause, watch.others)
-    starts_again = follower.starts_again()
-    follower.take_down(RunState.FAILED, f"{watch.cause.who} {watch.cause.what}")
-    if starts_again:
+    failed, reason = run_failed(request.run.name, watch.cause, watch.others), f"{watch.cause.who} {watch.cause.what}"
+    if follower.starts_again():
+        with postponed():  # a signal is to end the run, which would go on without it
+            follower.take_down_at_once(RunState.FAILED, reason)
         return failed
+    follower.take_down(RunState.FAILED, reason)
     raise failed
 
 
@@ -359,10 +365,13 @@ class _Follower:
         """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
         to outlive."""
         cause, died = self._watch.cause, self._controller.outlived > self._journal.outlived
+        counted = cause.restarts and died and cause.who != "coordinator"  # which the controller does not know
         restarts = is_lost(cause, after_a_death=died)
-        if restarts and not (cause.restarts and died):  # else it was counted with the death
+        if restarts and not counted:
             restarts = self._controller.spend() is None
         self._journal.outlived = self._controller.outlived
+        if restarts and self._journal.lost_at is None:
+            self._journal.lost_at = time.monotonic()
         return restarts
 
     def finish(self) -> None:
@@ -374,18 +383,23 @@ class _Follower:
 
     def take_down(self, state: RunState, reason: str) -> None:
         """After a bad end: stop every process, wait a little, and keep what can still be read. Signals are
-        postponed."""
+        ignored."""
         with shielded():
             if state is RunState.STOPPED:
                 self._tell_stopped()
-            self._actors.kill_stopped()
-            with suppress(RunFailedError):  # the coordinator may be what failed
-                self._actors.move(state, reason)
-            for call in self._actors.stop_ranks(self._loops, reason):
-                self._take_outcome(call, self._loops.pop(call))
-            with suppress(Exception):  # the last reports matter less than the cause, which must be reported
-                self._read_rest()
-            self._journal.measured |= self._actors.stop_owners(STOP_S)
+            self.take_down_at_once(state, reason, forgives=Exception)  # the cause must be reported
+
+    def take_down_at_once(self, state: RunState, reason: str, *, forgives: type[Exception] = RunFailedError) -> None:
+        """``take_down``, which signals may end. ``forgives``: errors of the last reports that end nothing, also those
+        that ``on_report`` raises."""
+        self._actors.kill_stopped()
+        with suppress(RunFailedError):  # the coordinator may be what failed
+            self._actors.move(state, reason)
+        for call in self._actors.stop_ranks(self._loops, reason):
+            self._take_outcome(call, self._loops.pop(call))
+        with suppress(forgives):
+            self._read_rest()
+        self._journal.measured |= self._actors.stop_owners(STOP_S)
 
     def _tell_stopped(self) -> None:
         """Record the stop at once: a Ray that got the same signal is ending, and may end this process a minute

@@ -68,6 +68,8 @@ class Spares:
             if self._spares.pop(who, None) is not None:
                 log.warning("%s died: %s", who, str(error).partition("\n")[0])
             return None
+        if who not in self._spares:  # it has died since
+            return None
         self._spares[who].member = Member(who=who, pid=answer.pid, node=answer.node, host=answer.host)
         return self._spares[who].member
 

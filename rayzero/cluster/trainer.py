@@ -139,7 +139,7 @@ class ZeroTrainer:
     def _fit(self, directory: RunDirectory, raise_on_error: bool) -> Result:
         started = time.time()
         journal = Journal()
-        trim_log(directory.path, directory.start.step)
+        trim_log(directory.path, directory.rows_until)
         error: RunFailedError | None = None
         refused = False  # nothing was started: an earlier run's record stays
 
@@ -160,7 +160,7 @@ class ZeroTrainer:
             journal.state = RunState.STOPPED
             raise
         except BaseException:
-            refused = journal.state is RunState.STARTING
+            refused = journal.state is RunState.STARTING and not journal.restarts
             journal.state = RunState.FAILED
             raise
         finally:
@@ -222,6 +222,7 @@ class ZeroTrainer:
         """Write ``run.json``, and return what is in it.
 
         ``checkpoint``: the run's newest one that is known without reading the folder."""
+        is_up = journal.state is not RunState.STARTING  # what it had before a restart is gone
         record = {
             "run": self._run.name,
             "state": journal.state,
@@ -231,11 +232,11 @@ class ZeroTrainer:
             "driver": {"pid": os.getpid(), "host": socket.gethostname()},
             "ray_address": journal.ray_address,
             "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
-            "members": [asdict(member) for member in journal.members],
-            "spares": [asdict(member) for member in journal.spares],
+            "members": [asdict(member) for member in journal.members if is_up],
+            "spares": [asdict(member) for member in journal.spares if is_up],
             "routing": asdict(journal.routing),
             "recoveries": [asdict(recovery) for recovery in journal.recoveries],
-            "telemetry": _telemetry(journal),
+            "telemetry": _telemetry(journal) if is_up else None,
             "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
             "checkpoint": _text(checkpoint),
             "checkpoints_elsewhere": [str(path) for path in directory.checkpoints.elsewhere],

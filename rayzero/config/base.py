@@ -18,7 +18,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(gt=0)]
-Natural = Annotated[int, Strict(), Field(ge=0)]
+Natural = Annotated[int, Strict(), Field(ge=0, le=10**9)]  # what Ray counts, and the kernel sleeps, has an end
 Processes = Annotated[int, Strict(), Field(gt=0, le=1 << 14)]  # Ray itself is tested with 40,000 actors
 Spares = Annotated[int, Strict(), Field(ge=0, le=8)]
 Size = Annotated[

@@ -152,7 +152,8 @@ class Controller:
 
         counted: what killed it has been counted as a failure with another member's death."""
         place = self._places[member]
-        if life != place.life or place.state is _State.ENDED or self.over is not None:
+        is_done = place.state is _State.ENDED and member not in self._bound  # else others may still need what it had
+        if life != place.life or is_done or self.over is not None:
             return []
         self.over = None if counted else self.spend()
         if self.over is None and member in self._bound:

@@ -187,8 +187,8 @@ def optimizer_actors(
     no place for the actors, and UnsupportedError for settings that need owners or memory in the workers' processes."""
     config = config or ZeroConfig()
     _check(config)
-    if max_failures < 0:
-        raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0")
+    if type(max_failures) is not int or max_failures < 0:
+        raise ConfigError(f"max_failures is {max_failures!r}; pass a whole number >= 0")
     scaling = ScalingConfig(num_optimizers=num_optimizers, cpus_per_optimizer=cpus_per_optimizer)
     run = f"ray-train-{secrets.token_hex(4)}"
     with (

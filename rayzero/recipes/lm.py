@@ -274,6 +274,8 @@ class LanguageModelRun:
             self.late.send(self.context)  # before a save: a checkpoint's steps are reported before it exists
             self._after_step(done)
             self.late.before = done
+            if self._saves_after(done.step):  # a run that starts again from there would not make this row
+                self.late.send(self.context)
         self.late.send(self.context)
 
     def _tell(self, done: Unreported, seconds: float) -> None:
@@ -300,12 +302,15 @@ class LanguageModelRun:
 
     def _after_step(self, done: Unreported) -> None:
         """Validate and save a checkpoint if they are due."""
-        last, every = done.step == self.recipe.steps, self.recipe.run.checkpoint_every
-        if last or done.step % self.recipe.eval_every == 0:
+        if done.step == self.recipe.steps or done.step % self.recipe.eval_every == 0:
             done.validation = self.validate()
-        if last or (every is not None and done.step % every == 0):
+        if self._saves_after(done.step):
             saved = self._save(done.step)
             done.checkpoint = saved if self.context.rank == 0 else None
+
+    def _saves_after(self, step: int) -> bool:
+        every = self.recipe.run.checkpoint_every
+        return step == self.recipe.steps or (every is not None and step % every == 0)
 
     def _batch(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         seed = batch_seed(self.recipe.seed, step, self.context.rank, micro_batch)

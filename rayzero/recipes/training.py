@@ -149,7 +149,7 @@ def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Tr
     recipe, path = prepared.recipe, directory.path
     _write_config(path / CONFIG, recipe)
     unigram = unigram_baseline(recipe, prepared.text)
-    rows = [row for row in read_rows(path) if row.step <= prepared.resume_step]
+    rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
         result = _fit(prepared, directory, rows, console)
     finally:
@@ -191,7 +191,7 @@ def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], conso
         def started(record: dict[str, Any]) -> None:
             nonlocal joined
             joined = StepRows()  # a run that starts again from a checkpoint repeats steps
-            rows[:] = [row for row in rows if row.step <= directory.start.step]
+            rows[:] = [row for row in rows if row.step <= directory.rows_until]
             if check is not None:
                 check.started(record)
             if record["telemetry"] is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
 import threading
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from weakref import WeakSet
 
 __all__ = ["Page", "PageServer", "listen"]
 
@@ -29,6 +31,8 @@ REQUEST_BYTES = 8 << 10  # of one request
 _SWEEP_S = 1.0  # between two looks for connections that do not move
 _PATH_ENDS = re.compile(rb"[ ?\r]")
 _REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nonly GET\n"
+
+_listening: WeakSet[socket.socket] = WeakSet()  # of this process
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +58,19 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A listening socket (``port`` 0: any free one) and its host:port. Raises OSError if it cannot listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=128)
+    _listening.add(listening)
     bound = listening.getsockname()[1]
     return listening, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+
+def _close_in_child() -> None:
+    """A forked process (a data loader) may outlive this one if that is killed, and would keep the port from whoever
+    takes its place."""
+    for listening in list(_listening):
+        listening.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class PageServer:

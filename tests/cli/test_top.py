@@ -137,6 +137,23 @@ def test_a_run_that_is_starting_is_waited_for(run, monkeypatch, capsys) -> None:
     assert "state       failed" in capsys.readouterr().out
 
 
+def test_a_run_that_starts_again_is_watched_on(run, monkeypatch, capsys) -> None:
+    again = {"who": "the run", "pid": None, "seconds": 9.0, "time": time.time()}
+    run.step(7)
+    after_the_first_look(
+        monkeypatch,
+        run.step,
+        lambda: run.write("starting", telemetry=None),
+        lambda: run.write("running", recoveries=[again]),
+        run.step,
+        lambda: run.write("finished"),
+    )
+    top(str(run.path), once=False, interval=1.0)
+    out = capsys.readouterr().out
+    assert out.count("started again from a checkpoint within 9.0 s") >= 2, "a picture, and the end"
+    assert "state       finished" in out
+
+
 def test_processes_that_discovery_tells_of_later_are_shown_and_one_that_is_mute_is_named(
     run, monkeypatch, capsys
 ) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+from pathlib import Path
 
 import pytest
 
 from rayzero.cluster.processes import coordinator
 from rayzero.cluster.processes.coordinator import HeardReports, RunStatus
-from rayzero.cluster.run import Member, Report, RunState
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
+from rayzero.cluster.run import Member, Report, Routing, RunState
+from rayzero.telemetry.metric import Role
 
 
 @pytest.fixture
@@ -93,3 +98,28 @@ def test_the_description_is_json(status):
     status.enlist([Member(who="rank 0", pid=1, node="n", host="192.0.2.1")])
     described = json.loads(json.dumps(status.describe()))
     assert described["members"] == [{"who": "rank 0", "pid": 1, "node": "n", "host": "192.0.2.1"}]
+
+
+def test_another_coordinator_may_be_told_twice_of_the_run(monkeypatch, tmp_path):
+    """Once for a life that died before it answered, and Ray asks the next one; once more when the driver sees that."""
+    member = Member(who="coordinator", pid=1, node="n", host=LOOPBACK)
+    monkeypatch.setattr(coordinator, "this_process", lambda who: member)
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    settings = ExporterSettings(
+        run="demo", role=Role.COORDINATOR, who="coordinator", index=None, node=LOOPBACK, host=LOOPBACK, port=port,
+        slab_dir=Path(tmp_path), trace=False,
+    )  # fmt: skip
+    routing = Routing(epoch=3, addresses=("a:1", "b:2"))
+    made = coordinator.Coordinator("demo", None, 100.0)
+
+    async def twice():
+        return [await made.resume([member], routing, (), settings) for _ in range(2)], await made.describe()
+
+    try:
+        answers, described = asyncio.run(twice())
+    finally:
+        if made._exporter is not None:
+            made._exporter.close()
+    assert answers == [member, member]
+    assert described["routing"] == {"epoch": 3, "addresses": ["a:1", "b:2"]}

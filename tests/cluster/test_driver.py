@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +18,22 @@ import ray
 
 from rayzero.checkpoint.catalog import Catalog
 from rayzero.cluster import actors as actors_module
+from rayzero.cluster import driver as driver_module
 from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import RunActors
-from rayzero.cluster.driver import Journal, _Follower
-from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
+from rayzero.cluster.driver import Journal, _again, _follow, _Follower
+from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint, read_record
 from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.processes.coordinator import News
-from rayzero.cluster.run import Report, RunState
+from rayzero.cluster.run import Member, Report, RunState
+from rayzero.cluster.supervision import Failure, Watch, death_of
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ZeroConfig
+from rayzero.errors import ConfigError, DataError, RunFailedError
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.metric import Role
 
 
 class EndedRun:
@@ -70,10 +76,9 @@ def asked(**told: Any) -> Any:
     """What a follower takes of a run's request; ``told``: what it is to do."""
     directory = SimpleNamespace(checkpoints=RunCheckpoints(Path("nowhere")), start=StartPoint(checkpoint=None, step=0))
     nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None, "on_phase": lambda _: None}
-    nobody = SimpleNamespace(num_workers=0, num_optimizers=0)
-    return SimpleNamespace(
-        directory=directory, scaling=nobody, run=RunConfig(), zero=ZeroConfig(), packed_loop=None, **nothing | told
-    )
+    nobody = SimpleNamespace(num_workers=0, num_optimizers=0, rescale_on_failure=False, placement_timeout=0.0)
+    some = {"directory": directory, "scaling": nobody, "run": RunConfig(), "zero": ZeroConfig(), "packed_loop": None}
+    return SimpleNamespace(**some | nothing | told)
 
 
 @pytest.mark.parametrize("at", ["a report", "the change"])
@@ -210,9 +215,164 @@ def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch
             process.kill()
 
 
+def test_whoever_is_stopped_is_found_also_the_coordinator_and_a_spare() -> None:
+    """Nobody waits for them until reports pile up, or somebody dies."""
+    actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
+    with ExitStack() as started:
+        for who in ("coordinator", "spare 0", "rank 0"):
+            process = started.enter_context(subprocess.Popen(["sleep", "600"]))
+            started.callback(process.kill)
+            actors._processes[who] = psutil.Process(process.pid)
+        for who in ("coordinator", "spare 0"):
+            actors._processes[who].suspend()
+            while actors._processes[who].status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+        assert actors.stopped == ["coordinator", "spare 0"]
+        actors.kill("coordinator")
+        actors._processes["coordinator"].wait(20)
+        assert actors.stopped == ["spare 0"]
+
+
 def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = SimpleNamespace(gcs_address=f"127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
         assert ray_answers()
     assert not ray_answers()
+
+
+DEAD = death_of("rank 1", 7, "")
+
+
+def failing_with(failure: Failure) -> type[_Follower]:
+    """A follower of a run that ends by this failure."""
+
+    class Failing(_Follower):
+        def follow(self) -> Watch:
+            self._watch.failed(failure, 0.0)
+            return self._watch
+
+    return Failing
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_signal_while_a_run_is_taken_down_is_its_end_even_if_it_would_start_again(
+    monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    class Stopped(EndedRun):
+        def stop_ranks(self, loops: dict[Any, str], reason: str) -> list[Any]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return []
+
+    monkeypatch.setattr(driver_module, "_Follower", failing_with(DEAD))
+    request = asked(run=RunConfig(max_failures=3 if again else 0))
+    actors, journal = Stopped([]), Journal(state=RunState.RUNNING)
+    with pytest.raises(SystemExit if again else RunFailedError), interruptible():
+        _follow(request, actors, journal)  # type: ignore[arg-type]
+    assert actors.moves == [RunState.FAILED]
+
+
+@pytest.mark.parametrize(("again", "raised"), [(True, ValueError), (False, RunFailedError)])
+def test_the_user_may_end_a_run_with_its_last_reports_before_it_starts_again(
+    monkeypatch: pytest.MonkeyPatch, again: bool, raised: type[Exception]
+) -> None:
+    def enough(report: Report) -> None:
+        raise ValueError("enough")
+
+    monkeypatch.setattr(driver_module, "_Follower", failing_with(DEAD))
+    request = asked(run=RunConfig(max_failures=3 if again else 0), on_report=enough)
+    with pytest.raises(raised, match="enough" if again else "rank 1 died"):
+        _follow(request, EndedRun([Report(rank=0)]), Journal())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failure", "counted", "outlived"),
+    [
+        (DEAD, 0, 1),
+        (DEAD, 1, 1),
+        (death_of("coordinator", 9, ""), 0, 1),
+        (death_of("coordinator", 9, ""), 1, 2),  # an optimizer's death before was another failure
+        (death_of("coordinator", 9, ""), 2, None),
+    ],
+)
+def test_a_restart_costs_one_failure(failure: Failure, counted: int, outlived: int | None) -> None:
+    """``counted``: failures of this attempt before the restart. ``outlived``: in all; None: it was one too many."""
+    journal = Journal()
+    request = asked(run=RunConfig(max_failures=2))
+    follower = failing_with(failure)(EndedRun([]), journal, request)  # type: ignore[arg-type]
+    follower.follow()
+    for _ in range(counted):
+        assert follower._controller.spend() is None
+    assert follower.starts_again() == (outlived is not None)
+    assert journal.outlived == (2 if outlived is None else outlived)
+    assert (journal.lost_at is not None) == (outlived is not None)
+
+
+class Restarted:
+    """A run's directory that a restart leaves as it is."""
+
+    path, rows_until, start = Path("nowhere"), -1, "starting anew"
+
+    def restart(self) -> None: ...
+
+
+@pytest.mark.parametrize("refused", [ConfigError("a run named 'demo' is on this cluster"), DataError("cannot write")])
+def test_a_run_that_cannot_start_again_says_what_ended_it_and_why_not(
+    monkeypatch: pytest.MonkeyPatch, refused: Exception
+) -> None:
+    def refuse(run: str, patience_s: float) -> None:
+        raise refused
+
+    monkeypatch.setattr(driver_module, "refuse_name_in_use", refuse)
+    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
+    request = asked(directory=Restarted(), on_restart=lambda: None)
+    journal = Journal(state=RunState.RUNNING, outlived=1)
+    with pytest.raises(RunFailedError) as failed:
+        _again(request, journal, RunFailedError("run 'demo' failed: rank 1 died"))
+    assert str(failed.value) == f"run 'demo' failed: rank 1 died\nThe run cannot start again: {refused}"
+    assert journal.state is RunState.STARTING
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_start_that_fails_is_one_more_failure(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    second = RunFailedError("run 'demo' failed: rank 0 gave no answer")
+
+    def attempt(request: Any, journal: Journal) -> None:
+        raise second
+
+    for name, done in {"refuse_name_in_use": lambda run, patience_s: None, "_attempt": attempt}.items():
+        monkeypatch.setattr(driver_module, name, done)
+    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
+    request = asked(directory=Restarted(), on_restart=lambda: None, run=RunConfig(max_failures=1 + left))
+    journal = Journal(outlived=1)
+    first = RunFailedError("run 'demo' failed: rank 1 died")
+    if left:
+        assert _again(request, journal, first) is second
+        assert journal.outlived == 2
+        return
+    with pytest.raises(RunFailedError, match=r"rank 1 died\nThe run cannot start again: .* rank 0 gave no answer"):
+        _again(request, journal, first)
+
+
+def test_the_record_of_a_run_that_starts_again_names_no_dead_process_and_outlasts_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[Any] = []
+
+    def restart(request: Any, journal: Journal) -> None:
+        journal.members = [Member(who="rank 0", pid=7, node="n", host="h")]
+        journal.targets = (Target(address="h:1", run="demo", role=Role.RANK, node="h", index=0),)
+        journal.state, journal.restarts = RunState.STARTING, 1
+        request.on_restart()
+        records.append(read_record(tmp_path / "demo"))
+        raise ValueError("on_phase")
+
+    monkeypatch.setattr(trainer_module, "drive", restart)
+    with pytest.raises(ValueError, match="on_phase"):
+        ZeroTrainer(print, run_config=RunConfig(name="demo", storage_path=tmp_path)).fit()
+    [record] = records
+    assert (record["state"], record["members"], record["telemetry"]) == ("starting", [], None)
+    after = read_record(tmp_path / "demo")
+    assert after is not None
+    assert after["state"] == "failed"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rayzero.cluster.files import metrics_log
 from rayzero.cluster.files.metrics_log import (
     METRICS,
     MetricsLog,
@@ -157,6 +158,22 @@ def test_a_file_with_nothing_to_drop_is_not_touched(log, tmp_path):
     before = (tmp_path / METRICS).stat()
     trim_log(tmp_path, 2)
     assert (tmp_path / METRICS).stat() == before
+
+
+def test_rows_are_dropped_on_a_full_disk_too(log, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics_log, "replace_file", full)
+    log.add([report(step) for step in range(4)])
+    trim_log(tmp_path, 1)
+    assert [row["step"] for row in read_log(tmp_path)] == [0, 1]
+    trim_log(tmp_path, -1)
+    assert (tmp_path / METRICS).read_bytes() == b""
+    log.add([report(3), report(2)])
+    with pytest.raises(DataError, match=r"cannot write .*: No space left"):
+        trim_log(tmp_path, 2)
+    assert [row["step"] for row in read_log(tmp_path)] == [3, 2], "a row in between is not cut off"
 
 
 def test_a_last_line_cut_short_is_left_out_and_any_other_damage_is_named(log, tmp_path):

@@ -181,9 +181,37 @@ def test_a_run_starts_again_from_its_newest_checkpoint_or_as_it_began(tmp_path):
         killed_while_replacing(newest)
         directory.restart()
         assert (directory.start.checkpoint, directory.start.step) == (newest, 20)
-        shutil.rmtree(tmp_path)
+        assert directory.checkpoints.latest == newest, "for the record, though no report said so"
+        shutil.rmtree(tmp_path / "demo" / "checkpoints")
+        directory.restart()
+        assert (directory.start.checkpoint, directory.start.step) == (elsewhere, 5)
+        shutil.rmtree(tmp_path / "other")
+        with pytest.raises(CheckpointError, match="step-000005"):
+            directory.restart()
+
+
+def test_a_run_that_began_anew_starts_again_anew_where_no_checkpoint_is_left(tmp_path):
+    with RunDirectory.open(config(tmp_path)) as directory:
+        saved(tmp_path, 10)
+        directory.restart()
+        assert directory.start.step == 10
+        shutil.rmtree(tmp_path / "demo" / "checkpoints")
         directory.restart()
         assert (directory.start.checkpoint, directory.start.step) == (None, 0)
+
+
+def test_rows_stay_up_to_the_runs_own_checkpoint_and_no_others(tmp_path):
+    (elsewhere,) = saved(tmp_path / "other", 5)
+    with RunDirectory.open(config(tmp_path)) as directory:
+        assert directory.rows_until == -1, "the loop makes its reports of step 0 again"
+        saved(tmp_path, 10)
+        directory.restart()
+        assert directory.rows_until == 10
+    with RunDirectory.open(config(tmp_path, resume=True)) as directory:
+        assert directory.rows_until == 10
+    shutil.rmtree(tmp_path / "demo")
+    with RunDirectory.open(config(tmp_path, resume=str(elsewhere))) as directory:
+        assert directory.rows_until == -1, "those of the steps before are in the other run's file"
 
 
 def test_a_run_resumes_from_the_newest_that_is_not_damaged(tmp_path, caplog):

@@ -105,6 +105,15 @@ def test_why_a_death_is_not_outlived() -> None:
     assert (bound.exhausted, bound.outlived) == (False, 1), "the run may start again, which is a failure it outlives"
 
 
+def test_a_rank_whose_loop_has_ended_is_missed_only_for_what_it_owned() -> None:
+    alone, also_owner = controller(), controller(bound=frozenset([rank(1)]))
+    for each in (alone, also_owner):
+        each.ended(1, 0)
+        assert each.died(rank(1), 0) == []
+    assert (alone.over, alone.outlived) == (None, 0)
+    assert also_owner.over is not None, "others may still fetch what it had"
+
+
 def test_failures_before_a_restart_count() -> None:
     again = controller(2, outlived=1)
     assert again.died(rank(0), 0) != []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.errors import HandshakeError, RayZeroError, RunFailedError
+from rayzero.errors import RayZeroError, RunFailedError, StateLostError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport
 from rayzero.testing.faults import Fault, FaultError
@@ -216,7 +216,7 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
         killed("optimizer 1", "owner.attach", 2),
     )
     disturbed = Disturbed(tmp_path, *faults)
-    with pytest.raises(HandshakeError, match=r"optimizer 1 .*has died before it had published every first value"):
+    with pytest.raises(StateLostError, match=r"optimizer 1 .*has died before it had published every first value"):
         disturbed.results()
     disturbed.check_nothing_left()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -186,6 +187,8 @@ def test_the_token_is_not_in_what_ray_train_may_log() -> None:
     assert "secret" not in repr(started(("a:1",), token="secret-of-the-run"))
 
 
-def test_a_negative_number_of_failures_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_failures is -1; pass a number >= 0"), optimizer_actors(max_failures=-1):
+@pytest.mark.parametrize("number", [-1, 2.5, True, "3", None])
+def test_a_number_of_failures_that_is_none_is_refused(number: Any) -> None:
+    said = re.escape(f"max_failures is {number!r}; pass a whole number >= 0")
+    with pytest.raises(ConfigError, match=said), optimizer_actors(max_failures=number):
         pass

@@ -19,6 +19,7 @@ from rayzero.engine import get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.recipes.lm import (
+    LanguageModelRun,
     LateRow,
     StepReport,
     Unreported,
@@ -75,6 +76,21 @@ def test_only_the_step_of_a_save_is_told_after_it(recipe, tmp_path, monkeypatch)
     monkeypatch.setattr("rayzero.recipes.lm.save_checkpoint", noted)
     train(recipe.replace(run={"checkpoint_every": 2}), tmp_path / "run")
     assert sorted(told) == [(step, step - 1) for step in (2, 2, 4, 4, 6, 6)]
+
+
+def test_the_step_of_a_save_is_told_before_the_next_one(recipe, tmp_path, monkeypatch):
+    """A run that starts again from that checkpoint does not make its row."""
+    told = []
+    train_step = LanguageModelRun._train_step
+
+    def noted(run, step):
+        told.append((step, len(get_context().reports)))
+        train_step(run, step)
+
+    monkeypatch.setattr(LanguageModelRun, "_train_step", noted)
+    reports = train(recipe.replace(run={"checkpoint_every": 3}), tmp_path / "run")
+    assert sorted(set(told)) == [(0, 0), (1, 0), (2, 1), (3, 3), (4, 3), (5, 4)]
+    assert [[one["step"] for one in rank] for rank in reports] == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def test_a_reported_step_took_as_long_as_prometheus_is_told(recipe, tmp_path):

@@ -317,6 +317,28 @@ def test_closing_from_many_threads_at_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_port_of_a_killed_process_is_free_though_a_process_that_it_forked_lives() -> None:
+    listening, address = listen("127.0.0.1", 0)
+    (ended, go_on), (begun, begin) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(go_on)
+            os.write(begin, b"!")
+            os.read(ended, 1)
+        finally:
+            os._exit(0)
+    try:
+        os.read(begun, 1)
+        listening.close()  # as the kernel does: without a word to whoever also holds it
+        listen("127.0.0.1", int(address.rpartition(":")[2]))[0].close()
+    finally:
+        for end in (ended, go_on, begun, begin):
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_closing_ends_all_though_a_process_was_forked_off() -> None:
     listening, address = listen("127.0.0.1", 0)
     serving = PageServer(listening, {"/": HELLO})

@@ -102,7 +102,11 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
 
     kept: tuple[Scrape, ...] = ()
     steps, mute = _steps_to_do(path), 0
-    while (record := run_status(path))["state"] == RunState.RUNNING:
+    while (record := run_status(path))["state"] in (RunState.RUNNING, RunState.STARTING):
+        if record["state"] == RunState.STARTING:  # again, from a checkpoint: other processes, which count from 0
+            kept, mute = (), 0
+            sleep(interval)
+            continue
         kept = keep((*kept, scrape(_targets(record), timeout_s=_ANSWER_S)), _WINDOW_S)
         mute = 0 if any(one.series for one in kept[-1].processes) else mute + 1
         before = kept[0] if len(kept) > 1 else None

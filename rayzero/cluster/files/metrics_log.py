@@ -135,16 +135,20 @@ def _is_json(value: Any) -> bool:
 def trim_log(run_dir: Path, resume_step: int) -> None:
     """Drop the rows after ``resume_step`` of an earlier part of the run, and a last line that a crash cut short.
 
-    Replaces the file as a whole, and only if there is something to drop. Raises DataError if the file holds something
-    else or cannot be replaced."""
+    Cuts off the end, which needs no room on a full disk; where that is not enough, replaces the file as a whole. Raises
+    DataError if the file holds something else or cannot be replaced."""
     path = run_dir / METRICS
     if not path.exists():
         return
     kept = "".join(_line(row) for row in read_log(run_dir) if _step_of(row) <= resume_step)
     try:
-        if kept == path.read_text(encoding="utf-8"):
+        written = path.read_text(encoding="utf-8")
+        if kept == written:
             return
-        replace_file(path, kept)
+        if written.startswith(kept):
+            os.truncate(path, len(kept.encode()))
+        else:
+            replace_file(path, kept)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
 

@@ -122,6 +122,7 @@ class RunDirectory:
 
     path: Path
     start: StartPoint  # changed by: restart()
+    began: Path | None  # the checkpoint of the first ``start``
     checkpoints: RunCheckpoints
     fresh: bool  # open() created the directory
     lock: RunLock  # freed by: close()
@@ -157,7 +158,9 @@ class RunDirectory:
             raise
         if hold is not None and start.continuation is None:
             hold.close()
-        return cls(path=path, start=start, checkpoints=checkpoints, fresh=fresh, lock=lock, hold=hold)
+        return cls(
+            path=path, start=start, began=start.checkpoint, checkpoints=checkpoints, fresh=fresh, lock=lock, hold=hold
+        )
 
     @property
     def resume(self) -> Path | None:
@@ -182,13 +185,26 @@ class RunDirectory:
 
     def restart(self) -> None:
         """Set ``start`` to the newest checkpoint, or to the run's beginning if there is none; repairs what an
-        interrupted save left. Call it when no process of the run is left."""
+        interrupted save left. Call it when no process of the run is left. Raises CheckpointError if the run began with
+        a checkpoint that is gone, and there is no newer one."""
         self.checkpoints.sweep()
-        began, self.start = self.start.checkpoint, StartPoint(checkpoint=None, step=0)
-        for place in (began, self.checkpoints.catalog().newest()):
-            if place is not None:
-                with suppress(CheckpointError), CheckpointReader(place) as checkpoint:  # it may be gone
-                    self.start = StartPoint(checkpoint=place, step=checkpoint.step)
+        place = self.checkpoints.catalog().newest() or self.began
+        if place is None:
+            self.start = StartPoint(checkpoint=None, step=0)
+            return
+        with CheckpointReader(place) as checkpoint:
+            self.start = StartPoint(checkpoint=place, step=checkpoint.step)
+        if place in self.checkpoints:
+            self.checkpoints.note(place)
+
+    @property
+    def rows_until(self) -> int:
+        """The last step whose rows of metrics.jsonl stay; -1: none, because the run makes all of its rows again."""
+        start = self.start
+        goes_on = start.continuation is not None or (
+            start.checkpoint is not None and start.checkpoint in self.checkpoints
+        )
+        return start.step if goes_on else -1
 
     def withdraw(self) -> None:
         """Remove the directory if :meth:`open` created it and it holds nothing else."""

@@ -266,12 +266,13 @@ class Coordinator:
         self, members: Sequence[Member], routing: Routing, targets: Sequence[Target], exporter: ExporterSettings | None
     ) -> Member:
         """Take the place of a coordinator that has died: who takes part, and where this process's exporter listens.
-        Raises ConfigError where it has no port, DataError if metrics.jsonl cannot be read."""
+        Raises ConfigError where it has no port, DataError if metrics.jsonl cannot be read. May be called again: the
+        driver may have meant a life that died over it."""
         if self._log is not None:
             self._log.go_on()
         self._status.resume(routing)
         await self.enlist(members, routing.addresses, targets)
-        if exporter is not None:
+        if exporter is not None and self._exporter is None:
             await self.open_exporter(exporter)
         self._ready.set()
         return await self.hello()

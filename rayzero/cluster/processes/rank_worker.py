@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,6 +68,8 @@ class RankWorker:
         self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
         self._context: RankContext | None = None
         self._table: OwnerTable | None = None  # while the loop runs
+        self._successors: list[tuple[int, str]] = []  # of owners, since the loop's addresses were sent
+        self._moving = threading.Lock()  # guards both
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
@@ -97,8 +100,10 @@ class RankWorker:
         """An owner has died; its successor is at ``address``."""
         if self._owner is not None:
             self._owner.succeed(owner, address)
-        if self._table is not None:
-            self._table.succeed(owner, address)
+        with self._moving:
+            self._successors.append((owner, address))
+            if self._table is not None:
+                self._table.succeed(owner, address)
 
     def lose(self, rank: int, life: int) -> None:
         """See ``ServedOwner.lose``."""
@@ -117,11 +122,11 @@ class RankWorker:
             bind(rank_name(self._rank), self._rank, self._threads, near)
         load_compiler_only_to_compile()
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
-        self._table = OwnerTable(settings.addresses)
+        table = self._open_table(settings.addresses)
         recent = RecentReports()
         sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
         channel = self._channel = ReportChannel(sender.send)
-        context = self._context = _context(settings, self._table, channel, recent, self._recorder)
+        context = self._context = _context(settings, table, channel, recent, self._recorder)
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
         try:
@@ -131,6 +136,15 @@ class RankWorker:
             failure = failure_of(rank_name(self._rank), error)
         channel.close(_FLUSH_S)
         return RankOutcome(rank=self._rank, failure=failure, measured=Measurements.of(self._recorder))
+
+    def _open_table(self, addresses: Sequence[str]) -> OwnerTable:
+        """The owners as they are by now: the loop may be long on its way here."""
+        table = OwnerTable(addresses)
+        with self._moving:
+            for owner, address in self._successors:
+                table.succeed(owner, address)
+            self._table = table
+        return table
 
     def stop(self, reason: str) -> None:
         """Make the loop end: refuse its reports, and fail everything it waits for with ``reason``."""

@@ -1,0 +1,35 @@
+"""What a rank worker knows of its owners when its loop begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import rayzero
+from rayzero.cluster.loop import pack_loop
+from rayzero.cluster.processes import rank_worker
+from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
+from rayzero.config import ZeroConfig
+
+
+def connect() -> None:
+    rayzero.get_context().connect(0)
+
+
+def test_a_loop_that_is_late_finds_the_owners_that_have_moved_meanwhile(monkeypatch, tmp_path: Path) -> None:
+    """Its config may take long to come, and an owner may die in the meantime."""
+    seen: list[list[str]] = []
+
+    def connected(rank: int, table: Any, **settings: Any) -> None:
+        seen.append(list(table._addresses))
+
+    monkeypatch.setattr(rank_worker, "connect_store", connected)
+    worker = RankWorker(0, 1, None)
+    worker.succeed(1, "c:3")
+    settings = RankSettings(
+        rank=0, world_size=1, run="demo", run_dir=tmp_path, resume=None, on_checkpoint_error="warn", use_gpu=False,
+        bind_numa=False, config=ZeroConfig(), addresses=("a:1", "b:2"), lineage="line", token="secret",
+    )  # fmt: skip
+    outcome = worker.run(settings, pack_loop(connect, None), coordinator=None)
+    assert outcome.failure is None
+    assert seen == [["a:1", "c:3"]]
