@@ -44,10 +44,10 @@ def train(config: Any) -> None:
         loss = model(batch(step, context.rank)).square().mean()
         loss.backward()
         optimizer.clip_grad_norm_(MAX_NORM)
+        report({"done": step + 1, "loss": loss.item(), "pid": os.getpid()})  # after step(), a death may lose a row
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        report({"done": step + 1, "loss": loss.item(), "pid": os.getpid()})
     weights = full_state_dict(model)
     if context.rank == 0:
         assert context.run_dir is not None
