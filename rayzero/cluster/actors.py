@@ -137,9 +137,8 @@ class RunActors:
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
-        self._find_processes({**lead, **self.members})
         self._janitor = Janitor(share, discovery_dir, keep=keep)
-        self._janitor.watch(self._processes.values())
+        self._find_processes({**lead, **self.members})
         if telemetry.enabled:
             self._exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
             self.targets = self._open_exporters()
@@ -233,11 +232,14 @@ class RunActors:
         return self.ranks[who]
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
+        """Note the processes that are on this node, for the janitor too."""
         here = ray.get_runtime_context().get_node_id()
         for who, member in everyone.items():
             if member.node == here:
                 with suppress(psutil.NoSuchProcess):  # it died after it answered; the next call to it reports that
                     self._processes[who] = psutil.Process(member.pid)
+        if self._janitor is not None:
+            self._janitor.watch(self._processes.values())
 
     def _open_ports(self) -> Routing:
         nodes = {member.node for member in self.members.values()}
@@ -299,8 +301,6 @@ class RunActors:
         member = self.spares.take(call)
         if member is not None:
             self._find_processes({member.who: member})
-            if self._janitor is not None:
-                self._janitor.watch(self._processes.values())
 
     def start_rank(self, rank: int) -> Any:
         """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
@@ -313,8 +313,6 @@ class RunActors:
         before = self.members[who]
         self.members[who] = member
         self._find_processes({who: member})
-        if self._janitor is not None:
-            self._janitor.watch(self._processes.values())
         if target is not None:
             same = target.role, target.index
             self.targets = tuple(target if (t.role, t.index) == same else t for t in self.targets)
@@ -332,8 +330,6 @@ class RunActors:
         told = self.coordinator.resume.remote(members, routing, self.targets, exporter)
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         self._find_processes({_COORDINATOR: member})
-        if self._janitor is not None:
-            self._janitor.watch(self._processes.values())
         return member.pid
 
     def tell(self, who: str, method: str, *arguments: Any) -> Any:

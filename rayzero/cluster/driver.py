@@ -32,6 +32,7 @@ from rayzero.elastic.controller import (
     Kind,
     MemberId,
     Run,
+    still_outlived,
     wait_before_restart,
 )
 from rayzero.errors import RayZeroError, RunFailedError
@@ -130,9 +131,9 @@ def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) 
     directory, wait_s = request.directory, wait_before_restart(journal.restarts)
     directory.restart()
     trim_log(directory.path, directory.rows_until)
-    left = count(request.run.max_failures - journal.outlived, "more failure")
+    left = still_outlived(request.run.max_failures, journal.outlived)
     why = str(lost).partition("\n")[0]
-    request.on_phase(f"{why} {directory.start}, in {wait_s:g} s ({left} would be outlived)")
+    request.on_phase(f"{why} {directory.start}, in {wait_s:g} s {left}")
     request.on_restart()
     time.sleep(wait_s)  # whatever ended the run may not be over: a host that restarts, a cluster that shrinks
     refuse_name_in_use(request.run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
@@ -471,8 +472,8 @@ class _Follower:
         seconds = time.monotonic() - began
         self._actors.coordinator.recovered.remote("coordinator", {"re-form": seconds})
         self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
-        left = count(self._controller.max_failures - self._controller.outlived, "more failure")
-        self._on_phase(f"coordinator died, and is back as pid {pid} ({left} would be outlived)")
+        left = still_outlived(self._controller.max_failures, self._controller.outlived)
+        self._on_phase(f"coordinator died, and is back as pid {pid} {left}")
 
     def _read_rest(self) -> None:
         """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;

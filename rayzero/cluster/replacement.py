@@ -17,8 +17,18 @@ from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, Routing, optimizer_name
 from rayzero.cluster.supervision import Failure, OneCause
 from rayzero.concurrency.processes import Sleepers
-from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
-from rayzero.quantities import count
+from rayzero.elastic.controller import (
+    Action,
+    Connect,
+    Controller,
+    Kind,
+    Lose,
+    MemberId,
+    Run,
+    Start,
+    Succeed,
+    still_outlived,
+)
 
 __all__ = ["Replacement"]
 
@@ -159,8 +169,8 @@ class Replacement:
             restarts = not self._controller.exhausted
             self._failed(replace(failure, what=what, restarts=restarts))
         elif actions:
-            left = count(self._controller.max_failures - self._controller.outlived, "more failure")
-            self._say(f"{failure.who} {failure.what} Another process takes its place ({left} would be outlived)")
+            left = still_outlived(self._controller.max_failures, self._controller.outlived)
+            self._say(f"{failure.who} {failure.what} Another process takes its place {left}")
             self._ends.forget(failure.who)
             self._let_go(failure.who)
             self._perform(actions, Recovering(who=failure.who, death=death, acted=time.monotonic()))

@@ -106,6 +106,11 @@ def wait_before_restart(restarts: int) -> float:
     return float(min(60, 2 ** (restarts - 1)))
 
 
+def still_outlived(max_failures: int, outlived: int) -> str:
+    """``"(2 more failures would be outlived)"``: the end of each line that tells of a failure."""
+    return f"({count(max_failures - outlived, 'more failure')} would be outlived)"
+
+
 class Controller:
     """Knows each member's life, the owners' addresses and how many failures may still be outlived; not processes.
 

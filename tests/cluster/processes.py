@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from rayzero.cluster.files.run_dir import read_record
 from rayzero.slabs.slab import list_slabs
 
 SCRIPT = Path(__file__).with_name("script_run.py")
@@ -79,3 +82,16 @@ def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]
     while (left := shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+class Kills:
+    """Sends a signal to a member as rank 0 reports that it has done so many steps."""
+
+    def __init__(self, run_dir: Path, kills: dict[int, str], how: int = signal.SIGKILL) -> None:
+        self.run_dir, self.kills, self.how = run_dir, kills, how
+
+    def __call__(self, one: Any) -> None:
+        if one.rank == 0 and one.metrics["done"] in self.kills:
+            who = self.kills.pop(one.metrics["done"])
+            members = read_record(self.run_dir)["members"]
+            os.kill(next(m["pid"] for m in members if m["who"] == who), self.how)

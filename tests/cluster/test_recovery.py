@@ -22,6 +22,7 @@ from rayzero.engine import full_state_dict, get_context, report
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.store.shm.same_host import why_no_sharing
 
+from .processes import Kills
 from .tiny import MAX_NORM, batch, make
 
 pytestmark = [
@@ -62,19 +63,6 @@ def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
         train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
     ).fit()
     return folder / "demo"
-
-
-class Kills:
-    """Sends a signal to a member as rank 0 reports that it has done so many steps."""
-
-    def __init__(self, run_dir: Path, kills: dict[int, str], how: int = signal.SIGKILL) -> None:
-        self.run_dir, self.kills, self.how = run_dir, kills, how
-
-    def __call__(self, one: Any) -> None:
-        if one.rank == 0 and one.metrics["done"] in self.kills:
-            who = self.kills.pop(one.metrics["done"])
-            members = read_record(self.run_dir)["members"]
-            os.kill(next(m["pid"] for m in members if m["who"] == who), self.how)
 
 
 def train_beside_a_spare(config: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from rayzero.cluster.files.run_dir import read_record
 from rayzero.config import ZeroConfig
 from rayzero.store.shm.same_host import why_no_sharing
 
+from .processes import Kills
 from .tiny import batch, make, unsharded
 
 pytestmark = [
@@ -45,19 +44,6 @@ def train(config: dict[str, Any]) -> None:
     weights = rayzero.full_state_dict(model)
     if context.rank == 0:
         save_file(weights, Path(context.run_dir or "") / "weights.safetensors")
-
-
-class Kills:
-    """Kills a member once, as rank 0 reports that it has done so many steps."""
-
-    def __init__(self, run_dir: Path, kills: dict[int, str]) -> None:
-        self.run_dir, self.kills = run_dir, kills
-
-    def __call__(self, one: Any) -> None:
-        if one.rank == 0 and one.metrics["done"] in self.kills:
-            who = self.kills.pop(one.metrics["done"])
-            members = read_record(self.run_dir)["members"]
-            os.kill(next(m["pid"] for m in members if m["who"] == who), signal.SIGKILL)
 
 
 def is_right(run_dir: Path) -> bool:
