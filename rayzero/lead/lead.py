@@ -560,8 +560,8 @@ class StepLead:
 
     # ---- failures and the end
 
-    def owner_died(self, error: StoreError) -> None:
-        """An owner's process has died: nothing that it was to do will be done."""
+    def owner_failed(self, error: StoreError) -> None:
+        """An owner has failed, or its process has died: nothing that it was to do will be done."""
         self._peer_failed(error)
 
     def _peer_failed(self, error: BaseException) -> None:

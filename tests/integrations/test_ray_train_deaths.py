@@ -152,7 +152,8 @@ def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def slabs() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("rayzero-*")}
+    """Those of Ray Train's runs; other tests run beside these."""
+    return {path.name for path in Path("/dev/shm").glob("rayzero-ray-train-*")}
 
 
 def test_killed_optimizers_and_workers_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rayzero.lead.lead import StepLead
 from rayzero.lead.means import Means
 from rayzero.protocol.messages import COMPUTE, MEAN_BYTES, MeanInput
 from rayzero.protocol.store import ParameterStore
-from store.stores import StoreFactory
+from store.stores import STORES, StoreFactory
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
 
 Mean = tuple[float, ...]
@@ -332,3 +332,25 @@ def test_the_lead_keeps_no_call_that_all_ranks_have_left_behind() -> None:
         for rank in range(2):
             lead.mean(rank, call, number(1.0))
     assert len(lead._means._calls) == 1 + 64  # which a rank that comes back may ask for again
+
+
+@pytest.mark.parametrize("name", [name for name in STORES if name != "inprocess"])
+def test_a_mean_ends_with_the_error_that_nobody_foresaw_in_the_lead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    spec = make_spec(2)
+    with STORES[name](2, 2) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 0)] * 2)
+        for rank in ranks:
+            rank.push(random_grads(spec, 1))
+        for norm in [rank.ask_norm() for rank in ranks]:
+            norm.result(WAIT)
+        waiting = [ranks[0].store.mean(number(1.0))]
+        monkeypatch.setattr("rayzero.lead.lead.decide", decide)
+        commits = [rank.commit() for rank in ranks]
+        waiting.append(ranks[1].store.mean(number(1.0)))  # in the same breath as the commit
+        for each in (*waiting, *commits):
+            with pytest.raises(StoreError, match=r"an owner failed: RuntimeError\('broken'\)"):
+                each.result(WAIT)

@@ -118,7 +118,7 @@ class ServedModel:
             self.leads = owner_map(spec, self.service.num_owners).owns(self.service.owner, 0)
             if self.leads and self.lead is not None and not self._terms.replaces_owners:
                 for peer in self._peers:
-                    peer.watch(self.lead.owner_died)
+                    peer.watch(self.lead.owner_failed)
 
     def require_lead(self) -> StepLead:
         """The lead. Raises StoreError if this owner does not lead."""
@@ -177,6 +177,8 @@ class ServedModel:
     def _abort(self, failed: Future[StoreError]) -> None:
         self._loop.call_soon_threadsafe(self.ranks.close)  # a rank that goes now is not the cause
         self.published.abort(failed.result())
+        if self.leads and self.lead is not None:  # means and saves wait for the lead alone
+            self.lead.owner_failed(failed.result())
 
     def end(self) -> None:
         """Fail every wait, before the server stops listening."""
@@ -198,4 +200,4 @@ def _tell(lead: StepLead, owner: int, caught_up: Future[None]) -> None:
     if error is None:
         lead.caught_up(owner)
     else:
-        lead.owner_died(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
+        lead.owner_failed(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))

@@ -3,17 +3,21 @@ out, over any transport."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 from rayzero.concurrency.futures import then
+from rayzero.errors import RayZeroError, StoreError
 from rayzero.lead.lead import StepLead
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods
+
+log = logging.getLogger(__name__)
 
 
 class Answering(Protocol):
@@ -50,8 +54,17 @@ class StepCalls:
         }
 
     def begin(self, method: str, request: Any) -> Future[Any]:
-        """Start a call; the future has its response. Raises StoreError if this owner cannot answer at all."""
-        return self._begin[method](request)
+        """Start a call; the future has its response. Raises StoreError if this owner cannot answer at all. An error
+        that nobody foresaw ends the run: the lead or the owner may be half in another state, and must not go on."""
+        try:
+            return self._begin[method](request)
+        except RayZeroError:
+            raise
+        except Exception as exc:
+            log.exception("%s failed, which ends the run", method)
+            error = StoreError(f"an owner failed: {exc!r}")
+            self._answering.service.abort(error)
+            raise error from exc
 
     def begin_bytes(self, method: str, request: bytes) -> Future[bytes]:
         """The same, for transports that carry bytes."""
