@@ -339,10 +339,10 @@ def test_a_mean_ends_with_the_error_that_nobody_foresaw_in_the_lead(name: str, m
     def decide(*args: object) -> None:
         raise RuntimeError("broken")
 
-    spec = make_spec(2)
-    with STORES[name](2, 2) as stores:
+    spec = make_spec(3)  # rank 2 asks for no mean, so none can be made
+    with STORES[name](3, 2) as stores:
         ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, 0)] * 2)
+        take_step(ranks, [random_grads(spec, 0)] * 3)
         for rank in ranks:
             rank.push(random_grads(spec, 1))
         for norm in [rank.ask_norm() for rank in ranks]:

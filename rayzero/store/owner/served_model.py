@@ -13,7 +13,7 @@ import torch
 
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import ConfigError, StoreError
+from rayzero.errors import ConfigError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
@@ -182,7 +182,7 @@ class ServedModel:
 
     def end(self) -> None:
         """Fail every wait, before the server stops listening."""
-        self.service.abort(StoreError(f"optimizer {self.service.owner} was stopped"))
+        self.service.abort(StoreClosedError(f"optimizer {self.service.owner} was stopped"))
         if self.leads and self.lead is not None:  # only the owner that leads ends the run for all
             self.lead.close()
 
