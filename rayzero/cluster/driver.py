@@ -133,7 +133,7 @@ def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) 
     trim_log(directory.path, directory.rows_until)
     left = still_outlived(request.run.max_failures, journal.outlived)
     why = str(lost).partition("\n")[0]
-    request.on_phase(f"{why} {directory.start}, in {wait_s:g} s {left}")
+    request.on_phase(f"{why}; {directory.start}, in {wait_s:g} s {left}")
     request.on_restart()
     time.sleep(wait_s)  # whatever ended the run may not be over: a host that restarts, a cluster that shrinks
     refuse_name_in_use(request.run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
