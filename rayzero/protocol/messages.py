@@ -324,6 +324,7 @@ class SharedPaths:
 
     control: str
     tensors: tuple[str, ...]  # params of an owner, grads of a rank, in order
+    places: tuple[tuple[int, int, int], ...] = ()  # of an owner's params: (shard, which of the files, byte offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

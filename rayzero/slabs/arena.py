@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class Place:
     offset: int  # bytes from the slab's start
     numel: int
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensor."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +115,26 @@ class Arena:
         return cls(plan, create_slabs(headers, directory, on_progress=on_progress))
 
     @classmethod
-    def adopt(cls, plan: ArenaPlan, paths: Sequence[Path]) -> Arena:
-        """Take over the slabs of a dead process, in the plan's order; see ``Slab.adopt``. Raises HandshakeError unless
-        they are those of the plan."""
+    def adopt(cls, places: Mapping[Any, Place], paths: Sequence[Path]) -> Arena:
+        """Take over the slabs of a dead process; see ``Slab.adopt``. Raises HandshakeError unless every place is in its
+        slab."""
         slabs: list[Slab] = []
         try:
-            slabs += [Slab.adopt(path) for path in paths]
-            sizes = tuple(sum(region.bytes for region in slab.header.regions_of(REGION)) for slab in slabs)
-            if sizes != plan.slabs:
-                raise HandshakeError(f"slabs {[str(path) for path in paths]} have {sizes} bytes, expected {plan.slabs}")
+            for path in paths:
+                slabs.append(Slab.adopt(path))
+            return cls.over(places, slabs)
         except BaseException:
             for slab in slabs:
                 slab.close(unlink=False)
             raise
-        return cls(plan, slabs)
+
+    @classmethod
+    def over(cls, places: Mapping[Any, Place], slabs: Sequence[Slab]) -> Arena:
+        """Tensors at these places of slabs. Raises HandshakeError unless every place is in its slab."""
+        for key, place in places.items():
+            _check_within(key, place, slabs)
+        sizes = tuple(sum(region.bytes for region in slab.header.regions_of(REGION)) for slab in slabs)
+        return cls(ArenaPlan(places=dict(places), slabs=sizes), slabs)
 
     def tensor(self, key: Hashable) -> Tensor:
         """1D, the piece's numel and dtype, in shared memory."""
@@ -133,3 +145,14 @@ class Arena:
         """Close all slabs; see ``Slab.close``."""
         for slab in self.slabs:
             slab.close(unlink=unlink)
+
+
+def _check_within(key: Hashable, place: Place, slabs: Sequence[Slab]) -> None:
+    end = place.offset + place.bytes
+    slab = slabs[place.slab] if 0 <= place.slab < len(slabs) else None
+    regions = slab.header.regions_of(REGION) if slab is not None else ()
+    if not any(region.offset <= place.offset and end <= region.offset + region.bytes for region in regions):
+        raise HandshakeError(
+            f"tensor {key!r} is said to be at bytes {place.offset} to {end} of "
+            f"{'a slab that is not there' if slab is None else slab.path}, which has no such tensors"
+        )

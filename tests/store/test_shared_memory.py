@@ -5,21 +5,22 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.errors import HandshakeError
+from rayzero.errors import HandshakeError, StoreClosedError
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.page_lock import beyond_limit
-from rayzero.protocol.messages import Published, Pushed
-from rayzero.slabs.arena import Arena
+from rayzero.protocol.messages import Published, Pushed, SharedPaths
+from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.slabs import OwnerSlabs
-from rayzero.store.rank.memory.shared_memory import doubt_of_locks
+from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.shard_lines import ShardLines
@@ -203,3 +204,34 @@ def test_what_a_rank_locks_is_its_gradients_and_the_parameters_of_its_hosts_owne
         assert doubt_of_locks(plan, owners) is None
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed - 1: (limit, limit))
         assert doubt_of_locks(plan, owners) is not None
+
+
+# ---- where tensors lie
+
+
+@needs_signals
+def test_a_rank_maps_each_shard_where_its_owner_says_it_lies(slabs: ExitStack, slab_dir: Path) -> None:
+    plan = plan_of(1, shard_numel=1024)
+    facts = plan.facts("params", 0, "test", 1)
+    pieces = [Group(pieces=(Piece(key=s.index, numel=s.numel, dtype=torch.float32),)) for s in plan.shards_of(0)]
+    arena = Arena.create(plan_arena(pieces[::-1]), facts, slab_dir)  # not where an owner would put them
+    slabs.callback(arena.close)
+    control = Slab.create(lay_out_slab(plan.facts("control", 0, "test", 1), plan.owner_control(0, 1)), slab_dir)
+    slabs.callback(control.close)
+    ShardLines(control, plan.shards_of(0)).describe(plan.first_tiles(0))
+    rank = SharedRank(0, plan, slab_dir)
+    slabs.callback(lambda: rank.close(StoreClosedError("the test has ended")))
+    at = arena.plan.places
+    places = tuple((shard.index, at[shard.index].slab, at[shard.index].offset) for shard in plan.shards_of(0))
+    files = tuple(str(slab.path) for slab in arena.slabs)
+    for wrong, said in (
+        (places[1:], "optimizer 0 says where"),
+        ((*places[1:], (*places[0][:2], 1 << 40)), "has no such tensors"),
+        ((*places[1:], (places[0][0], 7, 0)), "a slab that is not there"),
+    ):
+        with pytest.raises(HandshakeError, match=said):
+            rank.meet(0, SharedPaths(str(control.path), files, wrong))
+    fill(plan, {0: arena})
+    rank.meet(0, SharedPaths(str(control.path), files, places))
+    for shard in plan.spec.layout.shards:
+        assert torch.equal(rank.shard(0, shard.index), arena.tensor(shard.index))

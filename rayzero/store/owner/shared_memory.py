@@ -25,6 +25,7 @@ from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
+from rayzero.store.shm.places import Places
 from rayzero.store.shm.plan import SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines
@@ -101,7 +102,8 @@ class SharedOwner:
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
             self._lines.describe(self._plan.first_tiles(self.owner))
         control = self._own_control()
-        self._memory = OwnerSlabs(self._plan, control.header.facts, self.directory, self._lines, former)
+        places = Places(control, self._plan.shards_of(self.owner))
+        self._memory = OwnerSlabs(self._plan, control.header.facts, self.directory, self._lines, places, former)
         self._bell = bell_of(control)
         return self._memory
 
@@ -138,7 +140,9 @@ class SharedOwner:
     def offer(self) -> SharedPaths:
         """The files that a rank of this host has to map, after the service has attached."""
         assert self._memory is not None
-        return SharedPaths(str(self._own_control().path), tuple(map(str, self._memory.paths)))
+        arena = self._memory.arena
+        places = tuple((key, at.slab, at.offset) for key, at in arena.plan.places.items() if isinstance(key, int))
+        return SharedPaths(str(self._own_control().path), tuple(str(slab.path) for slab in arena.slabs), places)
 
     def serve(self, service: ShardService, steps: StepCalls) -> None:
         """Publish the versions of ``service``; ``steps`` answers questions from mailboxes."""

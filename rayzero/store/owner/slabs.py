@@ -4,7 +4,7 @@ have left there."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import FoundSlab, Slab, list_slabs
 from rayzero.store.shm.loop_slab import LoopSlab
+from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
 from rayzero.store.shm.words import Stamps
@@ -47,40 +48,47 @@ class FormerSlabs:
 
     Knows files by what they are for; not what is in them."""
 
-    def __init__(self, found: Mapping[tuple[str, int], Path]) -> None:
-        """``found``: (role, number) -> file."""
-        self._found = found
+    def __init__(self, control: Path, tensors: Mapping[tuple[str, SlabId], Path]) -> None:
+        """``tensors``: (role, slab) -> file."""
+        self._control, self._tensors = control, tensors
 
     @classmethod
     def find(cls, spec: ModelSpec, owner: int, directory: Path) -> FormerSlabs | None:
         """Those of an owner of this run and lineage; None if there are none. Raises HandshakeError if they are of two
         lives."""
         ours = [(slab.path, f) for slab, f in of_lineage(spec, directory) if f.index == owner and f.role in _ROLES]
-        controls = [f for path, f in ours if f.role == "control" and f.kernel != RANK]
+        controls = [(path, f) for path, f in ours if f.role == "control" and f.kernel != RANK]
         if len(controls) > 1:
             raise HandshakeError(f"optimizer {owner} of run {spec.run!r} has left slabs of {len(controls)} lives")
         if not controls:
             return None
-        life = controls[0].incarnation
-        return cls({(f.role, f.number): path for path, f in ours if f.incarnation == life})
+        (path, life) = controls[0]
+        alike = [(f, path) for path, f in ours if f.incarnation == life.incarnation and f.role != "control"]
+        return cls(path, {(f.role, SlabId.of(f)): path for f, path in alike})
 
-    def adopt(self, plan: ArenaPlan, role: str, first: int = 0) -> Arena:
-        """Take over the slabs of an arena, from number ``first`` on. Raises StateLostError if one is missing."""
-        return Arena.adopt(plan, [self._path(role, first + number) for number in range(len(plan.slabs))])
+    def adopt(self, plan: ArenaPlan, role: str, places: Places, tensor: int) -> Arena:
+        """Take over the slabs in which the shards of ``plan`` have this tensor. Raises StateLostError if one is
+        missing."""
+        at = {key: places.read(_shard(key), tensor, shape) for key, shape in plan.places.items()}
+        slabs = sorted({slab for slab, _ in at.values()})
+        moved = {
+            key: replace(plan.places[key], slab=slabs.index(slab), offset=offset) for key, (slab, offset) in at.items()
+        }
+        return Arena.adopt(moved, [self._path(role, slab) for slab in slabs])
 
     def control(self) -> Slab:
         """Take over the control slab."""
-        return Slab.adopt(self._path("control", 0))
+        return Slab.adopt(self._control)
 
-    def _path(self, role: str, number: int) -> Path:
+    def _path(self, role: str, slab: SlabId) -> Path:
         try:
-            return self._found[role, number]
+            return self._tensors[role, slab]
         except KeyError:
-            raise StateLostError(f"slab {number} of role {role!r} is missing among {sorted(self._found)}") from None
+            raise StateLostError(f"slab {slab.number} of role {role!r} is missing: {slab}") from None
 
     def remove(self) -> None:
         """Remove all of them: they hold nothing."""
-        for path in self._found.values():
+        for path in (self._control, *self._tensors.values()):
             Slab.adopt(path).close()
 
 
@@ -144,29 +152,32 @@ class OwnerSlabs:
         facts: SlabFacts,
         directory: Path | None,
         lines: ShardLines | None = None,
+        places: Places | None = None,
         former: FormerSlabs | None = None,
     ) -> None:
         """``facts``: what the headers of the owner's slabs say, apart from their roles. ``directory``: where the files
         are; None: unnamed files, for one process. ``lines``: where shards have their journals; None: they have none.
-        ``former``: slabs to take over instead of making them; None: there are none."""
-        self._plan, self._lines, self._former = plan, lines, former
+        ``places``: where it is recorded what lies where; None: nowhere. ``former``: slabs to take over instead of
+        making them; None: there are none."""
+        self._plan, self._lines, self._places, self._former = plan, lines, places, former
         self._facts, self._directory = facts, directory
         self._journals: dict[int, LineJournal | None] = {}
         self._who = f"optimizer {facts.index}"
         self._state: list[Arena] = []
-        self._params = self._arena(plan.params(facts.index), "params", 0)
+        self._params = self._arena(plan.params(facts.index), "params", PARAMS)
 
-    def _arena(self, plan: ArenaPlan, role: str, first: int) -> Arena:
-        """The slabs of ``role`` from number ``first`` on, made or taken over."""
-        if self._former is not None:
-            return self._former.adopt(plan, role, first)
+    def _arena(self, plan: ArenaPlan, role: str, tensor: int, first: int = 0) -> Arena:
+        """The slabs of ``role`` that have the shards' tensor of this number, taken over, or made from number ``first``
+        on."""
+        if self._former is not None and self._places is not None:
+            return self._former.adopt(plan, role, self._places, tensor)
         facts = replace(self._facts, role=role, number=first)
-        return Arena.create(plan, facts, self._directory, on_progress=FillProgress(self._who))
-
-    @property
-    def paths(self) -> list[Path]:
-        """The files of the params slabs, in order."""
-        return [slab.path for slab in self._params.slabs if slab.path is not None]
+        arena = Arena.create(plan, facts, self._directory, on_progress=FillProgress(self._who))
+        if self._places is not None:
+            for key, place in plan.places.items():
+                slab = SlabId.of(arena.slabs[place.slab].header.facts)
+                self._places.write(_shard(key), tensor, slab, place)
+        return arena
 
     @property
     def arena(self) -> Arena:
@@ -181,7 +192,7 @@ class OwnerSlabs:
         """See ``HostMemory.state``."""
         groups = [Group(pieces=(Piece(key=key, numel=numel, dtype=dtype),)) for key, numel in sizes]
         first = sum(len(arena.slabs) for arena in self._state)
-        self._state.append(self._arena(plan_arena(groups), "state", first))
+        self._state.append(self._arena(plan_arena(groups), "state", PARAMS + 1 + len(self._state), first))
         return {key: self._state[-1].tensor(key) for key, _ in sizes}
 
     def journal(self, shard: int) -> LineJournal | None:
@@ -221,3 +232,9 @@ class OwnerSlabs:
         """Remove the files; memory that another process still maps lasts until that process unmaps it."""
         for arena in (self._params, *self._state):
             arena.close()
+
+
+def _shard(key: Hashable) -> int:
+    """The shard of a tensor in an arena of an owner."""
+    assert isinstance(key, int)
+    return key

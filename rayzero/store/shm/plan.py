@@ -4,7 +4,7 @@ An owner has ``params`` slabs (its shards' published parameters, mapped by ranks
 maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
     control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
-                          shards | answers, for each rank | the lives of the ranks
+                          shards | places of their tensors | answers, for each rank | the lives of the ranks
                           that joined | the run's first version | orders, for each
                           owner | replies | of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions
@@ -38,6 +38,8 @@ from rayzero.store.shm.signals import BELL_BYTES, Cell
 
 LINE_BYTES = 64  # a shard's version line fills one cache line
 SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter group)
+PLACES = 8  # of tensors of one shard: parameters, master, and two for each of three coded states
+PLACE_BYTES = 32
 RECORDS = 2  # slots: owners answer a collect after the updates before it, so they lack the last decision at most
 RANK = "rank"  # in place of a kernel in the facts of a rank's control slab and its loop's
 _ERROR_BYTES = 9000  # the longest error text, and its name
@@ -137,6 +139,7 @@ class SharedPlan:
             ("tiles", self._tiles(owner)[1] * STAMP_BYTES, STAMP_BYTES),
             ("undo", threads * UNDO_BYTES, UNDO_BYTES),
             ("slices", self._slices(owner)[1] * SLICE_BYTES, SLICE_BYTES),
+            ("places", len(self.shard_map.shards_of(owner)) * PLACES * PLACE_BYTES, PLACE_BYTES),
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
             ("joined", self.spec.world_size * 8, 8),
             ("began", 8, 0),

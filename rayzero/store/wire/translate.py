@@ -233,12 +233,14 @@ def checkpoint_from_pb(info: pb.SaveResponse.Checkpoint) -> CheckpointInfo:
 
 def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
     """Where a process's slabs are."""
-    return pb.SharedFiles(control=paths.control, tensors=paths.tensors)
+    places = [pb.SharedFiles.Place(shard=shard, file=file, offset=offset) for shard, file, offset in paths.places]
+    return pb.SharedFiles(control=paths.control, tensors=paths.tensors, places=places)
 
 
 def paths_from_pb(files: pb.SharedFiles) -> SharedPaths:
     """The inverse of :func:`paths_to_pb`."""
-    return SharedPaths(files.control, tuple(files.tensors))
+    places = tuple((place.shard, place.file, place.offset) for place in files.places)
+    return SharedPaths(files.control, tuple(files.tensors), places)
 
 
 # ---- a lead's successor

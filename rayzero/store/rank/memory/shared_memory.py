@@ -6,15 +6,17 @@ import resource
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from rayzero.errors import RayZeroError
+from rayzero.errors import HandshakeError, RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.gradient_sum import gradient_sizes
 from rayzero.protocol.messages import LoopState, Pushed, SharedPaths
+from rayzero.quantities import count
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import lay_out_slab
@@ -107,7 +109,14 @@ class SharedRank:
         plan, who = self._plan, f"rank {self.rank}"
         control = plan.attach(memory.control, who, writable=True)
         slabs = [plan.attach(path, who, writable=self._page_lock, life=control.header.facts) for path in memory.tensors]
-        params = Arena(plan.params(owner), slabs)
+        shapes = plan.params(owner).places
+        if shapes.keys() != {key for key, _, _ in memory.places}:
+            raise HandshakeError(
+                f"optimizer {owner} says where {count(len(memory.places), 'shard')} of its {len(shapes)} lie, or where "
+                "others do: install the same rayzero in every process"
+            )
+        places = {key: replace(shapes[key], slab=slab, offset=offset) for key, slab, offset in memory.places}
+        params = Arena.over(places, slabs)
         self._owners[owner] = _Owner(owner, control, params, plan)
         if owner == plan.shard_map.owner(0):
             questions = cells_of(self._control, "questions", 0, plan.question_bytes)

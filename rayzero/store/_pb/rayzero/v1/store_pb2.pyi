@@ -248,12 +248,23 @@ class Told(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[Told.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[Told.Saved, _Mapping]] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
-    __slots__ = ("control", "tensors")
+    __slots__ = ("control", "tensors", "places")
+    class Place(_message.Message):
+        __slots__ = ("shard", "file", "offset")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        FILE_FIELD_NUMBER: _ClassVar[int]
+        OFFSET_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        file: int
+        offset: int
+        def __init__(self, shard: _Optional[int] = ..., file: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     control: str
     tensors: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, control: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[SharedFiles.Place]
+    def __init__(self, control: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., places: _Optional[_Iterable[_Union[SharedFiles.Place, _Mapping]]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("version", "needs_load", "kernel", "shared", "step")
