@@ -1,0 +1,85 @@
+"""Which shards move when the number of owners changes: as few bytes as balance needs.
+
+[Note: minimal moves] Shards of owners that leave go, in forward order, to the owner that has least by then. After that,
+while some owner has more above another than the largest shard has, the one with most gives its last shard to the one
+with least. So
+
+- ``max bytes - min bytes <= largest shard``, as for ``ShardMap.balanced``, and what is balanced already stays;
+- bytes moved <= those of the owners that leave + what each of the others has above the new mean + one shard for each of
+  them: only who has more than the mean gives, and who was given a shard never gives (it has the largest shard more than
+  the least at most, and the least only grows).
+
+Which owner a shard has changes no bit of a step, so runs may scale at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rayzero.errors import ConfigError
+from rayzero.layout.shard_map import ShardMap
+
+
+@dataclass(frozen=True, slots=True)
+class Rescale:
+    """One change of the owners that are not on a device: who each new owner was before; None: it is a new process that
+    has nothing. Former owners that are not named leave. Raises ConfigError if nobody is named, or somebody twice."""
+
+    former: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        named = [owner for owner in self.former if owner is not None]
+        if not self.former or len(named) != len(set(named)):
+            raise ConfigError(f"a change of the owners names at least one, and nobody twice, got {self.former}")
+
+    @classmethod
+    def to(cls, num_owners: int, former: int) -> Rescale:
+        """From ``former`` owners to ``num_owners``: the first ones stay as they are."""
+        return cls(tuple(owner if owner < former else None for owner in range(num_owners)))
+
+
+def rescale(shard_map: ShardMap, change: Rescale) -> ShardMap:
+    """The map after a change. Every process computes the same one. [Note: minimal moves]
+
+    Owners on devices keep what they have. Raises ConfigError if the change names an owner that there is not."""
+    on_host = shard_map.num_owners - shard_map.num_device_owners
+    if any(owner is not None and not 0 <= owner < on_host for owner in change.former):
+        raise ConfigError(f"a change of {on_host} owners names {change.former}")
+    now = {owner: new for new, owner in enumerate(change.former) if owner is not None}
+    owners = [_now(shard_map, owner, now, len(change.former)) for owner in shard_map.owners]
+    return replace(
+        shard_map,
+        owners=tuple(_balanced(owners, shard_map.sizes, len(change.former))),
+        num_owners=len(change.former) + shard_map.num_device_owners,
+    )
+
+
+def _now(shard_map: ShardMap, owner: int, now: Mapping[int, int], num_host: int) -> int | None:
+    """What an owner is called after the change; None if it leaves."""
+    if not shard_map.on_device(owner):
+        return now.get(owner)
+    return num_host + owner - (shard_map.num_owners - shard_map.num_device_owners)
+
+
+def _balanced(owners: Sequence[int | None], sizes: Sequence[int], num_host: int) -> list[int]:
+    """[Note: minimal moves]"""
+    loads, has, placed = [0] * num_host, [list[int]() for _ in range(num_host)], list[int]()
+    for owner, size in zip(owners, sizes, strict=True):
+        if owner is not None and owner < num_host:
+            loads[owner] += size
+    for shard, owner in enumerate(owners):
+        if owner is None:
+            owner = loads.index(min(loads))
+            loads[owner] += sizes[shard]
+        placed.append(owner)
+        if owner < num_host and sizes[shard]:
+            has[owner].append(shard)
+    largest = max((sizes[shard] for shards in has for shard in shards), default=0)
+    while max(loads) - min(loads) > largest:
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        shard = has[most].pop()
+        placed[shard] = least
+        loads[most] -= sizes[shard]
+        loads[least] += sizes[shard]
+    return placed

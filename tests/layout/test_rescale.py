@@ -1,0 +1,81 @@
+"""Which shards move when owners come and go: a written-out case, the bound on bytes moved, and balance."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.errors import ConfigError
+from rayzero.layout.rescale import Rescale, rescale
+from rayzero.layout.shard_map import ShardMap
+
+sizes_lists = st.lists(st.integers(0, 1000), max_size=40)
+makers = st.sampled_from([ShardMap.round_robin, ShardMap.contiguous, ShardMap.balanced])
+
+
+def changes(former: int) -> st.SearchStrategy[Rescale]:
+    stays = st.lists(st.integers(0, former - 1), unique=True)
+    return st.builds(
+        lambda kept, new, order: Rescale(tuple(order.sample([*kept, *[None] * new], len(kept) + new))),
+        stays,
+        st.integers(1, 5),
+        st.randoms(use_true_random=False),
+    )
+
+
+@st.composite
+def scaled(draw: st.DrawFn) -> tuple[ShardMap, Rescale]:
+    """A map that has been rescaled a few times, and one more change."""
+    shard_map = draw(makers)(draw(sizes_lists), draw(st.integers(1, 6)))
+    for _ in range(draw(st.integers(0, 3))):
+        shard_map = rescale(shard_map, draw(changes(shard_map.num_owners)))
+    return shard_map, draw(changes(shard_map.num_owners))
+
+
+def test_two_owners_become_three_and_one_again() -> None:
+    two = ShardMap.balanced([10] * 6, 2)
+    assert two.owners == (0, 1, 0, 1, 0, 1)
+    three = rescale(two, Rescale.to(3, 2))
+    assert three.owners == (0, 1, 0, 1, 2, 2)
+    assert rescale(three, Rescale((1,))).owners == (0,) * 6
+    assert rescale(three, Rescale((2, None))).owners == (1, 1, 0, 1, 0, 0)  # owner 2 stays, as owner 0
+    assert rescale(ShardMap.balanced([10] * 5, 2), Rescale.to(3, 2)).owners == (0, 1, 0, 1, 2)  # 20, 20, 10
+
+
+@given(scaled())
+def test_no_more_moves_than_balance_needs(case: tuple[ShardMap, Rescale]) -> None:
+    before, change = case
+    after = rescale(before, change)
+    mean, largest = sum(before.sizes) / len(change.former), max(before.sizes, default=0)
+    stays = {owner for owner in change.former if owner is not None}
+    moved = sum(
+        size
+        for size, old, new in zip(before.sizes, before.owners, after.owners, strict=True)
+        if change.former[new] != old
+    )
+    leaving = sum(before.bytes_of(owner) for owner in range(before.num_owners) if owner not in stays)
+    above = sum(max(0.0, before.bytes_of(owner) - mean) for owner in stays)
+    assert moved <= leaving + above + largest * len(stays) + 1e-6
+    loads = [after.bytes_of(owner) for owner in range(after.num_owners)]
+    assert max(loads) - min(loads) <= largest
+    assert after.sizes == before.sizes
+
+
+@given(scaled())
+def test_what_is_balanced_stays(case: tuple[ShardMap, Rescale]) -> None:
+    balanced = rescale(*case)
+    assert rescale(balanced, Rescale.to(balanced.num_owners, balanced.num_owners)) == balanced
+
+
+def test_owners_on_devices_keep_what_they_have() -> None:
+    before = ShardMap((0, 1, 2, 3, 0, 1), (10,) * 6, 4, num_device_owners=2)
+    after = rescale(before, Rescale.to(1, 2))
+    assert (after.owners, after.num_owners, after.num_device_owners) == ((0, 0, 1, 2, 0, 0), 3, 2)
+    assert rescale(after, Rescale.to(2, 1)).owners == (0, 0, 2, 3, 1, 1)
+
+
+@pytest.mark.parametrize(("former", "said"), [((), "at least one"), ((1, 1), "nobody twice"), ((0, 2), "of 2 owners")])
+def test_a_change_that_cannot_be_is_refused(former: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rescale(ShardMap.balanced([1, 2, 3], 2), Rescale(former))
