@@ -487,9 +487,9 @@ def test_a_supervisor_that_knows_ends_the_wait_for_a_rank_at_once(monkeypatch: p
 def test_a_rank_that_is_alive_on_this_host_keeps_its_place_without_a_link(tmp_path: Path) -> None:
     """Its links are refused for longer than its lease; owners see that its process lives."""
     spec = toy_spec(2)
-    with net(spec) as made, ranks_of(made, spec, stall_timeout=4.0) as ranks:
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=8.0) as ranks:
         norm = ranks[0].finish()
-        all_of(made.for_ranks, lambda proxy: proxy.refuse(2.5))()
+        all_of(made.for_ranks, lambda proxy: proxy.refuse(4.5))()
         ranks[1].fetch()
         ranks[1].push(random_grads(spec, 1))
         ranks[1].finish().result(WAIT)
