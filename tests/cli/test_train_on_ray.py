@@ -167,8 +167,8 @@ def test_top_shows_a_run_while_it_trains_and_its_numbers_are_the_records(tmp_pat
         process.communicate(timeout=100)
     rows, shown = read_rows(run), headline(out)
     step = int(shown["step"])
-    # A step's loss is told in the step after it, and training goes on while top reads a page: the loss shown is of one of
-    # the two steps before, or, on a busy machine, of any that ended before top did. Two more may not be written yet.
+    # A step's loss is told in the step after it, and training goes on while top reads a page: the loss shown is of one
+    # of the two steps before, or, on a busy machine, of any that ended before top did. Two more may not be written yet.
     near = rows[step - 3 : max(step + 1, written + 2)]
     assert any(f"{row.loss:.4f}" == shown["loss"] for row in near), (shown, near)
     tokens, seconds = float(shown["tokens"].replace(",", "")), float(shown["took"]) * UNITS[shown["unit"]]
