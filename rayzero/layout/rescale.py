@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from rayzero.errors import ConfigError
 from rayzero.layout.shard_map import ShardMap
+from rayzero.quantities import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def rescale(shard_map: ShardMap, change: Rescale) -> ShardMap:
     Owners on devices keep what they have. Raises ConfigError if the change names an owner that there is not."""
     on_host = shard_map.num_owners - shard_map.num_device_owners
     if any(owner is not None and not 0 <= owner < on_host for owner in change.former):
-        raise ConfigError(f"a change of {on_host} owners names {change.former}")
+        raise ConfigError(f"a change of {count(on_host, 'owner')} names {change.former}")
     now = {owner: new for new, owner in enumerate(change.former) if owner is not None}
     owners = [_now(shard_map, owner, now, len(change.former)) for owner in shard_map.owners]
     return replace(
