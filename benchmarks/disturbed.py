@@ -18,7 +18,11 @@ from torch.nn import functional as F
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.slabs.slab import list_slabs
+from rayzero.errors import HandshakeError
+from rayzero.slabs.header import SlabHeader
+from rayzero.slabs.slab import Slab, list_slabs
+from rayzero.store.owner.slabs import is_control
+from rayzero.store.shm.words import read_ownership, stands
 
 RANKS = 2
 _PLACE = struct.Struct("<q")  # a rank's finished steps, in a file of its own
@@ -112,15 +116,46 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 # ---- from outside -----------------------------------------------------------------------------------------------
 
 
+def _slabs_of(folder: Path) -> list[tuple[Path, SlabHeader]]:
+    """The slabs of a run's living processes."""
+    run = (folder / "run").read_text()
+    found = [(slab.path, slab.header) for slab in list_slabs() if slab.alive and slab.header is not None]
+    return [(path, header) for path, header in found if header.facts.run == run]
+
+
+def _is_owner(header: SlabHeader) -> bool:
+    return is_control(header.facts, header.facts.epoch)
+
+
 def pids(folder: Path, who: tuple[str, int] | None) -> set[int]:
     """The processes that hold the slabs of a member, ("owner", 0) or ("rank", 1); None: of all."""
-    run = (folder / "run").read_text()
-    headers = [slab.header for slab in list_slabs() if slab.alive and slab.header is not None]
-    ours = [(header.pid, header.facts) for header in headers if header.facts.run == run]
+    headers = [header for _, header in _slabs_of(folder)]
     if who is None:
-        return {pid for pid, _ in ours}
-    roles = ("params", "state") if who[0] == "owner" else ("grads",)
-    return {pid for pid, facts in ours if facts.role in roles and facts.index == who[1]}
+        return {header.pid for header in headers}
+    kind, index = who
+    ours = [header for header in headers if header.facts.index == index]
+    return {header.pid for header in ours if (_is_owner(header) if kind == "owner" else header.facts.role == "grads")}
+
+
+def owners_there(folder: Path) -> list[int]:
+    """The owners that have processes, also those that join or part."""
+    return sorted({header.facts.index for _, header in _slabs_of(folder) if _is_owner(header)})
+
+
+def owners_of(folder: Path) -> int | None:
+    """How many owners the present epoch has; None while its lead has no process."""
+    newest: tuple[int, int] | None = None
+    for path, header in _slabs_of(folder):
+        if not _is_owner(header) or not header.regions_of("record"):
+            continue
+        try:
+            slab = Slab.attach(path, writable=False, run=header.facts.run, layout_digest=header.facts.layout_digest)
+        except HandshakeError:  # it has ended meanwhile
+            continue
+        if stands(slab):
+            newest = max(newest or (-1, 0), (header.facts.epoch, read_ownership(slab).num_owners))
+        slab.close()
+    return None if newest is None else newest[1]
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -3,6 +3,7 @@ Every run must end with the bits of one that was not disturbed, and leave nothin
 
     scripts/faults [--seed 0] [--count 1000] [--each 20] [--json OUT]
     scripts/faults --seed 0 --run 17                       # one run again, with the same faults
+    scripts/faults --scale --count 200 --each 5            # mostly other numbers of owners, and faults meanwhile
     scripts/faults --slope                                 # what 5,000 steps with 50 kills leave in memory
 
 A run has 2 ranks and 1 to 3 owners, each a process, and a training loop with everything in it that can be cut: norm,
@@ -15,9 +16,13 @@ clip, scheduler, means, checkpoints, writes. Faults come while the run goes on, 
     stop owner, stop rank SIGSTOP, for longer than the others wait
     owner.adam kill, ...  an act at a point of rayzero/testing/faults.py, at its nth time from now
     then owner.redo kill  SIGKILL of an owner (or a rank), and a fault at a point of the recovery from that
+    scale                 a request for another number of owners, 1 to 5
+    scale, then owner     the same, and one of the above 0 to 0.6 s later; scale: another request
+    scale owner.enter kill  a request, and an act at a point of the change
 
 Compared, bit for bit: weights, moments, step counts, every loss of every rank, every mean. Seconds: from the signal
-until both ranks have ended two more steps than they had. What a run may not leave: slabs, processes, open files and
+until both ranks have ended two more steps than they had (and there are as many owners as were asked for). What a run
+may not leave: slabs, processes, open files and
 open ports.
 
 ``--slope`` kills half of the members in turn and reports how much the private memory, the files and the threads of the
@@ -47,8 +52,20 @@ from typing import Any
 
 import fault_slope
 import psutil
-from disturbed import RANKS, base, differences, end_of, loop, pids, step_of, steps_of
+from disturbed import (
+    RANKS,
+    base,
+    differences,
+    end_of,
+    loop,
+    owners_of,
+    owners_there,
+    pids,
+    step_of,
+    steps_of,
+)
 
+from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.slabs.slab import list_slabs
 from rayzero.testing import faults as named
@@ -76,6 +93,25 @@ RECOVERING = {  # points that only a recovery comes to -> who has to die for tha
     "rank.attach": "rank",
     "rank.attached": "rank",
 }
+SCALED = {  # weights of what happens after a request for other owners
+    "": 12,
+    "owner": 30,
+    "rank": 22,
+    "owners": 6,
+    "both": 14,
+    "again": 6,
+    "scale": 6,
+    "stop owner": 2,
+    "stop rank": 2,
+}
+CHANGING = {  # points of a change -> which owners come there; "": ranks do
+    **dict.fromkeys(("owner.hold", "owner.held", "owner.settle", "owner.settled"), "old"),
+    **dict.fromkeys(("owner.prepare", "owner.preparing", "owner.prepared", "owner.took-over"), "new"),
+    **dict.fromkeys(("owner.let-stand", "owner.stands"), "lead"),
+    **dict.fromkeys(("owner.enter", "owner.entering", "owner.entered"), "all"),
+    **dict.fromkeys(("rank.change", "rank.take-over", "rank.greeted", "rank.shared", "rank.changed"), ""),
+}
+MOST_OWNERS, WITH_SHARDS = 5, 3  # this loop's model has no shards for more
 RARELY = 3  # what a step does a few times is struck at one of so many; what only some steps do, at its first
 
 
@@ -87,13 +123,14 @@ class Disturbance:
     kind: str
     owner: int
     rank: int
-    again_s: float  # between the two deaths of "again"
+    again_s: float  # between the two deaths of "again", or a request and what follows it
     nth: int = 1  # at a point
+    scales: tuple[int, ...] = ()  # how many owners are asked for, one after the other
 
     @property
     def fault(self) -> named.Fault | None:
         """What is to happen at a named point."""
-        point, _, act = self.kind.removeprefix("then ").partition(" ")
+        point, _, act = self.kind.removeprefix("then ").removeprefix("scale ").partition(" ")
         if point not in named.POINTS:
             return None
         owner = 0 if point.startswith("lead.") else self.owner
@@ -105,14 +142,22 @@ class Disturbance:
 class Case:
     """One run of the campaign."""
 
-    owners: int
+    owners: int  # at first
     disturbances: tuple[Disturbance, ...]
 
     @classmethod
-    def draw(cls, seed: int, run: int, each: int) -> Case:
+    def draw(cls, seed: int, run: int, each: int, *, scales: bool = False) -> Case:
+        """``scales``: most disturbances are, or come with, a change of the owners."""
         draw = random.Random(f"{seed}/{run}")
-        owners = draw.randint(1, 3)
-        return cls(owners, tuple(disturbance(draw, owners) for _ in range(each)))
+        first = owners = draw.randint(1, 3)
+        drawn = []
+        for _ in range(each):
+            if scales and draw.random() < 0.85:
+                drawn.append(change(draw, owners))
+                owners = drawn[-1].scales[-1]
+            else:
+                drawn.append(disturbance(draw, min(owners, WITH_SHARDS)))
+        return cls(first, tuple(drawn))
 
     def named(self, folder: Path) -> named.Faults:
         """The faults at points: fault i is that of the ith disturbance which has one."""
@@ -135,6 +180,22 @@ def disturbance(draw: random.Random, owners: int) -> Disturbance:
     return Disturbance(after_s, kind, owner, rank, draw.random() * 0.6, 1 if seldom else draw.randint(1, RARELY))
 
 
+def change(draw: random.Random, owners: int) -> Disturbance:
+    """A change of the owners, of which there are so many, and what happens meanwhile."""
+    others = draw.sample([n for n in range(1, MOST_OWNERS + 1) if n != owners], 2)
+    after_s, again_s, rank = draw.random() * 0.3, draw.random() * 0.6, draw.randrange(RANKS)
+    if draw.random() < 0.7:
+        (meanwhile,) = draw.choices(list(SCALED), list(SCALED.values()))
+        kind = f"scale, then {meanwhile}" if meanwhile else "scale"
+        scales = tuple(others if meanwhile == "scale" else others[:1])
+        return Disturbance(after_s, kind, draw.randrange(MOST_OWNERS), rank, again_s, scales=scales)
+    point = draw.choice(list(CHANGING))
+    acts = {act: weight for act, weight in ACTS.items() if act in named.POINTS[point].acts}
+    kind = f"scale {point} {draw.choices(list(acts), list(acts.values()))[0]}"
+    come = {"old": owners, "new": others[0], "lead": 1, "all": max(owners, others[0]), "": 1}[CHANGING[point]]
+    return Disturbance(after_s, kind, draw.randrange(come), rank, again_s, scales=(others[0],))
+
+
 # ---- disturbances --------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +214,7 @@ class Disturber(threading.Thread):
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
+        self.owners = self.case.owners  # in the present epoch
 
     def run(self) -> None:
         try:
@@ -165,6 +227,8 @@ class Disturber(threading.Thread):
                     self.strike(each)
                 else:
                     at, began = self.strike_at_point(each, next(asked))
+                if each.scales:
+                    at = self.wait_for_owners(each.scales[-1])
                 self.wait_for(at + 2)
                 self.seconds.append((each.kind, time.monotonic() - began))
         except TimeoutError as error:
@@ -183,6 +247,8 @@ class Disturber(threading.Thread):
         if each.kind.startswith("then "):
             kind = RECOVERING[each.fault.point]
             self.send(signal.SIGKILL, kind, each.owner if kind == "owner" else each.rank)
+        elif each.scales:
+            self.scale(each.scales[0])
         deadline = time.monotonic() + PATIENCE_S
         while (struck := self.faults.struck(index)) is None:
             if time.monotonic() > deadline:
@@ -191,23 +257,57 @@ class Disturber(threading.Thread):
         return self.step, struck.at
 
     def strike(self, fault: Disturbance) -> None:
-        signal_ = signal.SIGSTOP if fault.kind.startswith("stop") else signal.SIGKILL
-        victims = {
-            "owner": [("owner", fault.owner)],
-            "rank": [("rank", fault.rank)],
-            "again": [("owner", fault.owner)] if fault.rank else [("rank", fault.rank)],
-            "owners": [("owner", owner) for owner in range(self.case.owners)],
-            "both": [("owner", fault.owner), ("rank", fault.rank)],
-            "stop owner": [("owner", fault.owner)],
-            "stop rank": [("rank", fault.rank)],
-        }[fault.kind]
-        struck = [self.send(signal_, *victim) for victim in victims]
-        if fault.kind == "again":
+        kind = fault.kind
+        if fault.scales:
+            self.scale(fault.scales[0])
+            kind = kind.removeprefix("scale").removeprefix(", then ")
             time.sleep(fault.again_s)
-            self.send(signal_, *victims[0], but=struck[0])
+        if kind == "scale":
+            self.scale(fault.scales[1])
+        if kind in ("", "scale"):
+            return
+        signal_ = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
+        there = self.owners_there() if fault.scales else list(range(self.owners))
+        owner = there[fault.owner % len(there)]
+        victims = {
+            "owner": [("owner", owner)],
+            "rank": [("rank", fault.rank)],
+            "again": [("owner", owner)] if fault.rank else [("rank", fault.rank)],
+            "owners": [("owner", each) for each in there],
+            "both": [("owner", owner), ("rank", fault.rank)],
+            "stop owner": [("owner", owner)],
+            "stop rank": [("rank", fault.rank)],
+        }[kind]
+        struck = [self.send(signal_, *victim, may_part=bool(fault.scales)) for victim in victims]
+        if kind == "again":
+            time.sleep(fault.again_s)
+            self.send(signal_, *victims[0], but=struck[0], may_part=bool(fault.scales))
 
-    def send(self, signal_: signal.Signals, kind: str, index: int, but: int = 0) -> int:
-        """Send a signal to a member; waits until it has a process, other than ``but``."""
+    def scale(self, owners: int) -> None:
+        ask(self.folder, ScaleRequest(num_optimizers=owners))
+
+    def owners_there(self) -> list[int]:
+        """The owners that have processes, once there are any."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (there := owners_there(self.folder)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no owner got a process in {PATIENCE_S:g} s")
+            time.sleep(0.01)
+        return there
+
+    def wait_for_owners(self, number: int) -> int:
+        """Wait until the present epoch has so many; the steps by then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (found := owners_of(self.folder)) != number:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{found} owners after {PATIENCE_S:g} s at {steps_of(self.folder)}, not {number}")
+            time.sleep(0.01)
+        self.owners = number
+        return self.step
+
+    def send(self, signal_: signal.Signals, kind: str, index: int, but: int = 0, *, may_part: bool = False) -> int:
+        """Send a signal to a member; waits until it has a process, other than ``but``. ``may_part``: an owner that has
+        no process any more is left alone; then the answer is 0."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             for pid in pids(self.folder, (kind, index)):
@@ -215,6 +315,8 @@ class Disturber(threading.Thread):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal_)
                         return pid
+            if may_part and kind == "owner" and index >= (owners_of(self.folder) or MOST_OWNERS):
+                return 0
             time.sleep(0.01)
         raise TimeoutError(f"{kind} {index} got no process in {PATIENCE_S:g} s")
 
@@ -305,6 +407,7 @@ def play(case: Case, undisturbed: Undisturbed) -> tuple[list[str], list[tuple[st
                 max_failures=10**6,
                 threads=1,
                 faults=at_points,
+                run_dir=folder,
             )
         except Exception as error:  # the campaign goes on
             wrong.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
@@ -322,10 +425,12 @@ def play(case: Case, undisturbed: Undisturbed) -> tuple[list[str], list[tuple[st
 def table(seconds: dict[str, list[float]]) -> list[str]:
     """Kind, faults, and the seconds until the run goes on: at random moments, at all points by act, at each point."""
     rows = ["| fault | count | p50 s | p95 s | most s |", "|---|--:|--:|--:|--:|"]
-    at_points = sorted(seconds.keys() - KINDS.keys())
-    kinds = {kind: seconds[kind] for kind in KINDS if seconds.get(kind)}
+    scaled = {f"scale, then {meanwhile}" if meanwhile else "scale" for meanwhile in SCALED}
+    at_points = sorted(seconds.keys() - KINDS.keys() - scaled)
+    kinds = {kind: seconds[kind] for kind in (*KINDS, *sorted(scaled)) if seconds.get(kind)}
     for kind in at_points:
-        kinds.setdefault(f"any point, {kind.rpartition(' ')[2]}", []).extend(seconds[kind])
+        where = "any point of a change" if kind.startswith("scale ") else "any point"
+        kinds.setdefault(f"{where}, {kind.rpartition(' ')[2]}", []).extend(seconds[kind])
     for kind, took in (kinds | {kind: seconds[kind] for kind in at_points}).items():
         took = sorted(took)
         p95 = took[min(len(took) - 1, int(0.95 * len(took)))]
@@ -341,6 +446,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=20, help="faults of one run")
     parser.add_argument("--run", type=int, help="only this run of the campaign")
     parser.add_argument("--json", type=Path, help="write the table there, too")
+    parser.add_argument("--scale", action="store_true", help="mostly other numbers of owners, and faults meanwhile")
     parser.add_argument("--slope", action="store_true", help="what many steps with many deaths leave in memory")
     parser.add_argument("--steps", type=int, default=5000, help="of --slope")
     parser.add_argument("--kills", type=int, default=50, help="of --slope")
@@ -351,11 +457,11 @@ def main() -> int:
     undisturbed, seconds, failed = Undisturbed(), defaultdict(list), 0
     play(Case(1, ()), undisturbed)  # starts the server of processes, which stays
     for run in runs:
-        wrong, took = play(Case.draw(given.seed, run, given.each), undisturbed)
+        wrong, took = play(Case.draw(given.seed, run, given.each, scales=given.scale), undisturbed)
         for kind, each in took:
             seconds[kind].append(each)
         failed += bool(wrong)
-        replay = f"scripts/faults --seed {given.seed} --each {given.each} --run {run}"
+        replay = f"scripts/faults{' --scale' * given.scale} --seed {given.seed} --each {given.each} --run {run}"
         print(f"{replay}: {len(took)} faults, " + ("equal" if not wrong else "; ".join(wrong[:6])), flush=True)
     rows = table(seconds)
     print("\n".join(rows))

@@ -19,15 +19,23 @@ VARIABLES = {
 
 _CHECKPOINT = "rayzero_checkpoint_last_success_timestamp_seconds{<run>}"  # not there before a run's first
 _RECOVERIES = "rayzero_recoveries_total{<run>}"
+_RESCALES = 'rayzero_rescales_total{<run>,outcome="done"}'
 
 ANNOTATIONS = {
     "Checkpoints": (f"changes({_CHECKPOINT}[1m]) > 0 or ({_CHECKPOINT} unless {_CHECKPOINT} offset 1m)", "blue"),
     "Recoveries": (f"increase({_RECOVERIES}[1m]) > 0 or ({_RECOVERIES} unless {_RECOVERIES} offset 1m)", "orange"),
+    "Rescales": (f"increase({_RESCALES}[1m]) > 0 or ({_RESCALES} unless {_RESCALES} offset 1m)", "green"),
     "Starts": ("count by (run) (rayzero_step{<run>} unless rayzero_step{<run>} offset 1m)", "purple"),
 }
 """Marks on every dashboard: name -> when, colour."""
 
 Unit = Literal["s", "bytes", "Bps", "percentunit", "short", "none", "dateTimeAsIso", "reqps", "ops"]
+
+
+def grown(counter: str, window: str = "1h") -> str:
+    """By how much a counter has grown in a window, its first value included: a counter of what is rare is not there
+    before it counts, and ``increase`` takes what it begins with for old."""
+    return f"(({counter} unless {counter} offset {window}) or increase({counter}[{window}]))"
 
 
 def promql(text: str) -> str:

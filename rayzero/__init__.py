@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayzero.checkpoint.catalog import newest_checkpoint
     from rayzero.checkpoint.weights import Weights
+    from rayzero.cluster.scale import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.engine.checkpoint.save import save_checkpoint
@@ -52,6 +53,7 @@ __all__ = [
     "prepare",
     "report",
     "save_checkpoint",
+    "scale",
     "stats",
     "track",
 ]
@@ -79,6 +81,7 @@ _HOMES = {
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
     "save_checkpoint": "rayzero.engine.checkpoint.save",
+    "scale": "rayzero.cluster.scale",
     "stats": "rayzero.engine.stats",
     "track": "rayzero.engine.context",
 }

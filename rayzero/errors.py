@@ -85,6 +85,11 @@ class RankLeftError(StoreError):
     """A rank left while others wait for it."""
 
 
+class EpochOverError(StoreError):
+    """An owner was asked in an epoch that is over: other owners have its shards. The call is made again in the next one
+    (store/rank/epochs.py), so loops never see this."""
+
+
 class StallError(StoreError):
     """A peer made no progress for ``stall_timeout`` seconds."""
 

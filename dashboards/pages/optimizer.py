@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dashboards.spec import FULL_IS_BAD, Page, Row, panel
+from dashboards.spec import FULL_IS_BAD, HIGH_IS_BAD, Page, Row, grown, panel
 
 PAGE = Page(
     uid="rayzero-optimizer",
     title="RayZero / Optimizer tier",
-    description="CPU optimizer actors: updates, efficiency, queues, versions and shards.",
+    description="CPU optimizer actors: updates, efficiency, queues, versions and shards, and how many there are.",
     variables=("actor",),
     rows=(
         Row(
@@ -79,6 +79,63 @@ PAGE = Page(
                     "Of each actor.",
                     "none",
                     ("max by (run, actor) (rayzero_shards{<actor>})", "{{run}} actor {{actor}}"),
+                ),
+            ),
+        ),
+        Row(
+            title="Scale",
+            panels=(
+                panel(
+                    "Optimizer actors",
+                    "Wanted and ready. rayzero scale changes their number while the run trains, as does autoscaling "
+                    "(scaling.max_optimizers).",
+                    "none",
+                    (
+                        'sum by (run, state) (rayzero_actors{<run>,kind="optimizer",state=~"desired|ready"})',
+                        "{{run}} {{state}}",
+                    ),
+                ),
+                panel(
+                    "Waiting for updates",
+                    "Share of a step, of the rank that waits most. Autoscaling adds actors while it is above "
+                    "scaling.target_exposed. Where more actors do not help, they share what limits them, such as the "
+                    "memory of one host.",
+                    "percentunit",
+                    (
+                        "max by (run) ("
+                        'sum by (run, rank) (rate(rayzero_exposed_wait_seconds_total{<run>,cause="optimizer"}[<i>])) / '
+                        "(sum by (run, rank) (rate(rayzero_step_seconds_sum{<run>}[<i>])) > 0))",
+                        "{{run}}",
+                    ),
+                    thresholds=HIGH_IS_BAD,
+                ),
+                panel(
+                    "Changes",
+                    "Of the optimizer actors, in the last hour. given_up: they stayed as they were, and rayzero status "
+                    "says why.",
+                    "none",
+                    (f"sum by (run, outcome) {grown('rayzero_rescales_total{<run>}')}", "{{run}} {{outcome}}"),
+                ),
+                panel(
+                    "Pause of the last change",
+                    "Seconds in which no step was decided; ranks go on computing until the end of their step. Where "
+                    "they are many, see which part of the change takes them.",
+                    "s",
+                    ("max by (run) (rayzero_rescale_pause_seconds{<run>})", "{{run}}"),
+                ),
+                panel(
+                    "Seconds of changes",
+                    "In the last hour, by step of the change. start: new processes come up while training goes on. The "
+                    "others are the pause: hold, settle, prepare, let_stand, enter, change.",
+                    "s",
+                    (f"sum by (run, step) {grown('rayzero_rescale_seconds_total{<run>}')}", "{{step}} {{run}}"),
+                    kind="stack",
+                ),
+                panel(
+                    "Moved to other owners",
+                    "Bytes of shards, in the last hour. On one host they stay in shared memory and cost no copy.",
+                    "bytes",
+                    (f"sum by (run) {grown('rayzero_rescale_moved_bytes_total{<run>}')}", "{{run}}"),
                 ),
             ),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.spec import ANY_IS_BAD, Page, Row, panel
+from dashboards.spec import ANY_IS_BAD, Page, Row, grown, panel
 
 PAGE = Page(
     uid="rayzero-reliability",
@@ -40,7 +40,7 @@ PAGE = Page(
                     "Deaths outlived",
                     "Processes that died and were replaced, in the last hour. Many: look at their nodes and logs.",
                     "none",
-                    ("sum by (run, what) (increase(rayzero_recoveries_total{<run>}[1h]))", "{{run}} {{what}}"),
+                    (f"sum by (run, what) {grown('rayzero_recoveries_total{<run>}')}", "{{run}} {{what}}"),
                     thresholds=ANY_IS_BAD,
                 ),
                 panel(
@@ -49,8 +49,8 @@ PAGE = Page(
                     "the new process answers; re-form, until everybody knows it; restart, of the whole run.",
                     "s",
                     (
-                        "sum by (run, phase) (increase(rayzero_recovery_seconds_total{<run>}[1h])) / ignoring (phase) "
-                        "group_left () (sum by (run) (increase(rayzero_recoveries_total{<run>}[1h])) > 0)",
+                        f"sum by (run, phase) {grown('rayzero_recovery_seconds_total{<run>}')} / ignoring (phase) "
+                        f"group_left () (sum by (run) {grown('rayzero_recoveries_total{<run>}')} > 0)",
                         "{{phase}} {{run}}",
                     ),
                 ),
@@ -85,7 +85,7 @@ PAGE = Page(
                     "Failures",
                     "Files that could not be written. Not 0: see the run's log; is the disk full?",
                     "none",
-                    ("sum by (run) (increase(rayzero_checkpoint_failures_total{<run>}[1h]))", "{{run}}"),
+                    (f"sum by (run) {grown('rayzero_checkpoint_failures_total{<run>}')}", "{{run}}"),
                     thresholds=ANY_IS_BAD,
                 ),
             ),

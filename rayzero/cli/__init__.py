@@ -13,6 +13,7 @@ from rayzero.cli.bench import bench
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
 from rayzero.cli.plan import plan
+from rayzero.cli.scale import scale
 from rayzero.cli.status import status
 from rayzero.cli.top.command import top
 from rayzero.cli.trace import trace
@@ -50,6 +51,7 @@ def _options(
 app.command()(train)
 app.command()(status)
 app.command()(top)
+app.command()(scale)
 app.command()(trace)
 app.command()(export)
 app.command()(plan)

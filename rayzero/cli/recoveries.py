@@ -1,4 +1,4 @@
-"""Says what a run has outlived, and what a killed one has left to go on from."""
+"""Says what a run has outlived, how its optimizers have changed, and what a killed one has left to go on from."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from rayzero.quantities import count
 
-__all__ = ["memory_lines", "recovery_lines"]
+__all__ = ["change_lines", "memory_lines", "recovery_lines"]
 
 _MOST_LINES = 5  # the newest
+_ASKED = "asked for"  # why a change that somebody asked for was made; all others are autoscaling's
 
 
 def recovery_lines(recoveries: Sequence[Mapping[str, Any]], now: float) -> list[str]:
@@ -26,6 +27,29 @@ def _line(one: Mapping[str, Any], now: float) -> str:
     if one["pid"] is None:
         return f"{one['who']} failed {ago} and started again from a checkpoint within {one['seconds']:.1f} s"
     return f"{one['who']} died {ago} and was replaced by pid {one['pid']} within {one['seconds']:.1f} s"
+
+
+def change_lines(record: Mapping[str, Any], now: float) -> list[str]:
+    """A line for the change of the optimizers that is under way, and one for each of the newest, the newest first.
+    ``record``: what ``run_status`` returns; ``now``: seconds since 1970."""
+    changes = list(record.get("rescales") or [])
+    newest = changes[: -_MOST_LINES - 1 : -1]
+    before = len(changes) - len(newest)
+    under_way = record.get("rescaling") if record["state"] == "running" else None
+    return [
+        *([under_way] if under_way is not None else []),
+        *(_change_line(one, now) for one in newest),
+        *([f"and {count(before, 'earlier change')}: see run.json"] if before else []),
+    ]
+
+
+def _change_line(one: Mapping[str, Any], now: float) -> str:
+    were, ago = count(one["before"], "optimizer"), f"{_duration(now - one['time'])} ago"
+    if one["failed"] is not None:
+        return f"{were} stayed, {ago}: {one['failed']}"
+    became = f"{were} became {one['after']}" if one["after"] != one["before"] else "optimizers moved to other nodes"
+    why = "" if one["why"] == _ASKED else f", because {one['why']}"
+    return f"{became}, {ago}{why}; training stood for {one['pause']:.2f} s"
 
 
 def memory_lines(memory: Mapping[str, Any], now: float) -> list[str]:

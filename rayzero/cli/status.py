@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rayzero.cli.plain_text import plain
-from rayzero.cli.recoveries import memory_lines, recovery_lines
+from rayzero.cli.recoveries import change_lines, memory_lines, recovery_lines
 from rayzero.cli.run_choice import find_run
 from rayzero.errors import ConfigError
 
@@ -56,6 +56,8 @@ def describe_run(path: Path) -> dict[str, Any]:
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
         "recoveries": record.get("recoveries") or [],
+        "rescaling": record.get("rescaling"),
+        "rescales": record.get("rescales") or [],
         "memory": memory,
         "continue_with": _continue_with(path, memory, bool(checkpoints)) if memory is not None else None,
         "members": record.get("members") or [],  # empty if no process was started yet
@@ -114,6 +116,7 @@ def format_status(described: dict[str, Any]) -> str:
     ]
     now = time.time()
     lines += [f"recovery    {line}" for line in recovery_lines(described["recoveries"], now)]
+    lines += [f"change      {line}" for line in change_lines(described, now)]
     if described["memory"] is not None:
         lines += [f"memory      {line}" for line in memory_lines(described["memory"], now)]
     if described["continue_with"] is not None:

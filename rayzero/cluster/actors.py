@@ -25,6 +25,7 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
+from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.nodes.session import alive_nodes, ray_answers
 from rayzero.cluster.processes.coordinator import Coordinator
@@ -38,9 +39,11 @@ from rayzero.cluster.supervision import Failure, death_of, failure_of, run_faile
 from rayzero.concurrency.processes import is_stopped
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import Measurements
 
 __all__ = ["Former", "RunActors", "failure_from_ray", "refuse_name_in_use"]
@@ -65,16 +68,34 @@ class Former:
     continued: bool  # this run continues it
 
 
+@dataclass(slots=True, kw_only=True)
+class Joining:
+    """A process that becomes an owner in the next epoch."""
+
+    who: str
+    actor: Any
+    settings: OwnerSettings
+    host: str | None  # where it listens; None: at its node's address
+    exporter: ExporterSettings | None
+    place: Place
+    member: Member | None = None  # once it has answered
+    target: Target | None = None
+
+
 class RunActors:
     """The coordinator, owners and rank workers of one run; leaving the ``with`` block ends them all.
 
     Knows actors and how to call them; not what a failure means for the run (supervision.py)."""
 
-    def __init__(self, run: str, placement: Placement, log: MetricsLog | None = None) -> None:
-        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library."""
+    def __init__(
+        self, run: str, placement: Placement, log: MetricsLog | None = None, *, cpus_are_set: bool = False
+    ) -> None:
+        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library.
+        ``cpus_are_set``: see ``OwnerPlaces``."""
         self._run = run
         self._log = log
         self._placement = placement
+        self._places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
         self._token = secrets.token_hex(32)  # sent only as an argument of actors
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: dict[str, psutil.Process] = {}  # on this node; end() waits until they are gone
@@ -90,6 +111,10 @@ class RunActors:
         self._hosts: dict[str, str] = {}  # where the same listen
         self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
         self._measure_bandwidth = False
+        self._joining: list[Joining] = []  # owners of the next epoch
+        self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
+        self._parted: list[Any] = []  # owners that have no shards any more, and end
+        self._ending: list[psutil.Process] = []  # processes on this node that were told to end
         self.spares = Spares(0, (), self._make_spare)
 
     def __enter__(self) -> RunActors:
@@ -115,6 +140,7 @@ class RunActors:
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
+        ownership: Ownership | None = None,
     ) -> Routing:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         routing table.
@@ -124,13 +150,14 @@ class RunActors:
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
         library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
-        earlier run has left there.
+        earlier run has left there. ownership: who owns what, if that run had changed its owners.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._make_coordinator(max_failures)
         self._share = share
         self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0 or other_ranks, former)
+        self._settings = {who: replace(settings, ownership=ownership) for who, settings in self._settings.items()}
         self._serving = self._make_members()
         hellos = {who: self._become(who) for who in self.owners}
         hellos |= {who: control(actor.hello).remote() for who, actor in self.ranks.items()}
@@ -208,9 +235,8 @@ class RunActors:
         return {**self.owners, **{who: rank for who, rank in self.ranks.items() if who in self._settings}}
 
     def _make_owner(self, owner: int) -> Any:
-        options = self._placement.optimizer_options(owner)
         who = optimizer_name(owner)
-        self.owners[who] = _owner_class().options(**options).remote()
+        self.owners[who] = _owner_class().options(**self._places.options(owner)).remote()
         return self.owners[who]
 
     def _become(self, who: str) -> Any:
@@ -225,7 +251,7 @@ class RunActors:
 
     def _make_rank(self, rank: int) -> Any:
         threads = self._placement.plan.worker.threads
-        actor_class = ray.remote(concurrency_groups={_CONTROL: 2})(RankWorker)
+        actor_class = ray.remote(concurrency_groups={_CONTROL: 3})(RankWorker)
         options = self._placement.worker_options(rank)
         who = rank_name(rank)
         self.ranks[who] = actor_class.options(**options).remote(rank, threads, self._settings.get(who))
@@ -296,6 +322,111 @@ class RunActors:
         place = self._hosts[who], self._exporters.get(who), self.coordinator
         return control(actor.take_place).remote(settings, bind, *place)
 
+    # ---- other owners -------------------------------------------------------------------------------------------
+
+    def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
+        """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
+        answers once it serves, as ``start_owner``'s."""
+        there = {settings.owner: self.members[who].node for who, settings in self._settings.items()}
+        some = optimizer_name(0)
+        settings = replace(
+            self._settings[some], owner=owner, num_owners=ownership.num_owners, ownership=ownership, succeeds=True
+        )
+        place = self._places.find(owner, node, there)
+        exporter = self._exporter_of(owner, node) if self._exporters else None
+        joining = Joining(
+            who=optimizer_name(owner),
+            actor=_owner_class().options(**place.options).remote(),
+            settings=settings,
+            host=LOOPBACK if self._hosts[some] == LOOPBACK else None,
+            exporter=exporter,
+            place=place,
+        )
+        self._joining.append(joining)
+        ask = control(joining.actor.take_place)
+        bind = self._placement.plan.bind_numa
+        return joining, ask.remote(settings, bind, joining.host, exporter, self.coordinator)
+
+    def _exporter_of(self, owner: int, node: str) -> ExporterSettings:
+        """The exporter of an owner that joins: where the others have ports of their own, the first one behind them."""
+        some = self._exporters[optimizer_name(0)]
+        known = [*self._exporters.values(), *(each.exporter for each in self._joining if each.exporter is not None)]
+        port = some.port and max(settings.port for settings in known) + 1
+        address = next(host.address for host in hosts() if host.id == node)
+        bound = some.host if some.host == LOOPBACK else address
+        return replace(some, who=optimizer_name(owner), index=owner, node=address, host=bound, port=port)
+
+    def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
+        """An owner that joins has answered. It has no shards before ``enter``."""
+        joining.member, joining.target = member, target
+        self._find_processes({f"{joining.who} (joins)": member})
+
+    def end_joining(self) -> None:
+        """Owners that were to join are not needed: end their processes. Returns when those on this node are gone: the
+        next ones would find what they have prepared."""
+        for joining in self._joining:
+            ray.kill(joining.actor)
+            self._end_process(f"{joining.who} (joins)")
+            self._places.free(joining.place)
+        psutil.wait_procs(self._ending, timeout=STOP_S)
+        self._joining = []
+
+    def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
+        """The next epoch stands: whoever joins is an owner from now on, also in the place of another one, which parts;
+        and whoever takes an owner's place later belongs to it."""
+        joining, self._joining = self._joining, []
+        for each in joining:
+            assert each.member is not None, f"{each.who} has not answered"
+            if each.who in self.owners:
+                self._drop(each.who)
+            self._serving[each.who] = self.owners[each.who] = each.actor
+            self.members[each.who] = each.member
+            self._settings[each.who], self._hosts[each.who] = each.settings, each.host or each.member.host
+            if each.exporter is not None:
+                self._exporters[each.who] = each.exporter
+            self.targets = (*self.targets, *([each.target] if each.target is not None else []))
+            self._places.take(each.settings.owner, each.place)
+            process = self._processes.pop(f"{each.who} (joins)", None)
+            if process is not None:
+                self._processes[each.who] = process
+        for who in self.owners:
+            self._settings[who] = replace(self._settings[who], num_owners=len(addresses), ownership=ownership)
+
+    def part(self, actor: Any, owner: int) -> None:
+        """End the process of an owner that has no shards any more."""
+        who = optimizer_name(owner)
+        if self.owners.get(who) is actor:
+            self._drop(who)
+        control(actor.stop).remote()
+        actor.__ray_terminate__.remote()
+        self._places.free(self._left.pop(actor, None))
+
+    def _drop(self, who: str) -> None:
+        """The process that was an owner is none any more."""
+        owner, actor = self._settings.pop(who).owner, self.owners.pop(who)
+        self._left[actor] = self._places.take(owner, None)
+        self._parted.append(actor)
+        self.targets = tuple(t for t in self.targets if not (t.role is Role.OPTIMIZER and t.index == owner))
+        for known in (self._serving, self.members, self._hosts, self._exporters):
+            known.pop(who, None)
+        self._end_process(who)
+
+    def _end_process(self, who: str) -> None:
+        process = self._processes.pop(who, None)
+        if process is not None:
+            self._ending.append(process)
+
+    @property
+    def needs_of_an_owner(self) -> str:
+        """What Ray reserves for one more owner, for messages."""
+        return self._places.needs
+
+    def enlist(self, addresses: Sequence[str]) -> Routing:
+        """Enter who the run's processes are now where they are known. Returns the routing table."""
+        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
+        routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
+        return routing
+
     def take_spare(self, call: Any) -> None:
         """Take a call of ``spares.calls`` that has ended."""
         member = self.spares.take(call)
@@ -335,8 +466,11 @@ class RunActors:
     def tell(self, who: str, method: str, *arguments: Any) -> Any:
         """Call a method of a member while its loop or its service lasts; returns the call. What a dead one does not
         answer, the call that lasts as long as its process reports."""
-        actor = self.owners.get(who) or self.ranks[who]
-        return control(getattr(actor, method)).remote(*arguments)
+        return control(getattr(self.handle(who), method)).remote(*arguments)
+
+    def handle(self, who: str) -> Any:
+        """The actor of a member."""
+        return self.owners.get(who) or self.ranks[who]
 
     def kill(self, who: str) -> None:
         """Kill the process of a member, if it is on this node."""
@@ -438,7 +572,8 @@ class RunActors:
         """End every actor; returns when those on this node are gone. Idempotent.
 
         ``politely``: let their exit handlers run (the user's loop may have set some), for at most ``STOP_S``."""
-        actors = [*self.ranks.values(), *self.owners.values(), *self.spares.actors, self.coordinator]
+        actors = [*self.ranks.values(), *self.owners.values(), *(each.actor for each in self._joining), *self._parted]
+        actors += [*self.spares.actors, self.coordinator]
         alive = [actor for actor in actors if actor is not None]
         if politely:
             asked = [actor.__ray_terminate__.remote() for actor in (*self.ranks.values(), *self.owners.values())]
@@ -448,6 +583,8 @@ class RunActors:
             ray.kill(actor)
         self.kill_stopped()
         self._see_gone()
+        self._places.close()
+        self._joining, self._left, self._parted, self._ending = [], {}, [], []
         self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
         self.spares = Spares(0, (), self._make_spare)
         if self._share is not None and self._share.is_dir():
@@ -457,7 +594,8 @@ class RunActors:
 
     def _see_gone(self) -> None:
         """Wait for the processes on this node that Ray was asked to kill; if Ray is gone, kill them here."""
-        _, left = psutil.wait_procs(self._processes.values(), timeout=KILL_S if ray_answers() else 0)
+        everyone = [*self._processes.values(), *self._ending]
+        _, left = psutil.wait_procs(everyone, timeout=KILL_S if ray_answers() else 0)
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -498,7 +636,7 @@ def _name_in_use(run: str) -> ConfigError:
 
 
 def _owner_class() -> Any:
-    return ray.remote(concurrency_groups={_CONTROL: 2})(OptimizerActor)
+    return ray.remote(concurrency_groups={_CONTROL: 3})(OptimizerActor)
 
 
 def control(method: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
-from rayzero.protocol.ownership import device_owners
+from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
 from rayzero.slabs.slab import FoundSlab, list_slabs
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
@@ -79,6 +79,7 @@ class Continuation:
     step: int  # that is open: as many are decided
     life: int  # of every rank
     repeats: bool  # ranks do the last decided iteration's end again
+    ownership: Ownership | None = None  # who owns what, if the optimizers have changed since the run began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +127,13 @@ def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | L
     why = next(_refusals(left, num_workers, num_owners), None)
     if why is not None or left.run is None:
         return Lost(why=why or "nothing of it is left")
-    step = assess(left.run).version
-    return Continuation(step=step, life=left.run.rank_life + 1, repeats=not all(_begun(left.run, step)))
+    step, ownership = assess(left.run).version, left.run.ownership
+    return Continuation(
+        step=step,
+        life=left.run.rank_life + 1,
+        repeats=not all(_begun(left.run, step)),
+        ownership=ownership if ownership is not None and ownership.epoch else None,
+    )
 
 
 def _refusals(left: Left, num_workers: int, num_owners: int) -> Iterator[str]:
@@ -138,7 +144,8 @@ def _refusals(left: Left, num_workers: int, num_owners: int) -> Iterator[str]:
     if run is None:
         yield "nothing of it is left in this host's shared memory"
         return
-    if (run.world_size, run.num_owners) != (num_workers, num_owners):
+    began = run.ownership.first if run.ownership is not None else run.num_owners  # whoever says that wants no others
+    if run.world_size != num_workers or num_owners not in (began, run.num_owners):
         yield (
             f"it had {count(run.world_size, 'rank')} and {count(run.num_owners, 'optimizer')}, and now there are to be "
             f"{num_workers} and {num_owners}"

@@ -25,11 +25,12 @@ from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
-from rayzero.cluster.replacement import Replacement
 from rayzero.cluster.run import RunState, optimizer_name
 from rayzero.cluster.supervision import Failure
+from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.config import TelemetryConfig, ZeroConfig
-from rayzero.elastic.controller import Controller, Kind, MemberId
+from rayzero.elastic.controller import Controller
+from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import RunFailedError
 from rayzero.slabs.hold import Hold
 from rayzero.store.shm.same_host import why_no_sharing

@@ -15,9 +15,11 @@ __all__ = [
     "DISCOVERY_PATH",
     "NAMESPACE",
     "TRACE_PATH",
+    "Load",
     "Member",
     "Recovery",
     "Report",
+    "Rescaled",
     "Routing",
     "RunState",
     "coordinator_name",
@@ -87,6 +89,30 @@ class Recovery:
     seconds: float  # from the failure, or from Ray's word of one on another node, until work could go on
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: names.RECOVERY_SECONDS
     time: float = field(default_factory=time.time)  # when it could, seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a process has done since it began."""
+
+    count: int  # steps of a rank, updates of an owner
+    seconds: float  # that they took
+    exposed: float = 0.0  # of a rank's steps, in which it waited for updates that were not published yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescaled:
+    """What came of a request for other optimizer actors."""
+
+    id: str  # of the request
+    why: str  # it was made
+    before: int  # optimizer actors
+    after: int
+    failed: str | None  # why they stayed as they were; None: they have changed
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by step: rayzero/elastic/reform.py
+    pause: float = 0.0  # seconds in which no step was decided
+    moved_bytes: int = 0  # of shards that have another owner now
+    time: float = field(default_factory=time.time)  # when it ended, seconds since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

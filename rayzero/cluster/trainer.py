@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.continuation import States, Successor
-from rayzero.cluster.driver import Journal, OnPhase, OnReport, RunRequest, drive
+from rayzero.cluster.driver import drive
 from rayzero.cluster.files.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
+from rayzero.cluster.journal import Journal, OnPhase, OnReport, RunRequest
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -198,6 +199,7 @@ class ZeroTrainer:
     ) -> RunRequest:
         return RunRequest(
             packed_loop=self._packed_loop,
+            fewest_optimizers=self._scaling.num_optimizers,
             zero=self._zero,
             scaling=self._scaling,
             run=self._run,
@@ -208,6 +210,7 @@ class ZeroTrainer:
             on_start=on_start,
             on_restart=on_stop,
             on_change=on_change,
+            on_rescale=on_stop,
             on_stop=on_stop,
         )
 
@@ -236,6 +239,8 @@ class ZeroTrainer:
             "spares": [asdict(member) for member in journal.spares if is_up],
             "routing": asdict(journal.routing),
             "recoveries": [asdict(recovery) for recovery in journal.recoveries],
+            "rescaling": journal.rescaling,
+            "rescales": [asdict(rescaled) for rescaled in journal.rescales],
             "telemetry": _telemetry(journal) if is_up else None,
             "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
             "checkpoint": _text(checkpoint),

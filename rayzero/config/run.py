@@ -17,6 +17,7 @@ from rayzero.config.base import (
     Positive,
     Processes,
     Seconds,
+    Share,
     Size,
     Spares,
     WholeSeconds,
@@ -35,7 +36,16 @@ class ScalingConfig(ConfigModel):
     """Rank workers: data-parallel copies of the training loop."""
 
     num_optimizers: Processes = 2
-    """Optimizer actors that own the shards; independent of num_workers."""
+    """Optimizer actors that own the shards; independent of num_workers. A pair (fewest, most): the run begins with the
+    fewest and changes their number as it goes on; see target_exposed."""
+
+    max_optimizers: Processes | None = None
+    """The most optimizer actors that a run gives itself; num_optimizers=(fewest, most) sets it. None: their number
+    changes only when somebody asks for it (`rayzero scale`)."""
+
+    target_exposed: Share = 0.05
+    """The largest share of a step that ranks should wait for updates: above it, a run with max_optimizers takes more
+    optimizer actors, unless they do not make updates faster; where they idle, it takes fewer."""
 
     use_gpu: Flag = False
     """True: every rank worker asks Ray for one GPU."""
@@ -76,13 +86,35 @@ class ScalingConfig(ConfigModel):
     all its processes within placement_timeout. True: it goes on with fewer ranks and optimizers, as many as have a
     place; each step then has fewer batches. False: it fails."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_pair(cls, settings: Any) -> Any:
+        """A pair of optimizer actors sets two fields."""
+        pair = settings.get("num_optimizers") if isinstance(settings, Mapping) else None
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            return settings
+        return {**settings, "num_optimizers": pair[0], "max_optimizers": pair[1]}
+
+    @model_validator(mode="after")
+    def _check_optimizers(self) -> Self:
+        if self.max_optimizers is not None and self.max_optimizers < self.num_optimizers:
+            raise ValueError(
+                f"max_optimizers is {self.max_optimizers}, but num_optimizers is {self.num_optimizers}: pass the "
+                "fewest first"
+            )
+        if not 0 < self.target_exposed < 1:
+            raise ValueError(f"target_exposed is {self.target_exposed}: pass a share of a step, above 0 and below 1")
+        return self
+
     if TYPE_CHECKING:
 
         def __init__(
             self,
             *,
             num_workers: int = ...,
-            num_optimizers: int = ...,
+            num_optimizers: int | tuple[int, int] = ...,
+            max_optimizers: int | None = ...,
+            target_exposed: float = ...,
             use_gpu: bool = ...,
             cpus_per_worker: float | None = ...,
             cpus_per_optimizer: float | None = ...,

@@ -7,33 +7,30 @@ answers with: ``rayzero/testing/`` with threads and processes, ``cluster/`` with
 A rank's loop is begun only while every owner has a process: it would look for the others at addresses where nobody is.
 Everything else that waits for a new process waits by itself: ranks in their store calls, the lead with its next
 decision. So deaths may come in any order and at any time, also those of new processes.
+
+A change of the owners (elastic/reform.py) begins when every member does its work. An owner's death before the point of
+no return ends it, and it is tried again once that owner is replaced. After that point, members are those of the next
+epoch. One that dies before all owners have entered it is replaced when they have; and ranks go over once every owner
+serves, since they shake hands with all of them. A rank's loop is not begun between that point and the end.
+
+[Note: late answers] An attempt that is abandoned leaves questions open, and an owner may carry out ``Abandon`` before
+what it was asked earlier. So whoever answers late is told again (``Release``), and no other attempt begins before all
+have answered or died: an answer always belongs to the only attempt that there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 
+from rayzero.elastic import reform
+from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.reform import Reform, Step
+from rayzero.errors import ConfigError
+from rayzero.layout.rescale import Rescale
+from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count
-
-
-class Kind(StrEnum):
-    """What a member is. The value is its name in messages."""
-
-    RANK = "rank"
-    OWNER = "optimizer"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class MemberId:
-    """A member of a run, whichever process it is now."""
-
-    kind: Kind
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +78,11 @@ class Run:
     addresses: tuple[str, ...]  # of the owners
 
 
-Action = Start | Lose | Connect | Succeed | Run
+Action = Start | Lose | Connect | Succeed | Run | reform.Action
 
 
 class _State(Enum):
+    DEAD = auto()  # no process takes its place yet
     STARTING = auto()  # its process does not answer yet
     CONNECTING = auto()  # an owner's process serves, but does not know the others
     READY = auto()  # a rank's process waits to begin
@@ -94,7 +92,7 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Place:
-    """A member's present process."""
+    """A member's present process; of a dead member, its next one."""
 
     life: int = 0
     state: _State = _State.RUNNING
@@ -114,7 +112,8 @@ def still_outlived(max_failures: int, outlived: int) -> str:
 class Controller:
     """Knows each member's life, the owners' addresses and how many failures may still be outlived; not processes.
 
-    Begins when every member runs: owners in life 0, ranks in ``rank_life``."""
+    Begins when every member runs: owners in life 0, ranks in ``rank_life``. ``over`` may be set by each call that takes
+    an event."""
 
     def __init__(
         self,
@@ -125,17 +124,24 @@ class Controller:
         outlived: int = 0,
         bound: frozenset[MemberId] = frozenset(),
         rank_life: int = 0,
+        ownership: Ownership | None = None,
     ) -> None:
         """``addresses``: by owner. ``max_failures``: how many failures the run outlives in all; ``outlived``: how many
         it has outlived before. ``bound``: members whose states die with their process; after their death nobody can
-        take their place. ``rank_life``: more than 0 in a run that continues another one."""
+        take their place. ``rank_life``: more than 0 in a run that continues another one. ``ownership``: who
+        owns what; None: it is the run's first epoch."""
         self.addresses, self.epoch = tuple(addresses), 0
+        self.ownership = ownership or Ownership(len(self.addresses))
+        self._wanted: Rescale | None = None  # the change that is asked for and has not begun
+        self._reform: Reform | None = None  # the one under way
+        self._unanswered: set[tuple[Process, Step]] = set()  # of attempts that are abandoned. [Note: late answers]
         self.max_failures, self.outlived = max_failures, outlived
         self.over: str | None = None  # why nobody takes the place of the last member that died
         self.exhausted = False  # because the run has outlived as many failures as it may
         self._bound = bound
         self._places = {MemberId(Kind.RANK, rank): _Place(rank_life) for rank in range(num_ranks)}
         self._places |= {MemberId(Kind.OWNER, owner): _Place() for owner in range(len(addresses))}
+        self._lives = {member: place.life for member, place in self._places.items()}  # the last one of each so far
 
     def life(self, member: MemberId) -> int:
         """The present life of a member."""
@@ -149,48 +155,77 @@ class Controller:
     @property
     def awaited(self) -> list[MemberId]:
         """The members whose new processes do not do their work yet."""
-        begins = _State.STARTING, _State.CONNECTING
+        begins = _State.DEAD, _State.STARTING, _State.CONNECTING
         return [member for member, place in self._places.items() if place.state in begins]
+
+    # ---- deaths
 
     def died(self, member: MemberId, life: int, *, counted: bool = False) -> list[Action]:
         """The process of a member has died, at any time. If the run does not outlive that, ``over`` says why.
 
         counted: what killed it has been counted as a failure with another member's death."""
-        place = self._places[member]
+        process, change = Process(member, life), self._reform
+        if change is not None and not change.stands and process in change.joining:
+            return [*self._give_up_joining(process, counted=counted), *self._go_on()]
+        place = self._places.get(member)
+        if place is None or life != place.life:  # old news, or an owner that has no shards any more
+            return [*self._expect_nothing(process), *self._go_on()]
         is_done = place.state is _State.ENDED and member not in self._bound  # else others may still need what it had
-        if life != place.life or is_done or self.over is not None:
+        if is_done or place.state is _State.DEAD or self.over is not None:
             return []
         self.over = None if counted else self.spend()
         if self.over is None and member in self._bound:
             self.over = "its part of the optimizer was in its own memory, so nobody can take its place"
         if self.over is not None:
             return []
-        place.life, place.state = life + 1, _State.STARTING
-        start = Start(member, place.life)
-        if member.kind is Kind.OWNER:
-            return [start]
-        owners = tuple(other for other in self.running if other.kind is Kind.OWNER)
-        return [Lose(member.index, place.life, owners), start]
+        place.life, place.state = self._next_life(member), _State.DEAD
+        self._unanswered = {late for late in self._unanswered if process not in late}
+        if change is not None and not change.stands and member.kind is Kind.OWNER:
+            return [self._abandon(f"{member} has died", again=True), *self._go_on()]
+        return [*self._expect_nothing(process), *self._go_on()]
 
     def spend(self) -> str | None:
         """Count one more failure. Returns why the run does not outlive it; None if it may."""
-        if self.outlived < self.max_failures:
+        why = self._why_too_many()
+        if why is None:
             self.outlived += 1
+        else:
+            self.exhausted = True
+        return why
+
+    def _why_too_many(self) -> str | None:
+        if self.outlived < self.max_failures:
             return None
-        self.exhausted = True
         if not self.max_failures:
             return "nobody takes its place (max_failures=0)"
         outlived = count(self.outlived, "failure")
         return f"it was one failure too many: the run has outlived {outlived} (max_failures={self.max_failures})"
 
+    def _replace(self) -> list[Action]:
+        """Start processes in the places of dead ones."""
+        actions: list[Action] = []
+        for member, place in self._places.items():
+            if place.state is _State.DEAD:
+                place.state = _State.STARTING
+                if member.kind is Kind.RANK:
+                    owners = tuple(other for other in self.running if other.kind is Kind.OWNER)
+                    actions.append(Lose(member.index, place.life, owners))
+                actions.append(Start(member, place.life))
+        return actions
+
+    # ---- new processes
+
     def ready(self, member: MemberId, life: int, address: str = "") -> list[Action]:
         """A new process answers. ``address``: where an owner serves."""
-        place = self._places[member]
-        if life != place.life or place.state is not _State.STARTING:
+        process = Process(member, life)
+        if self._reform is not None and process in self._reform.joining and not self._reform.stands:
+            return [*self._reform.serves(process, address)]
+        place = self._places.get(member)
+        if place is None or life != place.life or place.state is not _State.STARTING:
             return []
         if member.kind is Kind.RANK:
             place.state = _State.READY
-            return self._begin()
+            return self._go_on()
         place.state = _State.CONNECTING
         self.epoch += 1
         self.addresses = (*self.addresses[: member.index], address, *self.addresses[member.index + 1 :])
@@ -198,18 +233,27 @@ class Controller:
 
     def connected(self, owner: int, life: int) -> list[Action]:
         """An owner's successor knows all owners."""
-        place = self._places[MemberId(Kind.OWNER, owner)]
-        if life != place.life or place.state is not _State.CONNECTING:
+        place = self._places.get(MemberId(Kind.OWNER, owner))
+        if place is None or life != place.life or place.state is not _State.CONNECTING:
             return []
         knows = _State.CONNECTING, _State.RUNNING
         others = tuple(m for m, other in self._places.items() if other.state in knows and other is not place)
+        if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
+            others = tuple(member for member in others if member.kind is Kind.OWNER)
         place.state = _State.RUNNING
-        return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._begin()]
+        return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._go_on()]
+
+    def ended(self, rank: int, life: int) -> list[Action]:
+        """A rank's loop has returned or raised: its process is not replaced any more."""
+        member = MemberId(Kind.RANK, rank)
+        place = self._places[member]
+        if life != place.life:
+            return []
+        place.state = _State.ENDED
+        return [*self._expect_nothing(Process(member, life)), *self._go_on()]
 
     def _begin(self) -> list[Action]:
-        """Begin the loops that are ready, if all owners have processes."""
-        if any(member.kind is Kind.OWNER for member in self.awaited):
-            return []
+        """Begin the loops that are ready."""
         begun: list[Action] = []
         for member, place in self._places.items():
             if place.state is _State.READY:
@@ -217,8 +261,138 @@ class Controller:
                 begun.append(Run(member.index, place.life, self.addresses))
         return begun
 
-    def ended(self, rank: int, life: int) -> None:
-        """A rank's loop has returned or raised: its process is not replaced any more."""
-        place = self._places[MemberId(Kind.RANK, rank)]
-        if life == place.life:
-            place.state = _State.ENDED
+    def _go_on(self) -> list[Action]:
+        """Do what nothing stands in the way of any more."""
+        if self.over is not None:
+            return []
+        actions: list[Action] = []
+        if self._reform is None or not self._reform.stands or self._reform.entered:
+            actions += self._replace()
+        all_serve = not any(member.kind is Kind.OWNER for member in self.awaited)
+        if self._reform is not None and self._reform.entered:
+            actions += self._go_over(self._reform, all_serve=all_serve)
+        if all_serve and (self._reform is None or not self._reform.stands):  # the lead may wait for a rank to be heard
+            actions += self._begin()
+        if all_serve and self._reform is None:
+            actions += self._begin_change()
+        return actions
+
+    # ---- other owners
+
+    @property
+    def changes(self) -> bool:
+        """Whether the owners are to change, or are changing."""
+        return self._wanted is not None or self._reform is not None
+
+    @property
+    def coming(self) -> Ownership:
+        """Who owns what once the change that is under way is over."""
+        return self.ownership if self._reform is None or self._reform.stands else self._reform.after
+
+    def scale(self, change: Rescale | None) -> list[Action]:
+        """Change the owners, once every member does its work and a change that is under way is over; instead of one
+        that has not begun yet. ``change``: as seen from the owners that are ``coming``, whose numbers stay; None: they
+        stay as they are. Raises ConfigError if an owner is to get another number, which no process can."""
+        for index, former in enumerate(change.former) if change is not None else ():
+            if former is not None and former != index:
+                raise ConfigError(
+                    f"optimizer {former} cannot become optimizer {index}: name it in its own place, or not"
+                )
+        self._wanted = change
+        return self._go_on()
+
+    def _begin_change(self) -> list[Action]:
+        if self._wanted is None or self._unanswered or self.awaited:
+            return []
+        change, self._wanted = reform.resolved(self._wanted, len(self.addresses)), None
+        if change is None:
+            return []
+        new = [MemberId(Kind.OWNER, index) for index, former in enumerate(change.former) if former is None]
+        self._reform = Reform(
+            before=self.ownership,
+            change=change,
+            old=tuple(self._process(MemberId(Kind.OWNER, index)) for index in range(len(self.addresses))),
+            addresses=self.addresses,
+            joining=tuple(Process(member, self._next_life(member)) for member in new),
+        )
+        return [*self._reform.begin()]
+
+    def answered(self, process: Process, step: Step, answer: object = None) -> list[Action]:
+        """A process has done what was asked of it (``reform.Ask``)."""
+        if (process, step) in self._unanswered:
+            return self._take_late(process, step)
+        change = self._reform
+        if change is None:
+            return []
+        stood = change.stands
+        actions = change.answered(process, step, answer)
+        if change.stands and not stood:
+            self._enter(change)
+        return [*actions, *self._go_on()]
+
+    def refused(self, process: Process, step: Step, why: str) -> list[Action]:
+        """A process cannot do what was asked of it, or cannot be started (``START``). Before the point of no return the
+        change is given up for good; after it, the process belongs to no epoch, and has to die."""
+        if (process, step) in self._unanswered:
+            return self._take_late(process, step)
+        change = self._reform
+        if change is None or change.step is not step or process not in change.missing:
+            return []
+        if change.stands:
+            return [reform.Kill(process, why)]
+        change.missing.discard(process)
+        return [self._abandon(f"{process}: {why}", again=False), *self._go_on()]
+
+    def _take_late(self, process: Process, step: Step) -> list[Action]:
+        """[Note: late answers]"""
+        self._unanswered.discard((process, step))
+        return [reform.Release(process), *self._go_on()]
+
+    def _give_up_joining(self, process: Process, *, counted: bool) -> list[Action]:
+        """A process that was to join has died: nobody needs it yet, so the run goes on in any case."""
+        why = None if counted else self._why_too_many()
+        if why is None and not counted:
+            self.outlived += 1
+        return [self._abandon(f"{process} has died" + (f": {why}" if why else ""), again=why is None)]
+
+    def _abandon(self, why: str, *, again: bool) -> Action:
+        """Stay in this epoch. ``again``: the change is tried once more, unless another one is asked for by now."""
+        change, self._reform = self._reform, None
+        assert change is not None
+        asked = change.old if change.step is not Step.START else ()
+        owners = tuple(process for process in asked if process.member in self.running)
+        self._unanswered = {(process, change.step) for process in change.missing if process in owners}
+        if again and self._wanted is None:
+            self._wanted = change.change
+        return reform.Abandon(owners, change.joining, why)
+
+    def _enter(self, change: Reform) -> None:
+        """The next epoch stands: what is left of this one is over."""
+        for process in (*change.parting, *change.joining):
+            self._places.pop(process.member, None)
+        self._places |= {process.member: _Place(process.life) for process in change.joining}
+        self.addresses, self.ownership = change.new_addresses, change.after
+        self.epoch += 1
+
+    def _go_over(self, change: Reform, *, all_serve: bool) -> list[Action]:
+        """Let ranks go over, and end the change when they have."""
+        actions: list[Action] = []
+        if change.step is Step.ENTER and all_serve:
+            ranks = [self._process(member) for member in self.running if member.kind is Kind.RANK]
+            actions += change.go_over(ranks, self.addresses)
+        if change.over:
+            self._reform = None
+            actions.append(reform.Part(change.parting))
+        return actions
+
+    def _expect_nothing(self, process: Process) -> list[Action]:
+        """A process will not answer any more."""
+        return [] if self._reform is None else [*self._reform.gone(process)]
+
+    def _next_life(self, member: MemberId) -> int:
+        """A new one: also processes that were to join and never did had one."""
+        self._lives[member] = self._lives.get(member, -1) + 1
+        return self._lives[member]
+
+    def _process(self, member: MemberId) -> Process:
+        return Process(member, self._places[member].life)

@@ -107,6 +107,8 @@ class CheckpointRequests:
         newest = max(known, key=lambda saved: saved.number) if known else None
         with self._lock:
             self._resumes = True
+            if newest is not None and isinstance(newest.outcome, CheckpointInfo):  # for ranks that die after this
+                self._made = (newest.step, Path(newest.directory)), newest.outcome
             for rank, saved in ended.items():
                 if newest is not None and (saved is None or saved.number < newest.number):
                     self._owed[rank] = newest
@@ -114,6 +116,20 @@ class CheckpointRequests:
     def holds(self, step: int) -> bool:
         """True while version ``step`` is requested and some owner has not written it yet."""
         return self._open is not None and self._open.step == step
+
+    @property
+    def writing(self) -> bool:
+        """Whether owners write files now."""
+        with self._lock:
+            return self._open is not None and self._open.writing
+
+    def retire(self, error: BaseException) -> None:
+        """Fail the ranks that wait for a checkpoint that no owner writes yet; they ask another lead. Their own files
+        stay."""
+        with self._lock:
+            request, self._open = self._open, None
+        if request is not None:
+            request.fail(error)
 
     def asked(self) -> tuple[int, frozenset[int]] | None:
         """(the requested version, the ranks that requested it); None if there is no request."""

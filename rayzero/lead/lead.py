@@ -80,6 +80,7 @@ class StepLead:
         self._writes = WriteRequests()
         self._means = Means()
         self._failure: StoreError | None = None
+        self._held: Future[int] | None = None  # see hold(); None: the lead goes on
 
     # ---- membership
 
@@ -221,7 +222,12 @@ class StepLead:
         committed the open step and is already in a later one, because it used no parameters."""
         if self._failure is not None:
             return False
-        return self._hearing.lasts or (step > self._round.step and rank in self._round.inputs)
+        return self._pauses or (step > self._round.step and rank in self._round.inputs)
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether all calls of ranks wait."""
+        return self._hearing.lasts or self._held is not None
 
     def _open_round(self, step: int) -> None:
         self._round = Round(step)
@@ -358,6 +364,9 @@ class StepLead:
     def _advance(self) -> None:
         """Do everything that has become possible; called after every event."""
         if self._spec is None or self._failure is not None or self._hearing.lasts:
+            return
+        if self._held is not None:
+            self._look_held(self._held)
             return
         current, everyone = self._round, self._spec.world_size
         never = impasse(current, self._checkpoints.asked(), self._writes, self._means.waiting(), self._spec)
@@ -497,7 +506,7 @@ class StepLead:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
-                if self._hearing.lasts:
+                if self._pauses:
                     return self._ahead.wait(rank, step, lambda: self.save(rank, step, directory, files))
                 if (ended := self._checkpoints.owed(rank, step, directory)) is not None:
                     return settled(ended) if isinstance(ended, CheckpointInfo) else failed(ended)
@@ -544,7 +553,7 @@ class StepLead:
                     raise self._failure
                 if self._spec is None or rank not in range(self._spec.world_size):
                     raise StoreError(f"rank {rank} has not attached")
-                if self._hearing.lasts:
+                if self._pauses:
                     return self._ahead.wait(rank, 0, lambda: self.mean(rank, number, given))
                 future = self._means.ask(rank, number, given)
                 self._end_means()
@@ -557,6 +566,44 @@ class StepLead:
         if self._spec is not None:
             for future, outcome in self._means.end(self._spec.world_size, self._left):
                 self._lock.defer(fail if isinstance(outcome, RayZeroError) else settle, future, outcome)
+
+    # ---- between two epochs
+
+    def hold(self) -> Future[int]:
+        """Decide nothing more, make no write and begin no checkpoint: the owners are to change. The future has the step
+        that stays open, once nothing that was begun is under way. Calls of ranks wait for ``release``, or for
+        ``retire`` and their repetition at another lead. Idempotent."""
+        with self._lock:
+            if self._failure is not None:
+                return failed(self._failure)
+            if self._spec is None:
+                return failed(StoreError("no rank has attached yet, so there is nothing to hold"))
+            held = self._held = self._held or Future()
+            self._advance()
+            return held
+
+    def _look_held(self, held: Future[int]) -> None:
+        begun = self._telling is not None or self._writes.making or self._checkpoints.writing
+        if not begun and not self._catching_up:
+            self._lock.defer(settle, held, self._round.step)
+
+    def release(self) -> None:
+        """Go on after ``hold``: the owners stay as they are. Idempotent."""
+        with self._lock:
+            if self._held is not None:
+                self._lock.defer(fail, self._held, StoreError("the optimizers stay as they are"))
+            self._held = None
+            for call in self._ahead.take_all():
+                self._lock.defer(call)
+            self._advance()
+
+    def retire(self, error: StoreError) -> None:
+        """Another lead goes on from here, after ``hold``: everything that waits fails with ``error`` and is asked
+        there. The owners are not told. Returns once a checkpoint that was written is committed."""
+        with self._lock:
+            self._end(error)
+            self._lock.defer(self._checkpoints.retire, error)
+        self._checkpoints.close()
 
     # ---- failures and the end
 
@@ -572,15 +619,21 @@ class StepLead:
         """The open step will never be decided: fail everything that waits for it, here and at the owners."""
         if self._failure is not None:
             return
+        self._end(error)
+        self._lock.defer(self._checkpoints.abandon, error)
+        for peer in self._peers:
+            self._lock.defer(peer.abort, error)
+
+    def _end(self, error: StoreError) -> None:
+        """Fail everything that waits here, now and later, but for checkpoints."""
         self._failure = error
+        if self._held is not None:
+            self._lock.defer(fail, self._held, error)
         waiting = [*self._round.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
         for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._journal.take_all()):
             self._lock.defer(fail, future, error)
         for call in self._ahead.take_all():  # they will see the failure
             self._lock.defer(call)
-        self._lock.defer(self._checkpoints.abandon, error)
-        for peer in self._peers:
-            self._lock.defer(peer.abort, error)
 
     def describe(self) -> str:
         """The ranks or owners that the lead waits for, for errors about waits."""
@@ -599,6 +652,8 @@ class StepLead:
         if self._hearing.lasts:
             missing = self._hearing.missing(self._spec.world_size, self._left)
             return f"{have(missing)} not said what it has told the lead that died"
+        if self._held is not None:
+            return f"the optimizers change before step {self._round.step} is decided"
         if self._telling is not None:
             return f"{owing(self._told)} not accepted the decision of step {self._round.step - 1}"
         if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # ranks that wait there do nothing else

@@ -69,6 +69,11 @@ class WriteRequests:
         """The ranks that wait for a write."""
         return frozenset(self._asked.futures) if self._asked is not None else frozenset()
 
+    @property
+    def making(self) -> bool:
+        """Whether owners make the write now."""
+        return self._asked is not None and self._asked.begun
+
     def begin(self, world_size: int) -> tuple[int, Write] | None:
         """(number, write) once all ranks have requested it; returned only once. Writes to one version are numbered from
         1."""

@@ -100,9 +100,16 @@ class HostMemory(Protocol):
         """Release the memory. Idempotent."""
         ...
 
+    def leave(self) -> None:
+        """Let other owners, or this process in the next epoch, take the memory over. Raises StateLostError where they
+        cannot."""
+        ...
+
 
 class MemoryMaker(Protocol):
     """Makes an owner's host memory, once its plan is known to fit."""
+
+    takes_over: bool  # memory that is there already, where it can
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> HostMemory:
         """``kernel``: the name of the update kernel; ``plan``: what will be allocated."""
@@ -143,9 +150,15 @@ class PrivateMemory:
     def close(self) -> None:
         """Nothing to do: it is freed with its tensors."""
 
+    def leave(self) -> None:
+        """See ``HostMemory.leave``: nobody else can."""
+        raise StateLostError("the states of an owner without shared memory end with it")
+
 
 class PrivateMemoryMaker:
     """Makes memory of this process alone."""
+
+    takes_over = False
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> PrivateMemory:
         """See ``MemoryMaker.make_memory``."""
@@ -197,6 +210,10 @@ class DeviceMemory:
     def close(self) -> None:
         """See ``HostMemory.close``; the device's memory is freed with its tensors."""
         self._host.close()
+
+    def leave(self) -> None:
+        """See ``HostMemory.leave``: nobody else can."""
+        raise StateLostError("masters and states in the memory of a device end with their owner")
 
 
 def carve(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rayzero.errors import HandshakeError, StateLostError
+from rayzero.errors import HandshakeError, StateLostError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.planner import OwnerPlan, check_device, check_plan, plan_owner
+from rayzero.layout.shard_map import ShardMap
+from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_plan, plan_owner
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.gradients.squares import Squares, choose_squares
@@ -21,7 +22,7 @@ from rayzero.owner.update.elementwise import ElementwiseRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
-from rayzero.protocol.ownership import owner_map
+from rayzero.protocol.ownership import Ownership, device_owners, owner_map
 from rayzero.quantities import count
 
 
@@ -56,6 +57,7 @@ def build_model(
     memory_budget: int | None,
     maker: MemoryMaker,
     *,
+    ownership: Ownership | None = None,
     memory_taken: int = 0,
     own_gradients: bool,
     measures_norms: bool,
@@ -64,25 +66,19 @@ def build_model(
     """Plan, check and allocate; take over what a former life of the owner has left, or restore from a checkpoint if the
     spec names one.
 
-    ``maker``: allocates host memory. ``own_gradients``, ``measures_norms``: see ``plan_owner``. ``device``: for the
-    states of an owner beside a rank (``ShardMap.on_device``).
+    ``maker``: allocates host memory. ``ownership``: see ``ShardService``. ``own_gradients``, ``measures_norms``: see
+    ``plan_owner``. ``device``: for the states of an owner beside a rank (``ShardMap.on_device``).
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
-    shard_map = owner_map(spec, num_owners)
+    shard_map = owner_map(spec, num_owners, ownership)
     on_device = shard_map.on_device(owner)
     rule = choose_rule(spec, device if on_device else None)
-    plan = plan_owner(
-        spec.layout,
-        shard_map,
-        owner,
-        spec.world_size,
-        spec.accumulation_steps,
-        state_bytes=len(rule.state_kinds) * moment_bytes(spec.moments),
-        own_gradients=own_gradients,
-        measures_norms=measures_norms,
-    )
-    check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
+    plan = _plan(spec, shard_map, owner, rule, own_gradients=own_gradients, measures_norms=measures_norms)
+    if not maker.takes_over:
+        check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
+    elif memory_budget is not None:  # what it takes over is part of what its host has in use
+        check_budget(plan, memory_budget, taken=memory_taken)
     check_device(plan, device)
     memory = maker.make_memory(spec, rule.kernel, plan)
     memory = DeviceMemory(memory, device) if on_device else memory
@@ -106,6 +102,35 @@ def build_model(
         first_version=memory.first_version(version),
         former=former,
     )
+
+
+def _plan(
+    spec: ModelSpec, shard_map: ShardMap, owner: int, rule: UpdateRule, *, own_gradients: bool, measures_norms: bool
+) -> OwnerPlan:
+    return plan_owner(
+        spec.layout,
+        shard_map,
+        owner,
+        spec.world_size,
+        spec.accumulation_steps,
+        state_bytes=len(rule.state_kinds) * moment_bytes(spec.moments),
+        own_gradients=own_gradients,
+        measures_norms=measures_norms,
+    )
+
+
+def plan_change(spec: ModelSpec, owner: int, ownership: Ownership, *, measures_norms: bool) -> OwnerPlan:
+    """What an owner needs in another epoch, if the owners can change. Raises UnsupportedError if they cannot."""
+    if device_owners(spec.world_size, spec.offload_fraction):
+        raise UnsupportedError("the owners of a run with offload_fraction below 1 cannot change")
+    rule = choose_rule(spec)
+    if not rule.state_kinds and any(unit.trainable for unit in spec.layout.units):
+        raise UnsupportedError(
+            f"the owners of a run with {spec.optimizer} cannot change: its states are objects of their processes; only "
+            "those of Adam and AdamW are in memory that others can take over"
+        )
+    shard_map = owner_map(spec, ownership.num_owners, ownership)
+    return _plan(spec, shard_map, owner, rule, own_gradients=True, measures_norms=measures_norms)
 
 
 def _take_over(

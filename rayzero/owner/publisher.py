@@ -34,6 +34,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._loading: set[int] = set()  # shards whose first values are being copied
         self._waiting: dict[int, list[_Read]] = {}  # by shard
+        self._unfilled: list[tuple[Sequence[OwnedShard], Future[None]]] = []  # waits for first values
         self._listeners: list[Listener] = []
         self._error: StoreError | None = None
         self._last = -1  # after an error: the last version that will still be published
@@ -58,7 +59,25 @@ class Publisher:
                 owned.published = owned.content = version
                 owned.keep_slices()
                 owned.move(ShardState.PUBLISHED)
+            filled = [future for awaited, future in self._unfilled if _are_filled(awaited)]
+            self._unfilled = [(awaited, future) for awaited, future in self._unfilled if not _are_filled(awaited)]
         self._updater.submit(lambda: self._announce(shards))
+        for future in filled:
+            settle(future, None)
+
+    def filled(self, shards: Sequence[OwnedShard]) -> Future[None]:
+        """Done once these shards have their first values. Fails with the error after which they will never have
+        them."""
+        future: Future[None] = Future()
+        with self._lock:
+            filled, error = _are_filled(shards), self._error
+            if not filled and error is None:
+                self._unfilled.append((shards, future))
+        if filled:
+            settle(future, None)
+        elif error is not None:
+            fail(future, error)
+        return future
 
     def taken_over(self, shards: Sequence[OwnedShard]) -> None:
         """A former life of this owner published what these shards have."""
@@ -171,12 +190,19 @@ class Publisher:
             never = [read for reads in self._waiting.values() for read in reads if read[0] > self._last]
             kept = {shard: [read for read in reads if read[0] <= self._last] for shard, reads in self._waiting.items()}
             self._waiting = {shard: reads for shard, reads in kept.items() if reads}
+            unfilled, self._unfilled = self._unfilled, []
         for _, _, future in never:
             fail(future, error)
+        for _, filled in unfilled:
+            fail(filled, error)
 
 
 def _is_readable(owned: OwnedShard, version: int) -> bool:
     return owned.published == version and owned.state in _READABLE
+
+
+def _are_filled(shards: Sequence[OwnedShard]) -> bool:
+    return all(owned.state is not ShardState.EMPTY for owned in shards)
 
 
 def _published(shards: Sequence[OwnedShard]) -> list[Published]:

@@ -42,6 +42,7 @@ from rayzero.protocol.messages import (
     Record,
     Write,
 )
+from rayzero.protocol.ownership import Ownership
 from rayzero.telemetry.names import (
     MEMORY_BYTES,
     MEMORY_ORIGINAL_BYTES,
@@ -84,6 +85,7 @@ class ShardService:
         owner: int,
         num_owners: int,
         *,
+        ownership: Ownership | None = None,
         threads: int = 1,
         memory_budget: int | None = None,
         memory_taken: int = 0,
@@ -92,13 +94,13 @@ class ShardService:
         norms_every: int | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """``threads``: torch threads of the updater. ``memory_budget``: bytes this owner may allocate; None: the host's
-        free memory. ``memory_taken``: bytes of the budget that other models use. ``memory``: allocates its tensors;
-        None: private memory of this process. ``norms_every``: steps between measurements of norms by layer group; None:
-        never. ``device``: where masters and states lie if it is one of the owners beside ranks
-        (``offload_fraction``)."""
+        """``ownership``: who owns what by now; None: it is the run's first epoch. ``threads``: torch threads of the
+        updater. ``memory_budget``: bytes this owner may allocate; None: the host's free memory. ``memory_taken``: bytes
+        of the budget that other models use. ``memory``: allocates its tensors; None: private memory of this process.
+        ``norms_every``: steps between measurements of norms by layer group; None: never. ``device``: where masters and
+        states lie if it is one of the owners beside ranks (``offload_fraction``)."""
         self.owner = owner
-        self.num_owners = num_owners
+        self.num_owners, self.ownership = num_owners, ownership
         self.recorder = recorder or NullRecorder()
         self.failed: Future[StoreError] = Future()  # set to the reason when the open step will never be decided
         self._memory_budget, self._memory_taken = memory_budget, memory_taken
@@ -135,6 +137,7 @@ class ShardService:
                     self.num_owners,
                     self._memory_budget,
                     self._memory,
+                    ownership=self.ownership,
                     memory_taken=self._memory_taken,
                     own_gradients=own_gradients,
                     measures_norms=self._norms_every is not None,
@@ -399,6 +402,33 @@ class ShardService:
             return self._attached().checkpoints.ask(step, directory)
         except StoreError as exc:
             return failed(exc)
+
+    # ---- between two epochs
+
+    def settled(self) -> Future[ModelSpec]:
+        """Done, with the spec of what this owner has attached, once it has its first values, and every decision
+        accepted so far is applied and published."""
+        try:
+            parts = self._attached()
+        except StoreError as exc:
+            return failed(exc)
+        future: Future[ModelSpec] = Future()
+
+        def apply(_: object) -> None:
+            self._updater.submit(lambda: settle(future, parts.model.spec))
+
+        when_all([self._publisher.filled(list(parts.model.shards.values()))], apply, partial(fail, future))
+        return future
+
+    def retire(self, error: StoreError) -> None:
+        """The next epoch has begun: whoever owns the shards in it goes on from this memory. Everything that waits
+        fails with ``error``, and is asked there. Idempotent."""
+        self.abort(error)
+        self._updater.close()
+        self._fail(error, -1)
+        self._unwatch()
+        if self._parts is not None:
+            self._parts.model.memory.leave()
 
     # ---- failures and the end
 

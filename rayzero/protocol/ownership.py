@@ -1,21 +1,73 @@
-"""Computes which owner has which shard of a model in training."""
+"""Computes which owner has which shard of a model in training, from the first epoch of a run to the present one.
+
+An *epoch* is the time between two changes of the owners. What owners there are is data that ranks and owners pass on
+(``Ownership``); who owns what follows from it, and every process computes it alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayzero.layout.rescale import Rescale, rescale
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.protocol.messages import ModelSpec
 
 
-def owner_map(spec: ModelSpec, num_owners: int) -> ShardMap:
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """The owners that a run began with, but for those on devices, and every change of them since."""
+
+    first: int
+    changes: tuple[Rescale, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch: how often the owners have changed."""
+        return len(self.changes)
+
+    @property
+    def num_owners(self) -> int:
+        """How many owners there are now, but for those on devices."""
+        return len(self.changes[-1].former) if self.changes else self.first
+
+    def then(self, change: Rescale) -> Ownership:
+        """That of the next epoch."""
+        return Ownership(self.first, (*self.changes, change))
+
+    def to_json(self) -> list[object]:
+        """For files; see ``from_json``."""
+        return [self.first, *(list(change.former) for change in self.changes)]
+
+    @classmethod
+    def from_json(cls, data: Sequence[object]) -> Ownership:
+        """The inverse of ``to_json``. Raises ValueError or TypeError for anything else."""
+        first, *changes = data
+        return cls(int(str(first)), tuple(Rescale(tuple(former)) for former in changes))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An owner is ready for the next epoch."""
+
+    leads: bool  # a model, in the next epoch
+    moved_bytes: int  # of shards that it does not own in this one
+
+
+def owner_map(spec: ModelSpec, num_owners: int, ownership: Ownership | None = None) -> ShardMap:
     """The owner of every shard. ``num_owners``: all owners, including :func:`device_owners`, which come last, in rank
-    order."""
-    return shard_map_for(
+    order. ``ownership``: None in the first epoch."""
+    beside = device_owners(spec.world_size, spec.offload_fraction)
+    shard_map = shard_map_for(
         spec.layout,
-        num_owners,
+        num_owners if ownership is None else ownership.first + beside,
         spec.shard_map,
-        num_device_owners=device_owners(spec.world_size, spec.offload_fraction),
+        num_device_owners=beside,
         offload_fraction=spec.offload_fraction,
     )
+    for change in ownership.changes if ownership is not None else ():
+        shard_map = rescale(shard_map, change)
+    return shard_map
 
 
 def device_owners(world_size: int, offload_fraction: float) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rayzero.cluster.files.run_dir import read_record
 from rayzero.files import parse_json, read_text, replace_file
 from rayzero.plan.comparison import Comparison, compare_bytes, compare_step, format_comparisons
 from rayzero.plan.hardware import Hardware, Hosts
@@ -80,7 +81,8 @@ class PlanCheck:
 
     def started(self, record: Mapping[str, Any]) -> None:
         """The run is up; ``record``: its run.json so far."""
-        told = record["telemetry"]
+        told, optimizers = record["telemetry"], sum(one["who"].startswith("optimizer") for one in record["members"])
+        self._work = self._work.with_optimizers(optimizers)
         self._targets = tuple(Target.of(one["address"], one["labels"]) for one in told["targets"]) if told else ()
         self._hosts = _hosts_of(record["members"], on_gpu=self._work.recipe.scaling.use_gpu)
 
@@ -98,6 +100,9 @@ class PlanCheck:
             self._finish(rows)
 
     def _compare(self) -> tuple[Comparison, ...]:
+        record = read_record(self._run_dir)
+        if record is not None and record["telemetry"]:  # the optimizers may have changed since it began
+            self.started(record)
         rows = compare_bytes(recipe_bytes(self._work, self._hosts), self._look(self._targets))
         if self._hardware is None or len({target.node for target in self._targets}) > 1:
             return rows  # the coordinator is on this host, so if all share its host, all are here

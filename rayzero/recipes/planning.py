@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class RecipeWork:
     layout: ModelLayout
     work: Work
     programs: Programs
+
+    def with_optimizers(self, number: int) -> RecipeWork:
+        """The same, with so many optimizer actors."""
+        scaling = self.recipe.scaling.replace(num_optimizers=number, max_optimizers=None)
+        return replace(self, recipe=self.recipe.replace(scaling=scaling))
 
     @property
     def num_params(self) -> int:

@@ -115,13 +115,13 @@ class Arena:
         return cls(plan, create_slabs(headers, directory, on_progress=on_progress))
 
     @classmethod
-    def adopt(cls, places: Mapping[Any, Place], paths: Sequence[Path]) -> Arena:
-        """Take over the slabs of a dead process; see ``Slab.adopt``. Raises HandshakeError unless every place is in its
+    def adopt(cls, places: Mapping[Any, Place], paths: Sequence[Path], *, with_others: bool = False) -> Arena:
+        """Take over the slabs of dead processes; see ``Slab.adopt``. Raises HandshakeError unless every place is in its
         slab."""
         slabs: list[Slab] = []
         try:
             for path in paths:
-                slabs.append(Slab.adopt(path))
+                slabs.append(Slab.adopt(path, with_others=with_others))
             return cls.over(places, slabs)
         except BaseException:
             for slab in slabs:

@@ -3,7 +3,7 @@
 ::
 
     magic, format version, header bytes, slab bytes, pid | run, role, index, number, incarnation, layout digest, kernel,
-    lineage | number of regions, crc32 of header and table | region table: {kind, offset, bytes, stride} each
+    lineage, epoch | number of regions, crc32 of header and table | region table: {kind, offset, bytes, stride} each
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rayzero.errors import HandshakeError, UnsupportedError
 from rayzero.slabs.mapping import whole_pages
 
 MAGIC = b"RZSLAB\r\n"
-FORMAT = 2
-_FIXED = struct.Struct("<8sIIQQ128s16sIIQ64s64s32sI")  # as drawn above, without the crc
+FORMAT = 3
+_FIXED = struct.Struct("<8sIIQQ128s16sIIQ64s64s32sQI")  # as drawn above, without the crc
 _CRC = struct.Struct("<I")
 _REGION = struct.Struct("<16sQQQ")
 _TABLE_AT = _FIXED.size + _CRC.size
@@ -37,6 +37,7 @@ class SlabFacts:
     layout_digest: str
     kernel: str  # the kernel that makes the bits of parameters and states, with its instruction set
     lineage: str = ""  # of the states: only a run that continues them has the same; at most 32 bytes
+    epoch: int = 0  # of an owner's control slab (protocol/ownership.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,7 @@ def encode_header(header: SlabHeader) -> bytes:
         _text("layout digest", facts.layout_digest, 64),
         _text("kernel", facts.kernel, 64),
         _text("lineage", facts.lineage, 32),
+        facts.epoch,
         len(header.regions),
     )
     table = b"".join(_REGION.pack(_text("kind", r.kind, 16), r.offset, r.bytes, r.stride) for r in header.regions)
@@ -115,9 +117,8 @@ def decode_header(source: str, data: bytes, file_bytes: int) -> SlabHeader:
         )
     if len(data) < _TABLE_AT:
         raise HandshakeError(f"{source} ends after {len(data)} bytes, within its header")
-    _, _, size, total, pid, run, role, index, number, incarnation, digest, kernel, lineage, count = _FIXED.unpack_from(
-        data
-    )
+    _, _, size, total, pid, run, role, index, number, incarnation, *texts, epoch, count = _FIXED.unpack_from(data)
+    digest, kernel, lineage = texts
     table = data[_TABLE_AT : _TABLE_AT + count * _REGION.size]
     (crc,) = _CRC.unpack_from(data, _FIXED.size)
     if crc != (found := zlib.crc32(data[: _FIXED.size] + table)):
@@ -133,6 +134,7 @@ def decode_header(source: str, data: bytes, file_bytes: int) -> SlabHeader:
         layout_digest=_str(digest),
         kernel=_str(kernel),
         lineage=_str(lineage),
+        epoch=epoch,
     )
     rows = _REGION.iter_unpack(table)
     regions = tuple(Region(kind=_str(kind), offset=at, bytes=n, stride=stride) for kind, at, n, stride in rows)

@@ -88,16 +88,18 @@ class Slab:
         return cls(header, mapping, fd, path, made=False)
 
     @classmethod
-    def adopt(cls, path: Path) -> Slab:
+    def adopt(cls, path: Path, *, with_others: bool = False) -> Slab:
         """Take a slab over from its maker, which must be dead: this process holds its lock from here on. The file keeps
         its name, so who has mapped it goes on. ``close`` removes it; if this process ends without that, it stays for
-        another successor. Raises HandshakeError if it is gone or no slab, StoreError if its maker lives."""
+        another successor. Raises HandshakeError if it is gone or no slab, StoreError if its maker lives.
+
+        with_others: other living owners may use other parts of it, and one of them may hold the lock."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as exc:
             raise HandshakeError(f"slab {path} is not there: it was swept before a successor took it over") from exc
         try:
-            _take_lock(path, fd)
+            _take_lock(path, fd, must=not with_others)
             if not os.fstat(fd).st_nlink:
                 raise HandshakeError(f"slab {path} was swept before a successor took it over")
             header = replace(read_header(path, fd), pid=os.getpid())
@@ -368,14 +370,17 @@ def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
             os.close(fd)
 
 
-def _take_lock(path: Path, fd: int) -> None:
-    """Lock a dead maker's slab. Who only looks at it (``is_free``) may hold the lock for a moment."""
+def _take_lock(path: Path, fd: int, *, must: bool) -> None:
+    """Lock a dead maker's slab. Who only looks at it (``is_free``) may hold the lock for a moment. ``must``: nobody
+    else may have it; otherwise it is enough that somebody has it."""
     deadline = time.monotonic() + _LOOKED_AT_S
     for pause in backoff():
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError as exc:
+            if not must:
+                return
             if time.monotonic() + pause > deadline:
                 raise StoreError(f"slab {path} cannot be taken over: the process that made it still runs") from exc
         time.sleep(pause)

@@ -40,9 +40,9 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.protocol.ownership import owner_map
 from rayzero.store.owner.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Joined
+from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.stall import StallWatch
@@ -106,12 +106,14 @@ class LocalOwners:
 class _Mappable:
     """Makes one owner's memory as unnamed files, so that windows can map it. A ``MemoryMaker``."""
 
+    takes_over = False
+
     def __init__(self, memories: dict[int, OwnerSlabs], owner: int, num_owners: int) -> None:
         """``memories``: receives the memory, by owner."""
         self._memories, self._owner, self._num_owners = memories, owner, num_owners
 
     def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> OwnerSlabs:
-        shared = SharedPlan(spec, owner_map(spec, self._num_owners))
+        shared = SharedPlan.of(spec, self._num_owners)
         facts = shared.facts("params", self._owner, kernel, 0)
         made = self._memories[self._owner] = OwnerSlabs(shared, facts, None)
         return made
@@ -293,6 +295,7 @@ class LocalConnection:
         """``stall_timeout``: seconds that a wait for a peer may last without progress. ``life``: how often the rank has
         died and come back."""
         self.rank, self.owners, self.life = rank, owners, life
+        self.epochs = Epochs(change=False)
         self.recorder = recorder or NullRecorder()
         self._watch = StallWatch(rank, stall_timeout)
         self._copies = ThreadPoolExecutor(
@@ -315,7 +318,7 @@ class LocalConnection:
         step = self.owners.lead.attach(self.rank, spec, answers[0].version)
         for service in services:
             service.map_gradients(self.rank, self._gradients.flats, step if self.life else None)
-        plan = SharedPlan(spec, owner_map(spec, len(services)))
+        plan = SharedPlan.of(spec, len(services))
         if self._windows is None:
             arenas = {owner: memory.arena for owner, memory in self.owners.memories.items()}
             self._windows = UnitWindows(plan, arenas, page_lock=page_lock)

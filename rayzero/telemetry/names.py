@@ -584,6 +584,38 @@ RECOVERY_SECONDS = _counter(
     "driver's node); start, from then until the new process answers; re-form, from then until everybody knows it; "
     "restart, until every process of a run that started again is up.",
 )
+RESCALES = _counter(
+    name="rayzero_rescales_total",
+    unit="changes",
+    labels=("outcome",),
+    roles=(COORDINATOR,),
+    only="a change of the optimizers",
+    help="Requests for other optimizer actors while the run goes on. outcome: done, or given_up, if they stayed as "
+    "they were.",
+)
+RESCALE_SECONDS = _counter(
+    name="rayzero_rescale_seconds_total",
+    unit="s",
+    labels=("step",),
+    roles=(COORDINATOR,),
+    only="a change of the optimizers",
+    help="Seconds of those changes. step: start (new processes, while training goes on), then hold, settle, prepare, "
+    "let_stand, enter and change, in which no step is decided.",
+)
+RESCALE_PAUSE_SECONDS = _gauge(
+    name="rayzero_rescale_pause_seconds",
+    unit="s",
+    roles=(COORDINATOR,),
+    only="a change of the optimizers",
+    help="Seconds in which no step was decided during the last change of the optimizers.",
+)
+RESCALE_MOVED_BYTES = _counter(
+    name="rayzero_rescale_moved_bytes_total",
+    unit="bytes",
+    roles=(COORDINATOR,),
+    only="a change of the optimizers",
+    help="Bytes of shards that got another owner in those changes. On one host they stay where they are.",
+)
 PINNED_UNITS = _counter(
     name="rayzero_pinned_units_total",
     unit="units",

@@ -29,7 +29,7 @@ from enum import Enum, StrEnum, auto
 from pathlib import Path
 from typing import Any
 
-from rayzero.elastic.controller import Kind, MemberId
+from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 from rayzero.testing import strikes
@@ -84,6 +84,7 @@ class Point:
 _BEFORE, _AFTER, _INSIDE = When.BEFORE, When.AFTER, When.INSIDE
 _SERVICE = "rayzero.owner.service:ShardService"
 _UPDATES, _LEAD = "rayzero.owner.updates:StepUpdates", "rayzero.lead.lead:StepLead"
+_SERVER = "rayzero.store.owner.server:OwnerServer"
 _ENGINE, _STEP, _STORE = (
     "rayzero.engine.engine:Engine",
     "rayzero.engine.rank_step:RankStep",
@@ -116,6 +117,19 @@ POINTS = {
     "owner.write": Point(f"{_SERVICE}.write", _BEFORE, repeats=True),
     "owner.save": Point("rayzero.owner.checkpoint:CheckpointWriter._write_file", _BEFORE),
     "owner.saved": Point("rayzero.owner.checkpoint:CheckpointWriter._write_file", _AFTER),
+    # an owner: a change of the owners
+    "owner.hold": Point(f"{_SERVER}.hold", _BEFORE),
+    "owner.held": Point(f"{_SERVER}.hold", _AFTER),
+    "owner.settle": Point(f"{_SERVER}.settle", _BEFORE, repeats=True),
+    "owner.settled": Point(f"{_SERVER}.settle", _AFTER),
+    "owner.prepare": Point(f"{_SERVER}.prepare", _BEFORE, repeats=True),
+    "owner.preparing": Point("rayzero.store.owner.next_epoch:_fill", _BEFORE),
+    "owner.prepared": Point(f"{_SERVER}.prepare", _AFTER),
+    "owner.let-stand": Point(f"{_SERVER}.let_stand", _BEFORE, repeats=True),
+    "owner.stands": Point(f"{_SERVER}.let_stand", _AFTER),
+    "owner.enter": Point(f"{_SERVER}.enter", _BEFORE),
+    "owner.entering": Point("rayzero.store.owner.hosted:HostedModels.enter", _BEFORE),
+    "owner.entered": Point(f"{_SERVER}.enter", _AFTER),
     # the lead, which is an owner too
     "lead.finish": Point(f"{_LEAD}.finish", _BEFORE, repeats=True),
     "lead.commit": Point(f"{_LEAD}.commit", _BEFORE, repeats=True),
@@ -156,6 +170,12 @@ POINTS = {
     "rank.keep": Point(f"{_STORE}.keep", _BEFORE),
     "rank.finish": Point(f"{_STEP}.commit", _BEFORE),
     "rank.finished": Point(f"{_STEP}.commit", _AFTER),
+    # a rank: a change of the owners
+    "rank.change": Point(f"{_STORE}.change", _BEFORE),
+    "rank.take-over": Point("rayzero.store.rank.remote:RemoteConnection.take_over", _BEFORE),
+    "rank.greeted": Point("rayzero.store.rank.memory.shared_memory:SharedRank.enter", _BEFORE),
+    "rank.shared": Point("rayzero.store.rank.remote:RemoteConnection._keep_again", _BEFORE),
+    "rank.changed": Point(f"{_STORE}.change", _AFTER),
     # a rank: means, writes, checkpoints, calls
     "rank.mean": Point(f"{_STORE}.mean", _BEFORE),
     "rank.mean-asked": Point(f"{_STORE}.mean", _AFTER),
@@ -240,11 +260,12 @@ class Faults:
     faults: tuple[Fault, ...]
     waits: bool = False  # no fault strikes before it is asked for by ``ask``
 
-    def check(self, num_ranks: int, num_owners: int) -> None:
-        """Raise ConfigError for a fault of a member that the run does not have."""
-        there = {Kind.RANK: num_ranks, Kind.OWNER: num_owners}
+    def check(self, num_ranks: int, num_owners: int | None) -> None:
+        """Raise ConfigError for a fault of a member that the run does not have. ``num_owners``: None: others may
+        come."""
+        there = {Kind.RANK: num_ranks} | ({} if num_owners is None else {Kind.OWNER: num_owners})
         for fault in self.faults:
-            if fault.who.index >= there[fault.who.kind]:
+            if fault.who.kind in there and fault.who.index >= there[fault.who.kind]:
                 ours = count(there[fault.who.kind], fault.who.kind)
                 raise ConfigError(f"a fault's member is {fault.member!r}; the run has {ours}")
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from rayzero.config import ZeroConfig
+from rayzero.elastic.reform import Step
+from rayzero.errors import RayZeroError
+from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.owner.by_model import ByModel
@@ -59,7 +63,7 @@ class ServedReach:
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
         """See ``Reach``."""
 
-        def make(addresses: Sequence[str]) -> RemoteConnection:
+        def make(addresses: Sequence[str], ownership: Ownership | None) -> RemoteConnection:
             return RemoteConnection(
                 rank,
                 addresses,
@@ -70,12 +74,13 @@ class ServedReach:
                 broadcast=self.config.broadcast,
                 share=self.share,
                 outlives_owners=self.outlives_owners,
+                ownership=ownership,
                 recorder=recorder,
                 model=model,
                 life=life,
             )
 
-        return RankStore(table.connect(make))
+        return table.connect(make)
 
 
 @dataclass(slots=True)
@@ -122,15 +127,42 @@ class Service:
     replaces_ranks: bool = False
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
-    def host(self, owner: int, life: int) -> HostedModels:
-        """An owner's shards, in a later life those of its predecessor."""
-        return HostedModels(owner, self.num_owners, share=self.share, threads=self.threads, succeeds=life > 0)
+    def host(self, owner: int, life: int, ownership: Ownership | None = None) -> HostedModels:
+        """An owner's shards, in a later life those of its predecessor. ``ownership``: None in the first epoch."""
+        return HostedModels(
+            owner,
+            self.num_owners if ownership is None else ownership.num_owners,
+            ownership=ownership,
+            share=self.share,
+            threads=self.threads,
+            succeeds=life > 0 or ownership is not None,
+        )
 
     def serve(self, models: HostedModels, *, replaces_owners: bool) -> OwnerServer:
         """A server in front of them."""
         return serve_models(
             models, token=self.token, replaces_ranks=self.replaces_ranks, replaces_owners=replaces_owners
         )
+
+
+def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, sending: threading.Lock) -> None:
+    """Call a method of ``server``, and send what it says."""
+    method, *arguments = order
+    try:
+        answer = Answered(method, getattr(server, method)(*arguments))
+    except RayZeroError as error:
+        answer = Answered(method, refused=str(error))
+    with sending, suppress(OSError):  # whoever asked has died, or needs this owner no more
+        pipe.send(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a member's process says to an order."""
+
+    method: str
+    result: object = None
+    refused: str | None = None  # why it could not be carried out
 
 
 @contextmanager
@@ -153,19 +185,20 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
         yield OwnersHere(partial(reach.connect, OwnerTable(addresses)), lose, reach, addresses)
 
 
-def serve_owner(service: Service, owner: int, life: int, pipe: Connection) -> None:
-    """Be one owner: send its address, and None once it is connected; carry out orders, calls of ``OwnerServer``, until
-    None or the pipe's end."""
+def serve_owner(service: Service, owner: int, life: int, ownership: Ownership | None, pipe: Connection) -> None:
+    """Be one owner: send its address, and an ``Answered`` for each order, until None or the pipe's end. ``ownership``:
+    None in the first epoch."""
     torch.set_num_threads(service.threads)
-    models = service.host(owner, life)
+    models = service.host(owner, life, ownership)
     with service.serve(models, replaces_owners=True) as server:
         pipe.send(server.address)
+        sending = threading.Lock()
         try:
             while (order := pipe.recv()) is not None:
-                method, *arguments = order
-                getattr(server, method)(*arguments)
-                if method == "connect_peers":
-                    pipe.send(None)
+                if order[0] in list(Step):  # it may wait for others, who may need other orders to be carried out
+                    threading.Thread(target=_carry_out, args=(server, order, pipe, sending), daemon=True).start()
+                else:
+                    _carry_out(server, order, pipe, sending)
         except EOFError:  # whoever started it has died
             pass
     models.close()

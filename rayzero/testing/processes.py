@@ -15,18 +15,24 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
-from rayzero.elastic.controller import Action, Connect, Controller, Kind, Lose, MemberId, Run, Start, Succeed
+from rayzero.elastic.controller import Action, Connect, Controller, Lose, Run, Start, Succeed
+from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Part, Release, Step
+from rayzero.elastic.requests import take
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError
+from rayzero.layout.rescale import Rescale
+from rayzero.protocol.ownership import Ownership, Prepared
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.testing.faults import Faults
-from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
+from rayzero.testing.owners import Answered, OwnersHere, Reach, Service, serve_owner
 from rayzero.testing.place import Ending, Loop, Outcome, Place, T, outcome_of, results_of
 
 log = logging.getLogger(__name__)
@@ -54,10 +60,12 @@ def run_processes(
     max_failures: int,
     stall_timeout: float,
     faults: Faults | None = None,
+    run_dir: Path | None = None,
 ) -> list[T]:
     """Run the loop on every rank; the results by rank. Members whose processes die are replaced, ``max_failures``
-    times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail."""
-    run = _Run(fn, places, owners, max_failures, stall_timeout / 2, faults)
+    times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail.
+    ``run_dir``: where requests for other owners are left (elastic/requests.py)."""
+    run = _Run(fn, places, owners, max_failures, stall_timeout / 2, faults, run_dir)
     try:
         return results_of(run.outcomes())
     finally:
@@ -77,17 +85,21 @@ class _Run:
         max_failures: int,
         patience_s: float,
         faults: Faults | None,
+        run_dir: Path | None,
     ) -> None:
+        self._run_dir = run_dir
         self._fn, self._places, self._owners, self._faults = fn, places, owners, faults
         self._sleepers = Sleepers[BaseProcess](patience_s if max_failures else math.inf)  # inf: nobody replaces them
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
         self._server.set_forkserver_preload(_PRELOADED)  # takes effect when the first process starts the server
         self._start_state = _Start(usual, dict(os.environ))
-        self._lives: dict[Connection, tuple[MemberId, int]] = {}  # whom a pipe leads to
-        self._pipes: dict[MemberId, Connection] = {}
-        self._children: dict[MemberId, BaseProcess] = {}  # freed by: end()
+        self._led_to: dict[Connection, Process] = {}  # by pipe
+        self._pipes: dict[Process, Connection] = {}
+        self._children: dict[Process, BaseProcess] = {}  # freed by: end()
+        self._parted: list[BaseProcess] = []  # owners that the run needs no more. freed by: end()
         self._outcomes: list[Outcome] = []
         self._failed_s: float | None = None  # when the first rank failed
+        self._dead: MemberId | None = None  # who has died last
         try:
             addresses = self._start_owners()
         except BaseException:
@@ -104,20 +116,20 @@ class _Run:
     def _start_owners(self) -> tuple[str, ...]:
         if isinstance(self._owners, OwnersHere):
             return self._owners.addresses
-        members = [MemberId(Kind.OWNER, owner) for owner in range(self._owners.service.num_owners)]
-        for member in members:
-            self._start(member, 0)
-        addresses = tuple(self._first_word(member) for member in members)
-        for member in members:
-            self._send(member, ("connect_peers", addresses))
-            self._first_word(member)
+        owners = [Process(MemberId(Kind.OWNER, owner), 0) for owner in range(self._owners.service.num_owners)]
+        for owner in owners:
+            self._start(owner)
+        addresses = tuple(self._first_word(owner) for owner in owners)
+        for owner in owners:
+            self._send(owner, ("connect_peers", addresses))
+            self._first_word(owner)
         return addresses
 
-    def _first_word(self, member: MemberId) -> Any:
+    def _first_word(self, process: Process) -> Any:
         try:
-            return self._pipes[member].recv()
+            return self._pipes[process].recv()
         except (EOFError, ConnectionResetError):
-            raise RunFailedError(f"the process of {member} died before the run began") from None
+            raise RunFailedError(f"the process of {process} died before the run began") from None
 
     # ---- until the loops have ended
 
@@ -125,14 +137,14 @@ class _Run:
         """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
         if that one says that another has left, until that one has said why."""
         for place in self._places:
-            rank = MemberId(Kind.RANK, place.rank)
-            self._start(rank, 0)
+            self._start(Process(MemberId(Kind.RANK, place.rank), 0))
             self._do(Run(place.rank, 0, self._controller.addresses))
         while len(self._outcomes) < len(self._places) and not self._has_failed(time.monotonic()):
-            for pipe in wait(list(self._lives), _LOOK_S):
+            for pipe in wait(list(self._led_to), _LOOK_S):
                 assert isinstance(pipe, Connection)
                 self._take(pipe)
             self._end_sleepers()
+            self._take_request()
         return self._outcomes
 
     def _has_failed(self, now: float) -> bool:
@@ -143,36 +155,41 @@ class _Run:
         return late or any(not isinstance(error, RankLeftError) for error in errors)
 
     def _take(self, pipe: Connection) -> None:
-        if pipe not in self._lives:  # its process was replaced in this round
-            return
-        member, life = self._lives[pipe]
+        process = self._led_to[pipe]
+        member, life = process.member, process.life
         try:
             said = pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
-            del self._lives[pipe]
-            if self._pipes[member] is pipe:
-                self._died(member, life)
+            del self._led_to[pipe]
+            self._dead = member
+            self._perform(self._controller.died(member, life))
             return
-        if member.kind is Kind.RANK:
-            self._outcomes.append(pickle.loads(said))
-            self._controller.ended(member.index, life)
-        elif (address := pickle.loads(said)) is not None:
-            self._perform(self._controller.ready(member, life, address))
-        else:
-            self._perform(self._controller.connected(member.index, life))
+        match pickle.loads(said):
+            case Outcome() as outcome:
+                self._outcomes.append(outcome)
+                self._perform(self._controller.ended(member.index, life))
+            case str(address):
+                self._perform(self._controller.ready(member, life, address))
+            case Answered("connect_peers"):
+                self._perform(self._controller.connected(member.index, life))
+            case Answered(Step.PREPARE, Prepared() as prepared):
+                self._perform(self._controller.answered(process, Step.PREPARE, prepared.leads))
+            case Answered(method, result, None) if method in list(Step):
+                self._perform(self._controller.answered(process, Step(method), result))
+            case Answered(method, _, why) if method in list(Step):
+                self._perform(self._controller.refused(process, Step(method), str(why)))
 
-    def _died(self, member: MemberId, life: int) -> None:
-        actions = self._controller.died(member, life)
-        if self._controller.over is not None:
-            raise RunFailedError(f"the process of {member} died: {self._controller.over}")
-        if actions:  # it had not ended its loop
-            self._children[member].join()
-            log.warning("%s died and is started again", member)
-            self._perform(actions)
+    def _take_request(self) -> None:
+        """Take a request for other owners."""
+        request = take(self._run_dir) if self._run_dir is not None else None
+        if request is not None:
+            num, there = request.num_optimizers, self._controller.coming.num_owners
+            self._perform(self._controller.scale(Rescale.to(num, there) if num != there else None))
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for too long: others would take it for dead, and it might wake up."""
-        stopped = [child for child in self._children.values() if child.pid is not None and is_stopped(child.pid)]
+        children = [*self._children.values(), *self._parted]
+        stopped = [child for child in children if child.pid is not None and is_stopped(child.pid)]
         for child in self._sleepers.overdue(stopped, time.monotonic()):
             log.warning("%s (pid %d) was stopped for too long and is killed", child.name, child.pid)
             child.kill()
@@ -180,51 +197,92 @@ class _Run:
     # ---- actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        """Carry out what the controller answers. Raises RunFailedError if the run is over."""
+        if self._controller.over is not None:
+            raise RunFailedError(f"the process of {self._dead} died: {self._controller.over}")
         for action in actions:
             self._do(action)
 
     def _do(self, action: Action) -> None:
         match action:
             case Start(member, life):
-                self._start(member, life)
+                former = max(process for process in self._children if process.member == member)
+                self._children.pop(former).join()
+                log.warning("%s died and is started again", member)
+                self._start(Process(member, life), self._ownership)
                 if member.kind is Kind.RANK:  # a forked process needs no time to start
                     self._perform(self._controller.ready(member, life))
-            case Run(index, _, addresses):
-                self._send(MemberId(Kind.RANK, index), addresses)
+            case Run(index, life, addresses):
+                self._send(Process(MemberId(Kind.RANK, index), life), (addresses, self._ownership))
             case Lose(rank, life, owners):
                 if isinstance(self._owners, OwnersHere):
                     self._owners.lose(rank, life)
                 for owner in owners:
-                    self._send(owner, ("lose", rank, life))
+                    self._send(self._process(owner), ("lose", rank, life))
             case Connect(index, life, addresses):
-                self._send(MemberId(Kind.OWNER, index), ("connect_peers", addresses))
+                self._send(Process(MemberId(Kind.OWNER, index), life), ("connect_peers", addresses))
             case Succeed(index, address, _, others):
                 for other in others:
-                    self._send(other, ("succeed", index, address))
+                    self._send(self._process(other), ("succeed", index, address))
+            case Join(member, life, ownership):
+                self._start(Process(member, life), ownership)
+            case Ask(step, processes, arguments):
+                for process in processes:
+                    self._send(process, (str(step), *arguments))
+            case Abandon(stay, joined, why):
+                log.warning("the owners stay as they are: %s", why)
+                for process in stay:
+                    self._send(process, ("abandon",))
+                for process in joined:  # at once: nobody takes what it has prepared for that of a living process
+                    self._kill(self._children.pop(process))
+            case Release(process):
+                self._send(process, ("abandon",))
+            case Kill(process, why):
+                log.warning("%s cannot go on with other owners and is killed: %s", process, why)
+                self._kill(self._children[process])
+            case Part(processes):
+                for process in processes:
+                    self._send(process, None)
+                    self._parted.append(self._children.pop(process))
 
-    def _send(self, member: MemberId, what: Any) -> None:
+    def _process(self, member: MemberId) -> Process:
+        """The present one of a member."""
+        return Process(member, self._controller.life(member))
+
+    @property
+    def _ownership(self) -> Ownership | None:
+        """Who owns what; None in the first epoch."""
+        return self._controller.ownership if self._controller.ownership.epoch else None
+
+    @staticmethod
+    def _kill(child: BaseProcess) -> None:
+        child.kill()
+        child.join()
+
+    def _send(self, process: Process, what: Any) -> None:
         with suppress(OSError):  # it has died, or ended, which its pipe tells
-            self._pipes[member].send(what)
+            self._pipes[process].send(what)
 
-    def _start(self, member: MemberId, life: int) -> None:
+    def _start(self, process: Process, ownership: Ownership | None = None) -> None:
+        member, life = process.member, process.life
         ours, theirs = self._server.Pipe()
-        be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member.index, life)
+        be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member.index, life, ownership)
         if self._faults is not None:
             be = partial(_arm, self._faults, member, life, be)
         child = self._server.Process(target=_child, args=(self._start_state, be, theirs))
         child.name = str(member)
         child.start()
         theirs.close()
-        self._children[member], self._pipes[member], self._lives[ours] = child, ours, (member, life)
+        self._children[process], self._pipes[process], self._led_to[ours] = child, ours, process
 
     def _rank(self, rank: int, life: int) -> Any:
         assert self._owners.reach is not None, "ranks in other processes cannot reach these owners"
         follows = isinstance(self._owners, OwnerProcesses)
         return partial(_be_rank, self._fn, self._places[rank], self._owners.reach, life, follows)
 
-    def _owner(self, owner: int, life: int) -> Any:
+    def _owner(self, owner: int, life: int, ownership: Ownership | None) -> Any:
         assert isinstance(self._owners, OwnerProcesses)
-        return partial(serve_owner, self._owners.service, owner, life)
+        return partial(serve_owner, self._owners.service, owner, life, ownership)
 
     # ---- end
 
@@ -233,10 +291,11 @@ class _Run:
         reacts to nothing but the final kill."""
         well = len(self._outcomes) == len(self._places) and not any(outcome.error for outcome in self._outcomes)
         for kind in (Kind.RANK, Kind.OWNER):  # ranks still have to leave the run
-            children = [child for member, child in self._children.items() if member.kind is kind]
-            for member in self._pipes:
-                if member.kind is kind is Kind.OWNER:
-                    self._send(member, None)
+            children = [child for process, child in self._children.items() if process.member.kind is kind]
+            children += self._parted if kind is Kind.OWNER else []
+            for process in self._children:
+                if process.member.kind is kind is Kind.OWNER:
+                    self._send(process, None)
             deadline = time.monotonic() + (_LEAVE_S if well else _END_S)
             for child in children:
                 if not well and kind is Kind.RANK:
@@ -274,19 +333,31 @@ def _be_rank(fn: Loop[Any], place: Place, reach: Reach, life: int, follows: bool
     """``follows``: owners may get successors."""
     load_compiler_only_to_compile()
     torch.set_num_threads(place.threads)
-    table = OwnerTable(pipe.recv())
+    addresses, ownership = pipe.recv()
+    table, sending = OwnerTable(addresses, ownership), threading.Lock()
     if follows:
-        threading.Thread(target=_follow, args=(table, pipe), name="rayzero-owner-table", daemon=True).start()
+        threading.Thread(target=_follow, args=(table, pipe, sending), name="rayzero-owner-table", daemon=True).start()
     with running_in(place.context(partial(reach.connect, table), Ending(), life)) as context:
-        _send(pipe, outcome_of(fn, context))  # before the rank leaves the run, which fails the other ranks
+        outcome = outcome_of(fn, context)
+        with sending:
+            _send(pipe, outcome)  # before the rank leaves the run, which fails the other ranks
 
 
-def _follow(table: OwnerTable, pipe: Connection) -> None:
-    """Take the addresses of owners' successors, until the pipe's end."""
+def _follow(table: OwnerTable, pipe: Connection, sending: threading.Lock) -> None:
+    """Take the addresses of owners' successors, and of other owners, until the pipe's end. ``sending``: held while
+    something is sent over the pipe."""
+
+    def answer(_: object) -> None:
+        with sending, suppress(OSError):  # whoever asked has ended
+            pipe.send(Answered(Step.CHANGE))
+
     with suppress(EOFError, OSError):
         while True:
-            _, owner, address = pipe.recv()
-            table.succeed(owner, address)
+            match pipe.recv():
+                case (Step.CHANGE, addresses, ownership):
+                    table.go_over(addresses, ownership).add_done_callback(answer)
+                case ("succeed", owner, address):
+                    table.succeed(owner, address)
 
 
 def _send(pipe: Connection, outcome: Outcome) -> None:

@@ -61,7 +61,8 @@ def run_ranks(
     config: what ``rayzero.prepare`` uses if the loop gives it none. Its ``offload_fraction`` decides whether owners are
         started beside the ranks; its ``chunk_bytes``, ``wire_compression`` and ``broadcast`` say how bytes travel over
         gRPC.
-    resume, run_dir: what the ranks' contexts say.
+    resume, run_dir: what the ranks' contexts say. With processes=True and max_failures > 0, requests for other owners
+        are taken from run_dir (elastic/requests.py).
     threads: torch threads of each rank process and of each owner.
     stall_timeout: seconds that a rank waits for a peer that makes no progress.
     max_failures: how many deaths in all the run outlives. A rank dies as a process that is killed, or a thread that
@@ -92,7 +93,8 @@ def run_ranks(
     settings = config or ZeroConfig()
     beside_ranks = device_owners(world_size, settings.host_fraction)
     if faults is not None:
-        faults.check(world_size, num_optimizers + beside_ranks if max_failures else 0)
+        here = num_optimizers + beside_ranks if max_failures else 0
+        faults.check(world_size, here if run_dir is None or not max_failures else None)
     if callable(transport):
         owners = _reached_by(transport)
         if processes:
@@ -114,7 +116,7 @@ def run_ranks(
     try:
         if processes and replaces:
             alone = OwnerProcesses(service, reach, bound=share is None)
-            return run_processes(fn, places, alone, max_failures, stall_timeout, faults)
+            return run_processes(fn, places, alone, max_failures, stall_timeout, faults, run_dir)
         with served_owners(service, reach) as owners:
             if processes:
                 return run_processes(fn, places, owners, max_failures, stall_timeout, faults)

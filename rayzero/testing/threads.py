@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from rayzero.elastic.controller import Controller, Kind, Lose, MemberId
+from rayzero.elastic.controller import Controller, Lose
+from rayzero.elastic.members import Kind, MemberId
 from rayzero.engine.context import RankContext, running_in
 from rayzero.testing.owners import OwnersHere
 from rayzero.testing.place import Ending, Killed, Loop, Outcome, Place, T, outcome_of, results_of

@@ -12,6 +12,7 @@ import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -23,6 +24,7 @@ from rayzero.cli import main
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
+from rayzero.elastic.requests import take
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.testing import run_ranks
@@ -232,6 +234,62 @@ def test_top_names_a_run_that_is_not_there_and_a_wrong_interval(tmp_path):
     assert "holds no run" in refused("top", "x", cwd=tmp_path)
 
 
+def running(folder: Path, **config: dict[str, Any]) -> None:
+    """Leave the record of a run "r" that goes on: its driver is on another host."""
+    record = {
+        "run": "r", "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "another"},
+        "config": {"zero": {}, "scaling": {"num_workers": 2}, "run": {"max_failures": 3}} | config,
+    }  # fmt: skip
+    (folder / "runs" / "r").mkdir(parents=True)
+    (folder / "runs" / "r" / "run.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero": {"transport": "grpc"}}, "with zero.transport='grpc' owners have memory of their own"),
+        ({"run": {"max_failures": 0}}, "run.max_failures is 0, so its processes do not follow other optimizers"),
+        (
+            {"zero": {"offload_fraction": 0.5}},
+            "zero.offload_fraction below 1 keeps part of the optimizer beside 2 ranks",
+        ),
+    ],
+)
+def test_scale_refuses_a_run_whose_optimizers_cannot_change(tmp_path, config, message):
+    running(tmp_path, **config)
+    said = refused("scale", "r", "--optimizers", "3", cwd=tmp_path)
+    assert said.startswith("rayzero: the optimizers of run 'r' cannot change: ")
+    assert message in said
+
+
+def test_scale_names_a_run_that_is_not_there_or_does_not_go_on_and_a_number_that_cannot_be(tmp_path):
+    scale = ("scale", "r", "--optimizers")
+    assert "no runs in" in refused("scale", "--optimizers", "3", cwd=tmp_path)
+    assert "no such run: 'r'" in refused(*scale, "3", cwd=tmp_path)
+    running(tmp_path)
+    for number in ("0", "-1"):
+        assert f"num_optimizers is {number}: pass at least 1" in refused(*scale, number, cwd=tmp_path)
+    assert rayzero("scale", "r", cwd=tmp_path).code == 2, "how many?"
+    path = tmp_path / "runs" / "r" / "run.json"
+    record = json.loads(path.read_text())
+    for state in ("finished", "failed", "stopped"):
+        path.write_text(json.dumps(record | {"state": state}))
+        assert f"run 'r' does not go on, because it has {state}: " in refused(*scale, "3", cwd=tmp_path)
+    path.write_text(json.dumps(record | {"driver": {"pid": 2**22 + 1, "host": socket.gethostname()}}))
+    assert "run 'r' does not go on, because its driver is gone: " in refused(*scale, "3", cwd=tmp_path)
+    (path.parent / "run.json").unlink()
+    assert "holds no run" in refused(*scale, "3", cwd=tmp_path)
+
+
+def test_a_request_is_left_for_the_driver_which_may_be_on_another_host(tmp_path):
+    running(tmp_path)
+    ended = rayzero("scale", "r", "--optimizers", "3", "--avoid", "10.0.0.7", "--no-wait", cwd=tmp_path)
+    assert (ended.code, ended.out) == (0, "asked; rayzero status says what comes of it\n")
+    left = take(tmp_path / "runs" / "r")
+    assert left is not None
+    assert (left.num_optimizers, left.avoid) == (3, ("10.0.0.7",))
+
+
 def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
     run = trained / "runs" / "r"
     (run / "run.json").write_text("{}")
@@ -292,4 +350,4 @@ def test_as_a_process_it_is_one_line_and_with_debug_a_traceback(tmp_path):
 def test_help_names_every_command(tmp_path):
     ended = rayzero("--help", cwd=tmp_path)
     assert ended.code == 0
-    assert all(command in ended.out for command in ("train", "status", "top", "export", "doctor"))
+    assert all(command in ended.out for command in ("train", "status", "top", "scale", "export", "doctor"))

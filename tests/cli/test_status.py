@@ -27,6 +27,13 @@ RECORD = {
     "telemetry": {"http_sd": "http://h:1/sd", "targets": [{"address": "h:1", "labels": {"a": "b"}}]},
     "routing": None, "metrics": {},
     "recoveries": [{"who": "rank 0", "pid": 7, "seconds": 2.0, "time": time.time()}],
+    "rescales": [
+        {
+            "id": "a", "why": "asked for", "before": 2, "after": 3, "failed": None, "seconds": {}, "pause": 0.4,
+            "moved_bytes": 7, "time": time.time(),
+        }
+    ],
+    "rescaling": None,
     "states": {"lineage": "mine", "directory": "/dev/shm", "memory": "boot"},
 }  # fmt: skip
 ROW = StepRow(
@@ -88,6 +95,49 @@ def test_recoveries_are_shown_the_newest_first_and_the_oldest_are_counted(run: P
     (run / "run.json").write_text(json.dumps(RECORD | {"recoveries": [again]}))
     assert "recovery    the run failed 5 min ago and started again from a checkpoint within 2.0 s" in lines_of(run)
     assert lines[5:] == ["recovery    and 2 earlier deaths: see run.json"]
+
+
+def rescale(before: int, after: int, seconds_ago: float, **more: Any) -> dict[str, Any]:
+    """A change of the optimizers, as a driver records it."""
+    told = {"id": "a", "why": "asked for", "failed": None, "seconds": {"start": 3.0}, "pause": 0.412, "moved_bytes": 7}
+    return told | {"before": before, "after": after, "time": time.time() - seconds_ago} | more
+
+
+def changes_of(run: Path, **record: Any) -> list[str]:
+    """The lines of changes, for a record with these entries."""
+    (run / "run.json").write_text(json.dumps(RECORD | record))
+    return [line for line in lines_of(run) if line.startswith("change ")]
+
+
+def test_a_change_of_the_optimizers_is_shown_while_it_is_under_way(run: Path) -> None:
+    here = {"driver": {"pid": os.getpid(), "host": socket.gethostname()}, "started_at": time.time()}
+    said = "from 2 optimizers to 5: 1 of 3 new processes are up"
+    record = here | {"state": "running", "ended_at": None, "rescaling": said, "rescales": []}
+    assert changes_of(run, **record) == [f"change      {said}"]
+    assert describe_run(run)["rescaling"] == said
+    assert changes_of(run, rescaling=said, rescales=[]) == [], "the run has ended"
+    assert changes_of(run, **record | {"rescaling": None}) == []
+
+
+def test_changes_of_the_optimizers_are_shown_the_newest_first_with_what_they_took_or_why_they_were_given_up(
+    run: Path,
+) -> None:
+    full = "ranks wait 20% of a step for updates, above the target of 10%"
+    some = [
+        rescale(1, 2, 7200, why=full),
+        rescale(2, 2, 600),
+        rescale(2, 5, 181),
+        rescale(5, 5, 60, failed="it has 5 optimizers already", pause=0.0),
+    ]
+    assert changes_of(run, rescales=some) == [
+        "change      5 optimizers stayed, 60 s ago: it has 5 optimizers already",
+        "change      2 optimizers became 5, 3 min ago; training stood for 0.41 s",
+        "change      optimizers moved to other nodes, 10 min ago; training stood for 0.41 s",
+        f"change      1 optimizer became 2, 2.0 h ago, because {full}; training stood for 0.41 s",
+    ]
+    assert describe_run(run)["rescales"] == some
+    assert changes_of(run, rescales=[*some, *some])[5:] == ["change      and 3 earlier changes: see run.json"]
+    assert changes_of(run, rescales=None) == [], "no driver wrote them then"
 
 
 def killed(run: Path, slabs: Path, **states: str) -> dict[str, Any]:
@@ -162,11 +212,12 @@ def test_nothing_that_a_run_says_reaches_the_terminal_as_a_control_character(run
     rude = "\x1b[31m\x9b2J\nstate  finished\r\u202e"
     record = RECORD | {
         "run": rude, "state": "running", "error": rude, "members": [{"who": rude, "pid": 1, "host": rude}],
-        "telemetry": {"http_sd": rude, "targets": []}, "recoveries": [recovery(rude, 1)],
+        "telemetry": {"http_sd": rude, "targets": []}, "recoveries": [recovery(rude, 1)], "rescaling": rude,
+        "rescales": [rescale(2, 3, 1, why=rude), rescale(3, 4, 1, failed=rude)],
     }  # fmt: skip
     described = describe_run(run) | record | {"damaged": [rude], "last": {"step": 3, rude: 1.0, "said": rude}}
     lines = format_status(described).split("\n")
-    assert len(lines) == 10
+    assert len(lines) == 13
     assert all(line.isprintable() for line in lines)
     assert f"run         \\x1b[31m\\x9b2J\\nstate  finished\\r\\u202e ({run})" in lines
 
@@ -226,6 +277,7 @@ def test_odd_values_in_a_record_are_one_line_or_shown(run: Path, data: Any) -> N
                 record["members"][0],
                 record["telemetry"],
                 record["recoveries"][0],
+                record["rescales"][0],
                 record["states"],
                 row,
             ]

@@ -124,6 +124,20 @@ def test_deaths_that_the_run_has_outlived_are_shown(run, monkeypatch, capsys) ->
     assert last == "recovery  optimizer 1 died 5 min ago and was replaced by pid 42 within 2.0 s"
 
 
+def test_changes_of_the_optimizers_are_shown_below(run, monkeypatch, capsys) -> None:
+    changed = {
+        "id": "a", "why": "asked for", "before": 2, "after": 5, "failed": None, "seconds": {}, "pause": 0.412,
+        "moved_bytes": 7, "time": time.time() - 298,
+    }  # fmt: skip
+    run.write("running", rescaling="from 5 optimizers to 1: publishing what is decided", rescales=[changed])
+    after_the_first_look(monkeypatch, run.step)
+    top(str(run.path), once=True, interval=1.0)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "change    from 5 optimizers to 1: publishing what is decided",
+        "change    2 optimizers became 5, 5 min ago; training stood for 0.41 s",
+    ]
+
+
 def test_a_run_that_is_starting_is_waited_for(run, monkeypatch, capsys) -> None:
     run.write("starting", telemetry=None)
     after_the_first_look(monkeypatch, lambda: None, lambda: run.write("running"), run.step)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rayzero.cluster.deaths import Death, Deaths, EndWatch, Recovering
 from rayzero.cluster.supervision import Failure, death_of
+from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
 
 CALM = 0.3
 

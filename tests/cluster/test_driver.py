@@ -22,14 +22,16 @@ from rayzero.cluster import driver as driver_module
 from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import RunActors
-from rayzero.cluster.driver import Journal, _again, _follow, _Follower
+from rayzero.cluster.driver import _again, _follow
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint, read_record
 from rayzero.cluster.interrupts import interruptible, postponed
+from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.cluster.supervision import Failure, Watch, death_of
 from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import ConfigError, DataError, RunFailedError
 from rayzero.telemetry.discovery import Target
@@ -74,9 +76,19 @@ class EndedRun:
 
 def asked(**told: Any) -> Any:
     """What a follower takes of a run's request; ``told``: what it is to do."""
-    directory = SimpleNamespace(checkpoints=RunCheckpoints(Path("nowhere")), start=StartPoint(checkpoint=None, step=0))
+    directory = SimpleNamespace(
+        path=Path("nowhere"), checkpoints=RunCheckpoints(Path("nowhere")), start=StartPoint(checkpoint=None, step=0)
+    )
     nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None, "on_phase": lambda _: None}
-    nobody = SimpleNamespace(num_workers=0, num_optimizers=0, rescale_on_failure=False, placement_timeout=0.0)
+    nothing |= {"on_rescale": lambda: None, "fewest_optimizers": 0}
+    nobody = SimpleNamespace(
+        num_workers=0,
+        num_optimizers=0,
+        max_optimizers=None,
+        rescale_on_failure=False,
+        placement_timeout=0.0,
+    )
+    nobody.replace = lambda **others: SimpleNamespace(**vars(nobody) | others)
     some = {"directory": directory, "scaling": nobody, "run": RunConfig(), "zero": ZeroConfig(), "packed_loop": None}
     return SimpleNamespace(**some | nothing | told)
 
@@ -98,7 +110,7 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
     stopped: list[bool] = []
     actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
     request = asked(on_report=take, on_change=lambda: stop("the change"))
-    follower = _Follower(actors, Journal(), request)  # type: ignore[arg-type]
+    follower = Follower(actors, Journal(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
             follower.finish()
@@ -184,7 +196,7 @@ def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     steps: list[int] = []
     actors = EndedRun([Report(rank=0, metrics={"step": 0})])
     request = asked(on_report=lambda one: steps.append(one.metrics["step"]))
-    follower = _Follower(actors, Journal(), request)  # type: ignore[arg-type]
+    follower = Follower(actors, Journal(), request)  # type: ignore[arg-type]
     actors.unread += [Report(rank=0, metrics={"step": step}) for step in (1, 2)]
     follower.finish()
     assert steps == [0, 1, 2]
@@ -198,7 +210,7 @@ def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> Non
         told.append((journal.state, list(actors.moves)))
         raise OSError("the disk is full")
 
-    _Follower(actors, journal, asked(on_stop=on_stop)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
+    Follower(actors, journal, asked(on_stop=on_stop)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
     assert told == [(RunState.STOPPED, [])]
     assert actors.moves == [RunState.STOPPED]
 
@@ -244,10 +256,10 @@ def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPat
 DEAD = death_of("rank 1", 7, "")
 
 
-def failing_with(failure: Failure) -> type[_Follower]:
+def failing_with(failure: Failure) -> type[Follower]:
     """A follower of a run that ends by this failure."""
 
-    class Failing(_Follower):
+    class Failing(Follower):
         def follow(self) -> Watch:
             self._watch.failed(failure, 0.0)
             return self._watch
@@ -264,7 +276,7 @@ def test_a_signal_while_a_run_is_taken_down_is_its_end_even_if_it_would_start_ag
             os.kill(os.getpid(), signal.SIGTERM)
             return []
 
-    monkeypatch.setattr(driver_module, "_Follower", failing_with(DEAD))
+    monkeypatch.setattr(driver_module, "Follower", failing_with(DEAD))
     request = asked(run=RunConfig(max_failures=3 if again else 0))
     actors, journal = Stopped([]), Journal(state=RunState.RUNNING)
     with pytest.raises(SystemExit if again else RunFailedError), interruptible():
@@ -279,7 +291,7 @@ def test_the_user_may_end_a_run_with_its_last_reports_before_it_starts_again(
     def enough(report: Report) -> None:
         raise ValueError("enough")
 
-    monkeypatch.setattr(driver_module, "_Follower", failing_with(DEAD))
+    monkeypatch.setattr(driver_module, "Follower", failing_with(DEAD))
     request = asked(run=RunConfig(max_failures=3 if again else 0), on_report=enough)
     with pytest.raises(raised, match="enough" if again else "rank 1 died"):
         _follow(request, EndedRun([Report(rank=0)]), Journal())  # type: ignore[arg-type]

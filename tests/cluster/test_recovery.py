@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ pytestmark = [
 STEPS = 40
 
 
-def train(config: Any) -> None:
+def train(config: Any, before_step: Callable[[int], None] = lambda _: None) -> None:
     """Train to STEPS from wherever this life of the rank begins."""
     context = get_context()
     model, plain = make()
@@ -42,6 +43,7 @@ def train(config: Any) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
     rayzero.track(scheduler=scheduler)
     for step in range(context.step, STEPS):
+        before_step(step)
         loss = model(batch(step, context.rank)).square().mean()
         loss.backward()
         optimizer.clip_grad_norm_(MAX_NORM)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from rayzero.cluster.processes.coordinator import Received
 from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender
 from rayzero.cluster.run import Report
 from rayzero.engine.loop.reports import RecentReports
@@ -94,15 +95,21 @@ class Receiver:
 
     def __init__(self) -> None:
         self.life, self.taken = "a", list[int]()
+        self.driver_has: int | None = None  # the step of the last report that it has had
 
-    def ask(self, batch: list[Report], life: str | None) -> str:
+    def ask(self, batch: list[Report], life: str | None) -> Received:
         if life in (None, self.life):
             self.taken += [one.step for one in batch]
-        return self.life
+        return Received(self.life, None if self.driver_has is None else (self.driver_has, 0))
 
 
-def test_another_coordinator_gets_the_last_reports_again_and_first():
+@pytest.mark.parametrize(
+    ("driver_has", "again"), [(3, [3, 4]), (1, [2, 3, 4]), (None, [1, 2, 3, 4])], ids=["all", "one", "none"]
+)
+def test_another_coordinator_gets_the_reports_again_that_the_driver_may_lack_and_first(driver_has, again):
+    """It always gets those of the last two steps, which may be on their way to the driver."""
     recent, receiver = RecentReports(), Receiver()
+    receiver.driver_has = driver_has
     sender = ReportSender(receiver.ask, recent, lambda made: Report(rank=0, step=made.step, number=made.number))
 
     def send(*steps: int) -> None:
@@ -115,9 +122,9 @@ def test_another_coordinator_gets_the_last_reports_again_and_first():
     assert receiver.taken == [1, 2, 3]
     receiver.life, receiver.taken = "b", []
     send(4)
-    assert receiver.taken == [3, 4], "those of the last two steps"
+    assert receiver.taken == again
     send(5)
-    assert receiver.taken == [3, 4, 5]
+    assert receiver.taken == [*again, 5]
 
 
 def test_numbers_that_are_reported_are_gauges_and_the_loss_is_the_training_loss():

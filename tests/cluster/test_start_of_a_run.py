@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rayzero.cluster import trainer as trainer_module
-from rayzero.cluster.driver import Journal, RunRequest
 from rayzero.cluster.files.run_dir import RECORD, read_record
 from rayzero.cluster.files.status import run_status
 from rayzero.cluster.files.tracing import trace_run
+from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.trainer import PhaseLines, ZeroTrainer
 from rayzero.config import RunConfig
 from rayzero.errors import ConfigError, RunFailedError

@@ -62,7 +62,8 @@ def test_a_dashboard_keeps_the_rules(path: Path) -> None:
     assert described["graphTooltip"] == 1
     assert described["tags"] == ["rayzero"]
     assert described["links"][0]["tags"] == ["rayzero"]
-    assert [one["name"] for one in described["annotations"]["list"]] == ["Checkpoints", "Recoveries", "Starts"]
+    marks = ["Checkpoints", "Recoveries", "Rescales", "Starts"]
+    assert [one["name"] for one in described["annotations"]["list"]] == marks
     variables = {one["name"]: one for one in described["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     for name, one in variables.items():
@@ -127,6 +128,37 @@ def test_checkpoints_are_marked_the_first_of_a_run_too(promtool: str, tmp_path: 
     (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
     done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_changes_of_the_optimizers_are_counted_and_marked_the_first_of_a_run_too(promtool: str, tmp_path: Path) -> None:
+    """The metrics are not there before a run's first change: ``increase`` alone would miss that one."""
+    exprs = {found.where.partition(": ")[2]: with_values(found.expr) for found in on_boards()}
+    counted, seconds, marks = exprs["Changes A"], exprs["Seconds of changes A"], exprs["Rescales"]
+    values = {  # a sample in 15 s: changes at 2m and 6m, one that is given up at 4m
+        'rayzero_rescales_total{run="a",outcome="done"}': "_x8 1x15 2x400",
+        'rayzero_rescales_total{run="a",outcome="given_up"}': "_x16 1x400",
+        'rayzero_rescale_seconds_total{run="a",step="hold"}': "_x8 2x15 6x400",
+    }
+
+    def is_at(eval_time: str, expr: str, **samples: float) -> dict[str, object]:
+        told = [{"labels": labels, "value": value} for labels, value in samples.items()]
+        return {"expr": expr, "eval_time": eval_time, "exp_samples": told}
+
+    done, given_up, hold = ('{run="a",outcome="done"}', '{run="a",outcome="given_up"}', '{run="a",step="hold"}')
+    asked = [
+        is_at("90s", counted),
+        is_at("3m", counted, **{done: 1}),
+        is_at("50m", counted, **{done: 2, given_up: 1}),
+        is_at("100m", counted, **{done: 0, given_up: 0}),
+        is_at("50m", seconds, **{hold: 6}),
+        *(is_at(at, f"count({marks})", **{"{}": 1}) for at in ("2m30s", "6m30s")),
+        *(is_at(at, f"count({marks})") for at in ("90s", "4m30s", "8m30s")),
+    ]
+    series = [{"series": name, "values": told} for name, told in values.items()]
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": asked}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    ended = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_clipped_steps_are_a_share_of_the_steps_that_the_same_process_decided(promtool: str, tmp_path: Path) -> None:

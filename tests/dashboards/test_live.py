@@ -31,6 +31,7 @@ METRICS = {metric.name: metric for metric in vars(names).values() if isinstance(
 HAD = {
     "",
     "20 steps",
+    "a change of the optimizers",
     "checkpoints",
     "rayzero.report",
     "rayzero train",
@@ -132,7 +133,20 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             seen = "min(increase(rayzero_step_seconds_count[5m])) > 0"  # between two scrapes: rates have values
             until(lambda: prometheus.values(seen), "no rank took a step between two scrapes", logs[0])
             until(lambda: prometheus.values("run:rayzero_tokens:rate1m"), "no recorded rule", logs[1])
+            change_the_optimizers(folder, prometheus)
             yield prometheus
+
+
+def change_the_optimizers(folder: Path, prometheus: Prometheus) -> None:
+    """From two to three, while it trains and is scraped."""
+    command = [sys.executable, "-m", "rayzero", "scale", "live", "--optimizers", "3"]
+    with (folder / "scale.log").open("w") as said:
+        done = subprocess.run(command, cwd=folder, stdout=said, stderr=subprocess.STDOUT, timeout=150, check=False)
+    assert done.returncode == 0, (folder / "scale.log").read_text()
+    log = folder / "train.log"
+    updated = 'count(rate(rayzero_optimizer_update_seconds_count{actor="2"}[5m]) > 0)'
+    until(lambda: prometheus.values(updated), "the third actor has updated nothing", log)
+    until(lambda: prometheus.values("rayzero_rescale_pause_seconds"), "the change is in no metric", log)
 
 
 def configuration(http_sd: str) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def test_every_panel_and_recorded_rule_has_data_and_every_alert_is_legal(live: P
 def test_variables_of_dashboards_have_values(live: Prometheus) -> None:
     assert live.ask("label/run/values") == ["live"]
     assert live.ask("label/rank/values") == ["0", "1"]
-    assert live.ask("label/actor/values") == ["0", "1"]
+    assert live.ask("label/actor/values") == ["0", "1", "2"]
     assert live.ask("label/role/values") == ["coordinator", "optimizer", "rank"]
 
 
@@ -177,6 +191,15 @@ def test_every_series_has_the_labels_its_name_promises_and_every_name_is_ours(li
 def test_every_metric_that_such_a_run_has_is_there(live: Prometheus) -> None:
     there = {name.removesuffix("_count") for name in live.ask("label/__name__/values")}
     assert [name for name, metric in METRICS.items() if metric.only in HAD and name not in there] == []
+
+
+def test_a_change_of_the_optimizers_is_counted_once_and_marked(live: Prometheus) -> None:
+    exprs = {found.where.partition(": ")[2]: with_values(found.expr) for found in on_boards()}
+    (changes,) = live.values(exprs["Changes A"])
+    assert (changes["metric"]["outcome"], changes["value"][1]) == ("done", "1")
+    actors = {one["metric"]["state"]: one["value"][1] for one in live.values(exprs["Optimizer actors A"])}
+    assert actors == {"desired": "3", "ready": "3"}
+    assert live.values(f"max_over_time(({exprs['Rescales']})[10m:1s])"), "no mark"
 
 
 def test_no_alert_fires_on_a_healthy_run(live: Prometheus) -> None:

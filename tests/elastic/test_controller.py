@@ -12,14 +12,13 @@ from rayzero.elastic.controller import (
     Action,
     Connect,
     Controller,
-    Kind,
     Lose,
-    MemberId,
     Run,
     Start,
     Succeed,
     wait_before_restart,
 )
+from rayzero.elastic.members import Kind, MemberId
 
 RANKS, OWNERS, FAILURES = 3, 2, 4
 FIRST = ("a0", "a1")

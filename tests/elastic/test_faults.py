@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.elastic.controller import Kind, MemberId
+from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import ConfigError
 from rayzero.owner.service import ShardService
 from rayzero.testing import run_ranks

@@ -174,6 +174,18 @@ def test_the_end_of_a_save_reaches_ranks_that_have_not_heard(
     assert {future.result(WAIT).path for future in again} == {str(directory)}
 
 
+def test_a_rank_that_dies_after_it_was_heard_asks_again_for_a_checkpoint_that_is_made(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec, tmp_path: Path
+) -> None:
+    directory, made = tmp_path / checkpoint_name(0), CheckpointInfo(path="p", step=0, digest="d")
+    for rank in range(2):
+        lead.attach(rank, spec, told=Told(saved=Saved(number=1, step=0, directory=str(directory), outcome=made)))
+    lead.lose(1)
+    lead.attach(1, spec)
+    assert lead.save(1, 0, directory, ()).result(WAIT) == made
+    assert [call for peer in peers for call in peer.calls] == []
+
+
 def test_a_checkpoint_that_was_made_but_not_told_is_found(
     lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec, tmp_path: Path
 ) -> None:

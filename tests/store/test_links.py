@@ -271,8 +271,7 @@ def test_an_owner_that_dies_before_a_rank_has_met_it_is_waited_for_if_it_gets_a_
     with net(spec) as made:
         addresses = [proxy.address for proxy in made.for_ranks]
         table = OwnerTable(["127.0.0.1:1", *addresses[1:]])
-        connection = table.connect(lambda known: RemoteConnection(0, known, token=TOKEN, outlives_owners=True))
-        store = RankStore(connection)
+        store = table.connect(lambda known, _: RemoteConnection(0, known, token=TOKEN, outlives_owners=True))
         with ThreadPoolExecutor(1) as threads:
             attaching = threads.submit(store.attach, spec)
             time.sleep(0.5)

@@ -22,7 +22,6 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.layout.shard_map import shard_map_for
 from rayzero.owner.service import ShardService
 from rayzero.owner.update import rules
 from rayzero.protocol.messages import Action, Decision, ModelSpec
@@ -248,7 +247,7 @@ def test_doctor_tells_what_a_killed_owner_left_before_it_sweeps(slab_dir: Path) 
 @needs_signals
 def test_a_slab_of_an_earlier_life_is_refused_by_name() -> None:
     spec = make_spec(1)
-    plan = SharedPlan(spec, shard_map_for(spec.layout, 1, spec.shard_map))
+    plan = SharedPlan.of(spec, 1)
     with ExitStack() as stack:
         lives = []
         for _ in range(2):

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError, StoreClosedError
-from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.page_lock import beyond_limit
 from rayzero.protocol.messages import Published, Pushed, SharedPaths
 from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
@@ -34,7 +33,7 @@ needs_signals = pytest.mark.skipif(available() is not None, reason="no signals b
 
 def plan_of(num_owners: int, **fields: object) -> SharedPlan:
     spec = make_spec(**fields)  # type: ignore[arg-type]
-    return SharedPlan(spec, shard_map_for(spec.layout, num_owners, spec.shard_map))
+    return SharedPlan.of(spec, num_owners)
 
 
 @pytest.fixture

@@ -87,6 +87,14 @@ def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, subpro
         yield rank, process
 
 
+def stand_still(pid: int) -> None:
+    """Stop every thread of a process: on a crowded machine, some may still run when the signal is sent."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = [psutil.Process(thread.id) for thread in psutil.Process(pid).threads()]
+    while any(thread.status() != psutil.STATUS_STOPPED for thread in threads):
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("away", [0, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_owner_that_stands_still_is_named_by_whatever_waits_for_it(way: str, away: int, slab_dir: Path) -> None:
@@ -95,7 +103,7 @@ def test_an_owner_that_stands_still_is_named_by_whatever_waits_for_it(way: str, 
         spec = rank.spec
         take_step([rank], [random_grads(spec, 1)])
         rank.fetch()
-        process.send_signal(signal.SIGSTOP)
+        stand_still(process.pid)
         began = time.monotonic()
         pushes = [rank.push_unit(unit, random_grads(spec, 2)) for unit in range(len(spec.layout.units))]
         waits = [rank.fetch_unit(unit, 2)[0] for unit in range(len(spec.layout.units))]

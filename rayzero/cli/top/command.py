@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.recoveries import recovery_lines
+from rayzero.cli.recoveries import change_lines, recovery_lines
 from rayzero.cli.run_choice import find_run
 from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.interrupts import postponed
@@ -112,8 +112,9 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
         before = kept[0] if len(kept) > 1 else None
         if mute != 1 and (before is not None or not once):  # a run that ends is silent before its record says so
             picture = draw_from(record["run"], before, kept[-1])
-            recoveries = recovery_lines(record.get("recoveries") or [], time())
-            show(render(picture, state=record["state"], steps=steps, recoveries=recoveries))
+            now = time()
+            recoveries, changes = recovery_lines(record.get("recoveries") or [], now), change_lines(record, now)
+            show(render(picture, state=record["state"], steps=steps, recoveries=recoveries, changes=changes))
             if once:
                 return False
         sleep(interval)

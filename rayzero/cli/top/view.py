@@ -34,9 +34,17 @@ _NO_ANSWER = (
 Row = TypeVar("Row")
 
 
-def render(picture: Picture, *, state: str, steps: int | None, recoveries: Sequence[str] = ()) -> RenderableType:
+def render(
+    picture: Picture,
+    *,
+    state: str,
+    steps: int | None,
+    recoveries: Sequence[str] = (),
+    changes: Sequence[str] = (),
+) -> RenderableType:
     """Draw the whole picture. ``state``: the run's; ``steps``: how many the run will do, None if that is not known;
-    ``recoveries``: a line for each death that the run has outlived."""
+    ``recoveries``: a line for each death that the run has outlived; ``changes``: one for each change of its
+    optimizers."""
     parts: list[RenderableType] = [_headline(picture, state, steps), _since(picture)]
     if picture.reported:
         parts.append(_reported(picture.reported))
@@ -52,6 +60,8 @@ def render(picture: Picture, *, state: str, steps: int | None, recoveries: Seque
         parts += [Text(), _trouble(picture)]
     if recoveries:
         parts += [Text(), *(Text(f"recovery  {plain(line)}", "yellow") for line in recoveries)]
+    if changes:
+        parts += [Text(), *(Text(f"change    {plain(line)}", "cyan") for line in changes)]
     return Group(*parts)
 
 

@@ -293,6 +293,15 @@ def _is_recovery(told: object) -> bool:
     )
 
 
+def _is_rescaled(told: object) -> bool:
+    return (
+        isinstance(told, dict)
+        and all(_is_text(told.get(name)) for name in ("id", "why"))
+        and all(_is_number(told.get(name)) for name in ("before", "after", "pause", "moved_bytes", "time"))
+        and (told.get("failed") is None or _is_text(told["failed"]))
+    )
+
+
 def _is_states(told: object) -> bool:
     """Whether it says where the run's states are. None: nowhere that outlives it."""
     return told is None or (isinstance(told, dict) and all(_is_text(told.get(name)) for name in _STATES))
@@ -317,6 +326,8 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "telemetry": _is_telemetry,
     "members": lambda told: told is None or _all(_is_member, told),  # None: nothing has been started yet
     "recoveries": lambda told: told is None or _all(_is_recovery, told),
+    "rescaling": lambda told: told is None or _is_text(told),
+    "rescales": lambda told: told is None or _all(_is_rescaled, told),
     "states": _is_states,
     "spares": lambda told: told is None or _all(_is_member, told),
     "ended_at": lambda told: told is None or _is_number(told),

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -27,7 +27,17 @@ from rayzero.cluster.processes.process_exporter import ExporterSettings, Process
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
-from rayzero.telemetry.names import ACTORS, HEARTBEAT_AGE_SECONDS, RECOVERIES, RECOVERY_SECONDS, SHARD_IMBALANCE
+from rayzero.telemetry.names import (
+    ACTORS,
+    HEARTBEAT_AGE_SECONDS,
+    RECOVERIES,
+    RECOVERY_SECONDS,
+    RESCALE_MOVED_BYTES,
+    RESCALE_PAUSE_SECONDS,
+    RESCALE_SECONDS,
+    RESCALES,
+    SHARD_IMBALANCE,
+)
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 
 __all__ = ["LATE_S", "Coordinator", "HeardReports", "Heartbeats", "News", "RunStatus", "this_process"]
@@ -58,6 +68,13 @@ class News:
 
     reports: list[Report]
     life: str
+
+
+class Received(NamedTuple):
+    """What a coordinator says to a batch of reports."""
+
+    life: str  # of the coordinator
+    passed_on: tuple[int, int] | None = None  # step and number of the rank's last report that the driver has had
 
 
 class HeardReports:
@@ -223,6 +240,8 @@ class Coordinator:
         self._recorder = MemoryRecorder()
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
         self._exporter: ProcessExporter | None = None
+        self._passed_on: dict[int, tuple[int, int]] = {}  # rank -> step and number of its last report the driver has
+        self._passing_on: dict[int, tuple[int, int]] = {}  # the same, of those on their way to the driver
         self._news = asyncio.Event()
         self._ended = False
         self._ready = asyncio.Event()  # the driver has told this process of the run: reports are taken
@@ -284,28 +303,41 @@ class Coordinator:
         for phase, took in seconds.items():
             self._recorder.add(RECOVERY_SECONDS, took, phase=phase)
 
-    async def report(self, reports: Sequence[Report], life: str | None) -> str:
-        """Take a batch of one rank's reports; returns this coordinator's life. They are in metrics.jsonl when this
-        returns. Takes none if ``life``, the last one that the rank knew (None: none yet), was another: the rank then
-        sends its last reports again, first."""
+    async def rescaled(self, outcome: str, seconds: Mapping[str, float], pause: float, moved_bytes: int) -> None:
+        """The owners have changed, or stay as they are (``names.RESCALES``). ``seconds``: by step, ``pause``: in which
+        no step was decided."""
+        self._recorder.add(RESCALES, outcome=outcome)
+        for step, took in seconds.items():
+            self._recorder.add(RESCALE_SECONDS, took, step=step)
+        self._recorder.add(RESCALE_MOVED_BYTES, moved_bytes)
+        if outcome == "done":
+            self._recorder.set(RESCALE_PAUSE_SECONDS, pause)
+
+    async def report(self, reports: Sequence[Report], life: str | None) -> Received:
+        """Take a batch of one rank's reports. They are in metrics.jsonl when this returns. Takes none if ``life``, the
+        last one of a coordinator that the rank knew (None: none yet), was another: the rank then sends its last reports
+        again, first."""
         await self._ready.wait()
         if life not in (None, self._life):
-            return self._life
+            return Received(self._life)
         new = self._status.add(reports)
         if self._log is not None:
             self._log.add(new)
         self._news.set()
-        return self._life
+        return Received(self._life, self._passed_on.get(reports[0].rank) if reports else None)
 
     async def next_reports(self, life: str) -> News:
         """Reports the driver has not had yet; waits until there are some, or ``end_news``. Answers at once if ``life``,
-        which the driver knows, was another coordinator's."""
+        which the driver knows, was another coordinator's. The driver has then had what the call before returned."""
         if life != self._life:
             return News([], self._life)
+        self._passed_on |= self._passing_on
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        return News(self._status.take_unread(), self._life)
+        unread = self._status.take_unread()
+        self._passing_on = {report.rank: (report.step, report.number) for report in unread}
+        return News(unread, self._life)
 
     async def rouse(self) -> None:
         """Make ``next_reports`` return now, perhaps with no reports: the driver waits for nothing else that would wake

@@ -15,7 +15,8 @@ from rayzero.cluster.nodes.numa import bind
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
-from rayzero.cluster.run import Member, optimizer_name
+from rayzero.cluster.run import Load, Member, optimizer_name
+from rayzero.elastic.reform import Step
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.memory.pressure import PressureGauge, read_host_pressure
@@ -83,11 +84,17 @@ class OptimizerActor:
         self._served.connect_peers(addresses)
 
     def take_place(
-        self, settings: OwnerSettings, bind_numa: bool, host: str, exporter: ExporterSettings | None, coordinator: Any
+        self,
+        settings: OwnerSettings,
+        bind_numa: bool,
+        host: str | None,
+        exporter: ExporterSettings | None,
+        coordinator: Any,
     ) -> tuple[Member, str, Target | None]:
-        """Become the successor of an owner that has died: who this is, where it serves, and its exporter."""
+        """Become the successor of an owner that has died, or one that joins: who this is, where it serves, and its
+        exporter. ``host``: to serve on; None: this node's address."""
         member = self.become(settings, measure_bandwidth=False, bind_numa=bind_numa)
-        address = self.serve(host)
+        address = self.serve(host or member.host)
         return member, address, None if exporter is None else self.open_exporter(exporter, coordinator)
 
     def succeed(self, owner: int, address: str) -> None:
@@ -97,6 +104,14 @@ class OptimizerActor:
     def lose(self, rank: int, life: int) -> None:
         """A rank has died and comes back in ``life``."""
         self._served.lose(rank, life)
+
+    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
+        """See ``ServedOwner.carry_out``."""
+        return self._served.carry_out(step, arguments)
+
+    def abandon(self) -> None:
+        """See ``OwnerServer.abandon``."""
+        self._served.abandon()
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
@@ -118,6 +133,11 @@ class OptimizerActor:
             settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds
         )
         return self._exporter.target
+
+    def load(self) -> Load:
+        """What this owner has done so far."""
+        updates = self._recorder.timing(OPTIMIZER_UPDATE_SECONDS)
+        return Load(updates.count, updates.total)
 
     def watch(self) -> None:
         """Return when the owner stops serving. A caller that waits for this learns of the process's death at once."""

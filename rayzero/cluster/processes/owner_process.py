@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rayzero.elastic.reform import Step
+from rayzero.protocol.ownership import Ownership
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.shm.same_host import why_no_sharing
@@ -27,7 +30,8 @@ class OwnerSettings:
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
-    succeeds: bool = False  # it takes over the slabs of a dead owner of its number
+    ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
+    succeeds: bool = False  # it takes over the slabs of a dead owner of its number, or those prepared for its epoch
     replaces_members: bool = False  # whoever dies is started again
     token: str = field(repr=False)  # every call to the owner must carry it
 
@@ -41,6 +45,7 @@ class ServedOwner:
         self.models = HostedModels(
             settings.owner,
             settings.num_owners,
+            ownership=settings.ownership,
             share=share,
             threads=settings.threads,
             memory_budget=settings.memory_budget,
@@ -77,6 +82,16 @@ class ServedOwner:
         """See ``OwnerServer.lose``."""
         assert self._server is not None, "serve() comes first"
         self._server.lose(rank, life)
+
+    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
+        """Take a step of a change of the owners; see elastic/reform.py. Raises RayZeroError if it cannot."""
+        assert self._server is not None, "serve() comes first"
+        return getattr(self._server, step)(*arguments)
+
+    def abandon(self) -> None:
+        """See ``OwnerServer.abandon``."""
+        assert self._server is not None, "serve() comes first"
+        self._server.abandon()
 
     def stop(self) -> None:
         """Close the port, free the shards. Idempotent."""

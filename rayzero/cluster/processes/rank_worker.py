@@ -14,20 +14,23 @@ import torch
 
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
-from rayzero.cluster.processes.coordinator import this_process
+from rayzero.cluster.processes.coordinator import Received, this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
 from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender
-from rayzero.cluster.run import Member, Report, rank_name
+from rayzero.cluster.run import Load, Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
 from rayzero.config import CheckpointErrors, ZeroConfig
+from rayzero.elastic.reform import Step
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.engine.private_torch import load_compiler_only_to_compile
+from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, STEP_SECONDS
 from rayzero.telemetry.recorder import Measurements, MemoryRecorder
 
 __all__ = ["RankSettings", "RankWorker"]
@@ -49,6 +52,7 @@ class RankSettings:
     bind_numa: bool
     config: ZeroConfig
     addresses: tuple[str, ...]  # of the owners, by index
+    ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
     lineage: str  # of the run's states in shared memory
     life: int = 0  # how often the rank has died and was started again
     repeats: int | None = None  # see RankContext
@@ -68,7 +72,8 @@ class RankWorker:
         self._owner = ServedOwner(owner, self._recorder) if owner is not None else None
         self._context: RankContext | None = None
         self._table: OwnerTable | None = None  # while the loop runs
-        self._successors: list[tuple[int, str]] = []  # of owners, since the loop's addresses were sent
+        self._owners: tuple[Sequence[str], Ownership] | None = None  # those of the last change that this rank heard of
+        self._successors: list[tuple[int, str]] = []  # of owners, since that, or since the loop's addresses were sent
         self._moving = threading.Lock()  # guards both
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
@@ -105,6 +110,21 @@ class RankWorker:
             if self._table is not None:
                 self._table.succeed(owner, address)
 
+    def carry_out(self, step: Step, arguments: Sequence[Any]) -> None:
+        """Go over to other owners: the addresses and the ownership of the next epoch. See ``OwnerTable.change``."""
+        assert step is Step.CHANGE, f"ranks take no part in {step}"
+        addresses, ownership = arguments
+        with self._moving:
+            self._owners, self._successors = (addresses, ownership), []
+            table = self._table
+        if table is not None:
+            table.change(addresses, ownership)
+
+    def load(self) -> Load:
+        """What this rank has done so far."""
+        steps = self._recorder.timing(STEP_SECONDS)
+        return Load(steps.count, steps.total, self._recorder.total(EXPOSED_WAIT_SECONDS, cause="optimizer"))
+
     def lose(self, rank: int, life: int) -> None:
         """See ``ServedOwner.lose``."""
         assert self._owner is not None, "there is no owner beside this rank"
@@ -122,7 +142,7 @@ class RankWorker:
             bind(rank_name(self._rank), self._rank, self._threads, near)
         load_compiler_only_to_compile()
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
-        table = self._open_table(settings.addresses)
+        table = self._open_table(settings)
         recent = RecentReports()
         sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
         channel = self._channel = ReportChannel(sender.send)
@@ -137,10 +157,11 @@ class RankWorker:
         channel.close(_FLUSH_S)
         return RankOutcome(rank=self._rank, failure=failure, measured=Measurements.of(self._recorder))
 
-    def _open_table(self, addresses: Sequence[str]) -> OwnerTable:
+    def _open_table(self, settings: RankSettings) -> OwnerTable:
         """The owners as they are by now: the loop may be long on its way here."""
-        table = OwnerTable(addresses)
         with self._moving:
+            addresses, ownership = self._owners or (settings.addresses, settings.ownership)
+            table = OwnerTable(addresses, ownership)
             for owner, address in self._successors:
                 table.succeed(owner, address)
             self._table = table
@@ -154,8 +175,8 @@ class RankWorker:
             self._context.close(reason)
 
 
-def _ask(coordinator: Any, batch: list[Report], life: str | None) -> str:
-    told: str = ray.get(coordinator.report.remote(batch, life))
+def _ask(coordinator: Any, batch: list[Report], life: str | None) -> Received:
+    told: Received = ray.get(coordinator.report.remote(batch, life))
     return told
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rayzero.cluster.processes.coordinator import Received
 from rayzero.cluster.run import Report
 from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.errors import StoreClosedError
@@ -60,7 +61,7 @@ class ReportSender:
 
     def __init__(
         self,
-        ask: Callable[[list[Report], str | None], str],
+        ask: Callable[[list[Report], str | None], Received],
         recent: RecentReports,
         report_of: Callable[[LoopReport], Report],
     ) -> None:
@@ -70,14 +71,15 @@ class ReportSender:
 
     def send(self, batch: list[Report]) -> None:
         """Send a batch; blocks until the coordinator has it. See [Note: another coordinator]."""
-        life = self._ask(batch, self._life)
-        while self._life is not None and life != self._life:
-            self._life = life
+        received = self._ask(batch, self._life)
+        while self._life is not None and received.life != self._life:
+            self._life = received.life
             first = batch[0].step, batch[0].number
             lately = [self._report_of(made) for made in self._recent.made if (made.step, made.number) < first]
-            life = self._ask([*lately, *batch], life)
-        self._life = life
-        self._recent.arrived(batch[-1].step, batch[-1].number)
+            received = self._ask([*lately, *batch], self._life)
+        self._life = received.life
+        if received.passed_on is not None:  # until the driver has a report, it may be lost with the coordinator
+            self._recent.arrived(*received.passed_on)
 
 
 class ReportChannel:

@@ -257,6 +257,8 @@ class Contributions:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if not self._every:  # without shards there is nothing to redo, so a successor begins where it is asked
+                self.open_step = max(self.open_step, step)
             if step > self.open_step and self._redoing:
                 return self._hold(step, reports)
             if step != self.open_step:

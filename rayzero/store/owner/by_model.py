@@ -37,6 +37,10 @@ class ByModel(Generic[T]):
                 self._made.append(self._make(number))
             return self._made[number]
 
+    def make_first(self) -> None:
+        """Make the object of model 0 now."""
+        self[0]
+
     def known(self, number: int) -> T | None:
         """The object of model ``number`` if it has been made; does not wait."""
         return self._made[number] if 0 <= number < len(self._made) else None

@@ -39,6 +39,7 @@ from rayzero.store.wire.rpc import (
     POLL_MARGIN_S,
     STORE_SERVICE,
     caller_of,
+    epoch_of,
     from_failure,
     link_of,
     methods,
@@ -414,7 +415,7 @@ class ModelCalls:
             raise
 
 
-FindModel = Callable[[int], Awaitable[ModelCalls]]  # by number
+FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
 
 def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> Behaviour:
@@ -428,7 +429,8 @@ def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> 
     async def guarded(request: Any, context: Context) -> Any:
         began = time.perf_counter()
         try:
-            calls = await find(model_of(context.invocation_metadata() or ()))
+            metadata = context.invocation_metadata() or ()
+            calls = await find(model_of(metadata), epoch_of(metadata))
             answer = await calls.answer(service, method, request, context)
             count(grpc.StatusCode.OK, began)
             return answer
@@ -436,9 +438,9 @@ def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> 
             count(grpc.StatusCode.CANCELLED, began)
             raise
         except RayZeroError as error:
-            code, details, metadata = to_status(error)
+            code, details, sent = to_status(error)
             count(code, began)
-            await context.abort(code, details, metadata)
+            await context.abort(code, details, sent)
 
     return guarded
 
@@ -451,7 +453,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
     flow control lets through, and parses none of it. (A unary handler is only called once the body has been read.)"""
 
     def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
-        """``find``: returns the calls of a prepared model, by its number."""
+        """``find``: returns the calls of a prepared model, by its number, in an epoch."""
         self._token, self._recorder = token, recorder
         self._handlers = {
             method.path: method.handler(_guarded(service, name, find, recorder))

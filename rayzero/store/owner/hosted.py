@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from rayzero.memory.planner import check_budget
+from rayzero.owner.model import plan_change
 from rayzero.owner.service import CPU, ShardService
+from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.ownership import Ownership
+from rayzero.slabs.slab import Slab
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.telemetry.recorder import LaterModelRecorder, NullRecorder, Recorder
@@ -30,6 +36,7 @@ class HostedModels:
         owner: int,
         num_owners: int,
         *,
+        ownership: Ownership | None = None,
         share: Path | None = None,
         threads: int = 1,
         memory_budget: int | None = None,
@@ -39,10 +46,12 @@ class HostedModels:
         succeeds: bool = False,
     ) -> None:
         """``share``: the directory for memory shared with ranks of this host; None: share none. ``succeeds``: take over
-        what a dead process of this owner has left there. For the other arguments see ``ShardService``."""
-        self._succeeds = succeeds
-        self._owner, self._num_owners, self._share = owner, num_owners, share
-        self._threads, self._memory_budget = threads, memory_budget
+        what a dead process of this owner has left there, or what was prepared for this epoch. For the other arguments
+        see ``ShardService``."""
+        self._succeeds, self._ownership = succeeds, ownership
+        self._prepared: dict[int, Slab] = {}  # control slabs, by model. freed by: _make(), close()
+        self.owner, self.num_owners, self.share, self.threads = owner, num_owners, share, threads
+        self._memory_budget = memory_budget
         self._recorder, self._norms_every, self._device = recorder or NullRecorder(), norms_every, device
         self._models = ByModel(self._make)
 
@@ -52,14 +61,21 @@ class HostedModels:
 
     def _make(self, number: int) -> Hosted:
         shared = None
-        if self._share is not None:
+        if self.share is not None:
             shared = SharedOwner(
-                self._owner, self._num_owners, self._share, threads=self._threads, succeeds=self._succeeds
+                self.owner,
+                self.num_owners,
+                self.share,
+                ownership=self._ownership,
+                threads=self.threads,
+                succeeds=self._succeeds,
+                prepared=self._prepared.pop(number, None),
             )
         service = ShardService(
-            self._owner,
-            self._num_owners,
-            threads=self._threads,
+            self.owner,
+            self.num_owners,
+            ownership=self._ownership,
+            threads=self.threads,
             memory_budget=self._memory_budget,
             memory_taken=self.planned_bytes,
             memory=shared,
@@ -68,6 +84,16 @@ class HostedModels:
             device=self._device,
         )
         return Hosted(service, shared)
+
+    def check_change(self, specs: Sequence[ModelSpec], ownership: Ownership) -> None:
+        """Raise UnsupportedError if the owners of these models cannot change, MemoryPlanError, with the sum, if this
+        one may not take what it would own in the epoch of ``ownership``."""
+        taken = 0
+        for spec in specs:
+            plan = plan_change(spec, self.owner, ownership, measures_norms=self._norms_every is not None)
+            if self._memory_budget is not None:
+                check_budget(plan, self._memory_budget, taken=taken)
+            taken += plan.total
 
     @property
     def planned_bytes(self) -> int:
@@ -80,7 +106,23 @@ class HostedModels:
         made = self._models.made
         return made[-1].service.decided_steps if made else 0
 
+    @property
+    def ownership(self) -> Ownership:
+        """Who owns what by now, but for owners on devices; without one of those the run's first epoch is complete."""
+        return self._ownership or Ownership(self.num_owners)
+
+    def enter(self, ownership: Ownership, prepared: Mapping[int, Slab]) -> None:
+        """The next epoch has begun, and the parts of the last one are retired: make them anew. ``prepared``: for it, by
+        model."""
+        self._prepared = dict(prepared)
+        self._models.close()
+        self.num_owners += ownership.num_owners - self.ownership.num_owners
+        self._ownership, self._succeeds = ownership, True
+        self._models = ByModel(self._make)
+
     def close(self) -> None:
         """Free the shards, after the server in front of them has stopped. Idempotent."""
         for hosted in self._models.close():
             hosted.service.close()
+        for slab in self._prepared.values():
+            slab.close()

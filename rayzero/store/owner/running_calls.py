@@ -23,7 +23,7 @@ class RunningCalls:
         self._owner = owner
         self._tasks: dict[asyncio.Task[Any], LinkNumber | None] = {}
         self._newest: dict[str, int] = {}  # caller -> number of its newest link
-        self._stopped = False
+        self._stopped: StoreError | None = None
 
     @contextmanager
     def running(self, link: LinkNumber | None) -> Iterator[None]:
@@ -37,8 +37,8 @@ class RunningCalls:
         try:
             yield
         except asyncio.CancelledError:
-            if self._stopped:
-                raise StoreError(f"optimizer {self._owner} was stopped") from None
+            if self._stopped is not None:
+                raise self._stopped from None
             if link is not None and self._is_late(link):
                 raise self._late(link) from None
             raise  # the caller is gone
@@ -61,8 +61,8 @@ class RunningCalls:
     def _late(self, link: LinkNumber) -> TransferError:
         return TransferError(f"optimizer {self._owner}: {link.caller} has opened a newer link than that of this call")
 
-    def end(self) -> None:
-        """The server stops: end every call."""
-        self._stopped = True
+    def end(self, error: StoreError) -> None:
+        """The server stops, or its epoch is over: end every call with ``error``."""
+        self._stopped = error
         for task in self._tasks:
             task.cancel()

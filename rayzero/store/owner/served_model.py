@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from rayzero.concurrency.event_loop import shared_loop
+from rayzero.concurrency.futures import fail, settle
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import ConfigError, StoreClosedError, StoreError
+from rayzero.errors import ConfigError, EpochOverError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
@@ -62,12 +63,14 @@ class ServedModel:
         self.steps = StepCalls(self)  # calls within a step, over any transport
         self.lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
         self.spec: ModelSpec | None = None  # set by the first attach
+        self.begun: Future[None] = Future()  # done at the first attach, which says whether this owner leads
         self.leads = False  # this owner has shard 0
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self._number, self._terms = number, terms
+        self._epoch = 0 if self.service.ownership is None else self.service.ownership.epoch
         self._peers: list[RemotePeer] = []
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
         if self.shared is not None:  # first: a version is in the owner's slabs before a rank learns of it over gRPC
@@ -90,6 +93,7 @@ class ServedModel:
                 tls=terms.tls,
                 timeout_s=terms.peer_timeout_s,
                 model=self._number,
+                epoch=self._epoch,
                 recorder=service.recorder,
             )
             for owner, address in enumerate(addresses)
@@ -115,10 +119,12 @@ class ServedModel:
         """Keep the spec of the first rank that attaches."""
         if self.spec is None:
             self.spec = spec
-            self.leads = owner_map(spec, self.service.num_owners).owns(self.service.owner, 0)
+            shard_map = owner_map(spec, self.service.num_owners, self.service.ownership)
+            self.leads = shard_map.owns(self.service.owner, 0)
             if self.leads and self.lead is not None and not self._terms.replaces_owners:
                 for peer in self._peers:
                     peer.watch(self.lead.owner_failed)
+            settle(self.begun, None)
 
     def require_lead(self) -> StepLead:
         """The lead. Raises StoreError if this owner does not lead."""
@@ -182,16 +188,24 @@ class ServedModel:
 
     def end(self) -> None:
         """Fail every wait, before the server stops listening."""
+        fail(self.begun, StoreClosedError(f"optimizer {self.service.owner} was stopped"))
         self.service.abort(StoreClosedError(f"optimizer {self.service.owner} was stopped"))
         if self.leads and self.lead is not None:  # only the owner that leads ends the run for all
             self.lead.close()
 
-    def close(self) -> None:
-        """Close the connections to peers and the shared memory, after the server has stopped."""
+    def retire(self, error: EpochOverError) -> None:
+        """The next epoch has begun: fail every wait with ``error``, and let its owners have the memory."""
+        if self.leads and self.lead is not None:
+            self.lead.retire(error)
+        self.service.retire(error)
+
+    def close(self, *, retires: bool = False) -> None:
+        """Close the connections to peers and the shared memory, after its calls have ended. ``retires``: see
+        ``SharedOwner.close``."""
         for peer in self._peers:
             peer.close()
         if self.shared is not None:
-            self.shared.close()
+            self.shared.close(retires=retires)
         self._pool.shutdown(wait=True)
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.errors import ConfigError, StoreError
+from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedError
 from rayzero.owner.service import ShardService
+from rayzero.protocol.ownership import Ownership, Prepared
+from rayzero.slabs.slab import Slab
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
+from rayzero.store.owner.next_epoch import moved_bytes, prepare_control
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, TlsFiles
+from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
 
 _QUICK_S = 30.0  # starting and stopping a server
 _GRACE_S = 2.0  # time for calls to end when the server stops
@@ -67,6 +75,10 @@ class OwnerServer:
         self._loop = shared_loop()
         self._owner, self._recorder = service.owner, service.recorder
         self._hosted, self._stopped = models, False
+        self._epoch = 0 if service.ownership is None else service.ownership.epoch
+        self._prepared: dict[int, Slab] = {}  # control slabs of the next epoch, by model. freed by: enter(), abandon()
+        self._changing = threading.Lock()  # held while the next epoch is prepared, given up or entered
+        self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
         self._terms = ServerTerms(
             token=token,
             tls=tls,
@@ -77,27 +89,35 @@ class OwnerServer:
         )
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
-        self._first = ModelCalls(ServedModel(0, Hosted(service, shared), self._terms))
-        assert self._models[0] is self._first
+        self._alone: Hosted | None = Hosted(service, shared)  # the first model's, in the first epoch here
+        self._models.make_first()
         self.address = self._loop.run(self._start(host, port, list(interceptors)), _QUICK_S)
         if tls is None and not _is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", service.owner, self.address)
 
     def _serve(self, number: int) -> ModelCalls:
         """Make what serves one model, at the model's first call."""
-        if not number:
-            return self._first
-        if self._hosted is None:
+        if not number and self._alone is not None:
+            served = ServedModel(0, self._alone, self._terms)
+        elif self._hosted is None:
             raise StoreError(f"optimizer {self._owner} serves one prepared model, but was asked for model {number}")
-        served = ServedModel(number, self._hosted[number], self._terms)
+        else:
+            served = ServedModel(number, self._hosted[number], self._terms)
         if self._addresses is not None:
             served.connect_peers(self._addresses)
         return ModelCalls(served)
 
-    async def _find(self, number: int) -> ModelCalls:
-        """Find a model by its number. A new one is made off the event loop, because that opens channels."""
-        calls = self._models.known(number)
-        return calls if calls is not None else await self._first.model.compute(lambda: self._models[number])
+    async def _find(self, number: int, epoch: int) -> ModelCalls:
+        """Find a model by its number. A new one is made off the event loop, because that opens channels. Raises
+        EpochOverError for calls that are not of this epoch."""
+        if epoch != self._epoch:
+            raise _over(self._owner, epoch, self._epoch)
+        models = self._models
+        calls = models.known(number)
+        if calls is None:
+            loop = asyncio.get_running_loop()
+            calls = await loop.run_in_executor(self._making, lambda: models[number])
+        return calls
 
     async def _start(self, host: str, port: int, interceptors: list[Any]) -> str:
         self._health = Health()
@@ -122,8 +142,9 @@ class OwnerServer:
         """Give this owner the addresses of all owners (by index, itself included), before the first rank attaches.
 
         Only the owner of shard 0, which leads, uses them. Raises ConfigError unless there is one for each owner."""
-        self._first.model.connect_peers(addresses)
         self._addresses = tuple(addresses)
+        for calls in self._models.made:
+            calls.model.connect_peers(addresses)
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner's process has died; its successor is at ``address``. Does not wait for it."""
@@ -143,6 +164,84 @@ class OwnerServer:
         for calls in self._models.made:
             self._loop.loop.call_soon_threadsafe(calls.model.lost, rank, reason)
 
+    # ---- between two epochs: rayzero/elastic/reform.py says in which order
+
+    def hold(self) -> dict[int, int]:
+        """Decide nothing more for the models that this owner leads; blocks, also until a rank has attached to this
+        process. Returns the steps that stay open, by model."""
+        models = [calls.model for calls in self._models.made]
+        for model in models:
+            model.begun.result()
+        held = {number: model.require_lead().hold() for number, model in enumerate(models) if model.leads}
+        return {number: each.result() for number, each in held.items()}
+
+    def settle(self) -> dict[int, bytes]:
+        """Apply and publish what is decided, after ``hold``; blocks, also until all first values are there. Returns the
+        specs of this owner's models."""
+        settled = [calls.model.service.settled() for calls in self._models.made]
+        return {number: spec_to_bytes(each.result()) for number, each in enumerate(settled)}
+
+    def prepare(self, after: Ownership, specs: Mapping[int, bytes]) -> Prepared:
+        """Make this owner's control slabs of the next epoch, which ``after`` describes, once all owners have settled.
+        ``specs``: by model. Raises UnsupportedError if what the owners have cannot be taken over, MemoryPlanError if it
+        does not fit, StateLostError if some of it is on another host."""
+        hosted = self._require_hosted()
+        if hosted.share is None:
+            raise UnsupportedError(f"optimizer {self._owner} shares no memory, so nobody can take over what it has")
+        before = Ownership(after.first, after.changes[:-1])
+        models = {number: spec_from_bytes(spec) for number, spec in specs.items()}
+        hosted.check_change(list(models.values()), after)
+        with self._changing:
+            self._drop_prepared()
+            for number, spec in models.items():
+                self._prepared[number] = prepare_control(spec, self._owner, before, after, hosted.share, hosted.threads)
+            moved = sum(moved_bytes(spec, self._owner, before, after) for spec in models.values())
+            return Prepared(leads=any(leads(slab) for slab in self._prepared.values()), moved_bytes=moved)
+
+    def let_stand(self) -> None:
+        """The next epoch begins, at this moment, for the models that this owner leads in it."""
+        with self._changing:
+            for slab in self._prepared.values():
+                if leads(slab):
+                    let_stand(slab)
+
+    def abandon(self) -> None:
+        """The next epoch does not begin: go on in this one. Idempotent."""
+        with self._changing:
+            self._drop_prepared()
+        for calls in self._models.made:
+            if calls.model.leads:
+                calls.model.require_lead().release()
+
+    def _drop_prepared(self) -> None:
+        for slab in self._prepared.values():
+            slab.close()
+        self._prepared = {}
+
+    def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
+        """The next epoch has begun. End everything of the last one, and serve what was prepared; nothing more if that
+        is nothing. ``addresses``: of all owners."""
+        hosted = self._require_hosted()
+        with self._changing:
+            over = _over(self._owner, self._epoch, ownership.epoch)
+            self._epoch, retired = ownership.epoch, self._models.close()
+            for calls in retired:
+                calls.model.retire(over)
+            self._loop.run(_end_calls(retired, over), _QUICK_S)
+            for calls in retired:
+                calls.model.close(retires=True)
+            prepared, self._prepared = self._prepared, {}
+            hosted.enter(ownership, prepared)
+            self._alone, self._addresses = None, tuple(addresses)
+            if prepared:
+                self._models = ByModel(self._serve)
+                self._models.make_first()
+
+    def _require_hosted(self) -> HostedModels:
+        if self._hosted is None:
+            raise StoreError(f"optimizer {self._owner} serves a model of somebody else's: it cannot change epochs")
+        return self._hosted
+
     def stop(self) -> None:
         """Stop listening, end every call and stream, close the connections to peers. Idempotent."""
         if self._stopped:
@@ -154,11 +253,13 @@ class OwnerServer:
         self._loop.run(self._stop(served), _QUICK_S)
         for model in served:
             model.close()
+        self._drop_prepared()
+        self._making.shutdown(wait=True)
 
     async def _stop(self, served: Sequence[ServedModel]) -> None:
         self._health.stop()
         for model in served:
-            model.calls.end()
+            model.calls.end(StoreError(f"optimizer {self._owner} was stopped"))
         await self._server.stop(_GRACE_S)  # without grace, callers whose calls just ended would see a reset link
 
     def __enter__(self) -> OwnerServer:
@@ -166,6 +267,15 @@ class OwnerServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def _over(owner: int, epoch: int, present: int) -> EpochOverError:
+    return EpochOverError(f"optimizer {owner} was asked in epoch {epoch}, and is in epoch {present}")
+
+
+async def _end_calls(models: Sequence[ModelCalls], error: EpochOverError) -> None:
+    for calls in models:
+        calls.model.calls.end(error)
 
 
 async def _lose(served: Sequence[ServedModel], rank: int, life: int) -> None:

@@ -15,7 +15,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, Store
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths
-from rayzero.protocol.ownership import owner_map
+from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import check_header, lay_out_slab
@@ -30,7 +30,18 @@ from rayzero.store.shm.plan import SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
-from rayzero.store.shm.words import Stamps, bell_of, cells_of, check_regions, read_records, region, write_record
+from rayzero.store.shm.words import (
+    Stamps,
+    bell_of,
+    cells_of,
+    check_regions,
+    leads,
+    let_stand,
+    read_records,
+    region,
+    write_ownership,
+    write_record,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +68,18 @@ class SharedOwner:
         num_owners: int,
         directory: Path = SHARED_MEMORY,
         *,
+        ownership: Ownership | None = None,
         threads: int = 1,
         succeeds: bool = False,
+        prepared: Slab | None = None,
     ) -> None:
-        """``threads``: how many update shards. ``succeeds``: this process takes over the slabs that a dead process of
-        the same owner has left, if there are values in them."""
-        self._threads, self._succeeds = threads, succeeds
+        """``ownership``: see ``ShardService``. ``threads``: how many update shards. ``succeeds``: this process takes
+        over the slabs that a dead process of the same owner has left, or that were prepared for this epoch, if there
+        are values in them. ``prepared``: the control slab that this process has prepared; None: it has none. Its lock
+        keeps all slabs of the run from being swept between two epochs. Freed by: close()."""
+        self._prepared = prepared
+        self._ownership = ownership
+        self._threads, self.takes_over = threads, succeeds
         self._taken_over = self._published = False
         self.owner, self._num_owners, self.directory = owner, num_owners, directory
         self.host = host_identity(directory)
@@ -88,9 +105,9 @@ class SharedOwner:
         ``MemoryMaker``. Sweeps slabs of dead runs first.
 
         Raises MemoryPlanError, before anything is allocated, if they and the ranks' gradients do not fit."""
-        self._plan = SharedPlan(spec, owner_map(spec, self._num_owners))
+        self._plan = SharedPlan.of(spec, self._num_owners, self._ownership)
         regions = self._plan.owner_control(self.owner, self._threads)
-        former = self._take_over(self._plan, regions) if self._succeeds else None
+        former = self._take_over(self._plan, regions) if self.takes_over else None
         swept = sweep(self.directory)  # not before the run has a living process again
         if swept:
             size = format_bytes(sum(size for _, size in swept))
@@ -101,6 +118,8 @@ class SharedOwner:
             self._control = Slab.create(lay_out_slab(facts, regions), self.directory)
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
             self._lines.describe(self._plan.first_tiles(self.owner))
+            write_ownership(self._control, self._plan.ownership)
+            let_stand(self._control)  # the first epoch is nobody's successor
         control = self._own_control()
         places = Places(control, self._plan.shards_of(self.owner))
         self._memory = OwnerSlabs(self._plan, control.header.facts, self.directory, self._lines, places, former)
@@ -111,10 +130,10 @@ class SharedOwner:
         """Take over the control slab of a former life; its other slabs. None: there are none, or they held nothing and
         are removed. Raises HandshakeError if they are of another model."""
         spec = plan.spec
-        former = FormerSlabs.find(spec, self.owner, self.directory)
+        former = FormerSlabs.find(spec, self.owner, self.directory, plan.ownership.epoch)
         if former is None:
             return None
-        control = former.control()
+        control, self._prepared = self._prepared or former.control(), None
         try:
             check_header(str(control.path), control.header, run=spec.run, layout_digest=spec.layout.digest)
             check_regions(control, regions, but="undo")  # of which each life has as many as threads
@@ -129,10 +148,12 @@ class SharedOwner:
         except BaseException:
             control.close(unlink=False)
             raise
-        if not lines.news():
+        if not lines.news() and not plan.ownership.epoch:
             control.close(unlink=False)
             former.remove()
             return None
+        if leads(control):
+            let_stand(control)  # whoever had to may have died first; nobody succeeds in an epoch that does not stand
         self._control, self._lines, self._taken_over = control, lines, True
         self._loops = former_loops(plan, self.owner, self.directory)
         return former
@@ -316,8 +337,9 @@ class SharedOwner:
         for slab in gone.slabs:
             slab.close()
 
-    def close(self) -> None:
-        """End the listener and close the control slabs. The service closes the tensors. Idempotent."""
+    def close(self, *, retires: bool = False) -> None:
+        """End the listener and close the control slabs. The service closes the tensors. Idempotent. ``retires``: the
+        next epoch has control slabs of its own."""
         if self._listener is not None:
             self._listener.close()
         error = StoreClosedError(f"optimizer {self.owner} was closed")
@@ -330,8 +352,10 @@ class SharedOwner:
                 loop.close()
         for slab in self._others:
             slab.close()
+        if self._prepared is not None:
+            self._prepared.close()
         if self._control is not None:  # what was taken over but refused stays for another successor
-            self._control.close(unlink=self._published or not self._taken_over)
+            self._control.close(unlink=self._published or retires or not self._taken_over)
 
 
 def _pass_on(answerer: Answerer, slot: int, number: int, done: Future[bytes]) -> None:

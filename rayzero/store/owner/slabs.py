@@ -24,7 +24,7 @@ from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
 from rayzero.store.shm.words import Stamps
 
-_ROLES = ("control", "params", "state")
+_TENSORS = ("params", "state")
 
 
 class SlabRoom:
@@ -48,23 +48,22 @@ class FormerSlabs:
 
     Knows files by what they are for; not what is in them."""
 
-    def __init__(self, control: Path, tensors: Mapping[tuple[str, SlabId], Path]) -> None:
-        """``tensors``: (role, slab) -> file."""
-        self._control, self._tensors = control, tensors
+    def __init__(self, control: Path, tensors: Mapping[tuple[str, SlabId], Path], *, with_others: bool) -> None:
+        """``tensors``: (role, slab) -> file, of all owners. ``with_others``: a file may have shards of several."""
+        self._control, self._tensors, self._with_others = control, tensors, with_others
 
     @classmethod
-    def find(cls, spec: ModelSpec, owner: int, directory: Path) -> FormerSlabs | None:
-        """Those of an owner of this run and lineage; None if there are none. Raises HandshakeError if they are of two
-        lives."""
-        ours = [(slab.path, f) for slab, f in of_lineage(spec, directory) if f.index == owner and f.role in _ROLES]
-        controls = [(path, f) for path, f in ours if f.role == "control" and f.kernel != RANK]
+    def find(cls, spec: ModelSpec, owner: int, directory: Path, epoch: int = 0) -> FormerSlabs | None:
+        """Those of an owner of this run, lineage and epoch; None if there are none. Raises HandshakeError if they are
+        of two lives."""
+        found = of_lineage(spec, directory)
+        controls = [slab.path for slab, f in found if is_control(f, epoch) and f.index == owner]
         if len(controls) > 1:
             raise HandshakeError(f"optimizer {owner} of run {spec.run!r} has left slabs of {len(controls)} lives")
         if not controls:
             return None
-        (path, life) = controls[0]
-        alike = [(f, path) for path, f in ours if f.incarnation == life.incarnation and f.role != "control"]
-        return cls(path, {(f.role, SlabId.of(f)): path for f, path in alike})
+        tensors = {(f.role, SlabId.of(f)): slab.path for slab, f in found if f.role in _TENSORS}
+        return cls(controls[0], tensors, with_others=epoch > 0)
 
     def adopt(self, plan: ArenaPlan, role: str, places: Places, tensor: int) -> Arena:
         """Take over the slabs in which the shards of ``plan`` have this tensor. Raises StateLostError if one is
@@ -74,7 +73,7 @@ class FormerSlabs:
         moved = {
             key: replace(plan.places[key], slab=slabs.index(slab), offset=offset) for key, (slab, offset) in at.items()
         }
-        return Arena.adopt(moved, [self._path(role, slab) for slab in slabs])
+        return Arena.adopt(moved, [self._path(role, slab) for slab in slabs], with_others=self._with_others)
 
     def control(self) -> Slab:
         """Take over the control slab."""
@@ -87,9 +86,18 @@ class FormerSlabs:
             raise StateLostError(f"slab {slab.number} of role {role!r} is missing: {slab}") from None
 
     def remove(self) -> None:
-        """Remove all of them: they hold nothing."""
-        for path in (self._control, *self._tensors.values()):
-            Slab.adopt(path).close()
+        """Remove those that the dead life made: they hold nothing."""
+        control = self.control()
+        life = control.header.facts
+        control.close()
+        for (_, slab), path in self._tensors.items():
+            if (slab.index, slab.incarnation) == (life.index, life.incarnation):
+                Slab.adopt(path).close()
+
+
+def is_control(facts: SlabFacts, epoch: int) -> bool:
+    """Whether a slab is an owner's control slab of this epoch."""
+    return facts.role == "control" and facts.kernel != RANK and facts.epoch == epoch
 
 
 def of_lineage(spec: ModelSpec, directory: Path) -> list[tuple[FoundSlab, SlabFacts]]:
@@ -232,6 +240,11 @@ class OwnerSlabs:
         """Remove the files; memory that another process still maps lasts until that process unmaps it."""
         for arena in (self._params, *self._state):
             arena.close()
+
+    def leave(self) -> None:
+        """See ``HostMemory.leave``."""
+        for arena in (self._params, *self._state):
+            arena.close(unlink=False)
 
 
 def _shard(key: Hashable) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
+from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.telemetry.recorder import Recorder
@@ -143,6 +144,7 @@ class Connection(Protocol):
     rank: int
     recorder: Recorder
     in_process: bool  # the owners end with this process
+    epochs: Epochs  # over which its calls are made
 
     def attach(self, spec: ModelSpec, *, page_lock: bool) -> Joined:
         """Shake hands with every owner; blocks. See ``ParameterStore.attach``."""
@@ -166,4 +168,21 @@ class Connection(Protocol):
 
     def free(self) -> None:
         """Release threads, memory and channels. None of them may be used afterwards."""
+        ...
+
+
+class ChangingConnection(Connection, Protocol):
+    """A connection to owners that may give way to others."""
+
+    def end(self) -> None:
+        """The epoch of these owners is over: end every wait and call. Idempotent."""
+        ...
+
+    def retire(self) -> None:
+        """End every transfer and thread, after ``end``, but keep what the next connection needs."""
+        ...
+
+    def take_over(self, before: Self) -> Joined:
+        """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended;
+        blocks."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.lead_history import LeadHistory
 from rayzero.store.rank.long_poll import LongPoll
 from rayzero.store.rank.memory.shared_memory import SharedRank
@@ -37,13 +39,17 @@ class RemoteLead:
     Knows mailbox, link and messages; not what the lead does. A repeated call carries the same number, so that the lead
     counts it once."""
 
-    def __init__(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
+    def __init__(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch, epochs: Epochs) -> None:
         """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
-        self._link, self._shared, self._watch = link, shared, watch
+        self._link, self._shared, self._watch, self._epochs = link, shared, watch, epochs
         self._rank = link.rank
         self._writes = self._saves = 0  # calls so far
         self._history = LeadHistory()
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
+
+    def enter(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
+        """Ask the lead of the next epoch from now on; see ``__init__``."""
+        self._link, self._shared, self._watch = link, shared, watch
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
@@ -104,6 +110,9 @@ class RemoteLead:
 
     def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
         """``read``: turns the response into the result."""
+        return self._epochs.make(partial(self._ask_once, awaited, method, request, read))
+
+    def _ask_once(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
         asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
         if asked is not None:
             response = methods(STORE_SERVICE)[method].response

@@ -188,16 +188,18 @@ class OwnerLink:
         over: Callable[[OwnerLink, RayZeroError], None],
         rejoin: Callable[[OwnerLink, Channel], None] | None = None,
         model: int = 0,
+        epoch: int = 0,
         life: int = 0,
     ) -> None:
-        """``model``: the number of the prepared model that every call is about. ``life``: how often the rank has died
+        """``model``: the number of the prepared model that every call is about. ``epoch``: in which the owner is this
+        one. ``life``: how often the rank has died
         and come back. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never
         answer again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner,
         before any other call goes there; None: the death of the owner's process is the end of the link."""
         self._rejoin, self._met = rejoin, None if rejoin is None else _NOBODY
         self.owner, self.rank = owner, rank
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
-        self._address, self._metadata = address, token_metadata(token, model) + life_metadata(rank, life)
+        self._address, self._metadata = address, token_metadata(token, model, epoch) + life_metadata(rank, life)
         self._credentials = None if tls is None else tls.channel_credentials()
         self._hear, self._tell_over, self._recorder = hear, over, recorder
         self._number = LinkNumber(f"rank {rank}", 0)
@@ -262,6 +264,8 @@ class OwnerLink:
         except RayZeroError as error:
             if isinstance(error, BrokenLinkError):
                 self.broke(channel, error)
+            else:
+                self._stop(error)  # before the channel closes, which calls under way would take for a break
             return error
         finally:
             channel.close()  # calls under way end, and are repeated over the next one

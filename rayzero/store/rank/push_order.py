@@ -47,6 +47,12 @@ class PushOrder:
             settle(other, None)
         return turn
 
+    def go_on(self, owner: int, unit: int, new: Try, next_seq: int) -> None:
+        """An owner of a later epoch has the pushes of ``new`` before ``next_seq``."""
+        with self._lock:
+            queue = self._queues.setdefault((owner, unit), _Queue())
+            queue.current, queue.next_seq = new, next_seq
+
     def _enter(self, queue: _Queue, new: Try) -> list[Future[None]]:
         """Begin a newer step or attempt. Pushes parked for an older one may go: the owner drops them."""
         if new <= queue.current:

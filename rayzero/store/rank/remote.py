@@ -7,18 +7,27 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayzero.concurrency.futures import DONE, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.errors import ConfigError, HandshakeError, RayZeroError, StateLostError, UnsupportedError
+from rayzero.errors import (
+    ConfigError,
+    EpochOverError,
+    HandshakeError,
+    RayZeroError,
+    StateLostError,
+    UnsupportedError,
+)
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
-from rayzero.protocol.ownership import owner_map
+from rayzero.protocol.ownership import Ownership
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
+from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
@@ -69,6 +78,7 @@ class RemoteConnection:
         share_with_all: bool = False,
         outlives_owners: bool = False,
         keep_pushed: bool = True,
+        ownership: Ownership | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
@@ -78,13 +88,34 @@ class RemoteConnection:
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
         memory with this rank. ``outlives_owners``: wait for the successor of an owner whose process has died
-        (``succeed``); else that is the end of the run. ``keep_pushed``: see ``ZeroConfig``. Raises ConfigError without
-        addresses."""
+        (``succeed``), and take part in a change of the owners (``next``); else either is the end of the run.
+        ``keep_pushed``: see ``ZeroConfig``. ``ownership``: who owns what by now; None: it is the run's first epoch.
+        Raises ConfigError without addresses."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
         self.rank, self.life, self._stall_s = rank, life, stall_timeout
         self.recorder = recorder or NullRecorder()
+        self._ownership = ownership
+        epoch = 0 if ownership is None else ownership.epoch
+        self.epochs = Epochs(epoch, change=outlives_owners)
+        self._next = partial(
+            RemoteConnection,
+            rank,
+            token=token,
+            tls=tls,
+            model=model,
+            life=life,
+            stall_timeout=stall_timeout,
+            chunk_bytes=chunk_bytes,
+            wire_compression=wire_compression,
+            broadcast=broadcast,
+            share=share,
+            share_with_all=share_with_all,
+            outlives_owners=outlives_owners,
+            keep_pushed=keep_pushed,
+            recorder=recorder,
+        )
         self._links = [  # freed by: leave() and free()
             OwnerLink(
                 rank,
@@ -93,6 +124,7 @@ class RemoteConnection:
                 token=token,
                 tls=tls,
                 model=model,
+                epoch=epoch,
                 life=life,
                 recorder=self.recorder,
                 hear=self._hear,
@@ -144,7 +176,7 @@ class RemoteConnection:
     def attach(self, spec: ModelSpec, *, page_lock: bool) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
         answers = self._shake_hands(spec)
-        plan = SharedPlan(spec, owner_map(spec, len(self._links)))
+        plan = SharedPlan.of(spec, len(self._links), self._ownership)
         step = answers[plan.shard_map.owner(0)].step
         if self._lead is None:
             offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
@@ -157,16 +189,20 @@ class RemoteConnection:
             if self._gradients is None and self._keep_pushed:
                 self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
             link = self._links[plan.shard_map.owner(0)]
-            self._lead = RemoteLead(link, self._shared, self._watch)  # freed by: free()
+            self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
             self._plan = plan
             self._check_successors(answers)
+        return self._joined(plan, answers, step, page_lock)
+
+    def _joined(self, plan: SharedPlan, answers: Sequence[Any], step: int, page_lock: bool) -> Joined:
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
+        assert self._lead is not None
         return Joined(
             attached=Attached(
                 version=answers[0].version, needs_load=any(answer.needs_load for answer in answers), step=step
             ),
-            spec=spec,
+            spec=plan.spec,
             shard_map=plan.shard_map,
             transfers=self._transfers,
             senders=self._senders,
@@ -179,8 +215,10 @@ class RemoteConnection:
             transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
         )
 
-    def _shake_hands(self, spec: ModelSpec) -> list[Any]:
-        """Attach to every owner; returns answers by owner. Raises HandshakeError unless kernel and version agree."""
+    def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> list[Any]:
+        """Attach to every owner; returns answers by owner. Raises HandshakeError unless kernel and version agree.
+
+        told: the lead's index, and what it has to know of what this rank has told another lead."""
         self._greeted = True
         # an owner allocates, or restores a checkpoint, before it answers: it has at least as long as any other call
         deadline_s = max(QUICK_S, self._stall_s)
@@ -198,7 +236,10 @@ class RemoteConnection:
         self._attaching = request
         for link in self._links:
             link.open()
-            asked[link] = link.ask("Attach", _to_owner(request, link.owner), deadline_s)
+            mine = _to_owner(request, link.owner)
+            if told is not None and link.owner == told[0]:
+                mine.told.CopyFrom(told[1])
+            asked[link] = link.ask("Attach", mine, deadline_s)
         answers = self._all(asked, deadline_s)
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
@@ -242,6 +283,15 @@ class RemoteConnection:
         )
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
+        self._share_memory(shared, offers, back_at=step if self.life else None)
+        self._windows = shared.windows()  # freed by: free()
+        self._gradients = GradientRegion(plan.spec, shared.gradients())
+        shared.listen(self._board)
+
+    def _share_memory(self, shared: SharedRank, offers: Mapping[int, pb.SharedFiles], back_at: int | None) -> None:
+        """Reach the owners of this host, whose files are mapped, through shared memory, and let them map this
+        rank's."""
+        for owner in offers:
             del self._senders[owner]
             self._transfers[owner] = SharedTransfers(
                 owner,
@@ -253,15 +303,74 @@ class RemoteConnection:
             )
         controls = {owner: files.control for owner, files in offers.items()}
         files = translate.paths_to_pb(shared.offer())
-        back_at = step if self.life else None
         request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
         self._sharing, self._offered = request, offers
         deadline_s = max(QUICK_S, self._stall_s)
         links = [self._links[owner] for owner in offers]
         self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
-        self._windows = shared.windows()  # freed by: free()
-        self._gradients = GradientRegion(plan.spec, shared.gradients())
-        shared.listen(self._board)
+
+    # ---- another epoch
+
+    def next(self, addresses: Sequence[str], ownership: Ownership) -> RemoteConnection:
+        """A connection to the owners of the next epoch; see ``take_over``."""
+        after = self._next(addresses, ownership=ownership)
+        after.epochs = self.epochs
+        return after
+
+    def end(self) -> None:
+        """The epoch of these owners is over: end every wait and call. Idempotent."""
+        over = EpochOverError(f"rank {self.rank}: other owners have taken over")
+        self._closing.set()
+        self._board.fail(over)
+        self._order.fail(over)
+        for link in self._links:
+            link.close()
+        self._watch.close(over)
+
+    def retire(self) -> None:
+        """End every transfer and thread, after ``end``. What this rank has itself stays, for the next connection."""
+        for pool in (self._fetches, self._pushes):
+            pool.shutdown(wait=True)
+        for link in self._links:
+            link.join()
+
+    def take_over(self, before: RemoteConnection) -> Joined:
+        """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
+        Raises as ``attach`` does, and StateLostError if an owner lacks what this rank has not kept."""
+        assert before._plan is not None
+        assert before._lead is not None
+        plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
+        self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
+        self._lead, self._keeps = before._lead, before._keeps
+        lead, told = plan.shard_map.owner(0), self._lead.told()
+        self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
+        answers = self._shake_hands(plan.spec, (lead, told))
+        for link, answer in zip(self._links, answers, strict=True):
+            if answer.needs_load:
+                raise self._lacks_values(link)
+        offers = {link.owner: a.shared for link, a in zip(self._links, answers, strict=True) if a.shared.control}
+        if self._shared is not None:
+            memories = {owner: translate.paths_from_pb(files) for owner, files in offers.items()}
+            self._shared.enter(plan, memories, self._board)
+            self._share_memory(self._shared, offers, back_at=answers[lead].step if self.life else None)
+        self._plan = plan
+        self._keep_again()
+        for owner in self._senders:
+            if not self._keep_pushed:
+                raise self._kept_nothing(self._links[owner])
+            self._push_again(plan, owner, self._links[owner].when_open().result(max(QUICK_S, self._stall_s)))
+        self._check_successors(answers)
+        return self._joined(plan, answers, answers[lead].step, page_lock=False)
+
+    def _keep_again(self) -> None:
+        """Give the loop's state to the owner that keeps it now."""
+        path, states = (None, []) if self._shared is None else self._shared.kept()
+        if path is not None and self._keeper.owner not in self._senders:
+            self._keeps = [pb.KeepRequest(rank=self.rank, slab=path)]
+        elif path is not None:
+            self._keeps = [pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(each)) for each in states]
+        for kept in self._keeps:
+            self._keeper.ask("Keep", kept).result()
 
     # ---- successors of owners
 
@@ -276,10 +385,7 @@ class RemoteConnection:
         if self._attaching is None:
             return
         if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
-            raise StateLostError(
-                f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
-                "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
-            )
+            raise self._kept_nothing(link)
         deadline_s = max(QUICK_S, self._stall_s)
         request = _to_owner(self._attaching, link.owner)
         request.told.SetInParent()
@@ -307,6 +413,12 @@ class RemoteConnection:
             if (before.shared.control and now.shared != before.shared) or (now.needs_load and not before.needs_load):
                 raise self._lacks_values(self._links[owner])
 
+    def _kept_nothing(self, link: OwnerLink) -> StateLostError:
+        return StateLostError(
+            f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
+            "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
+        )
+
     def _lacks_values(self, link: OwnerLink) -> StateLostError:
         return StateLostError(
             f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
@@ -323,6 +435,8 @@ class RemoteConnection:
         lacking = []
         for unit in sorted(by_unit.keys() & self._gradients.flats.keys()):
             pushed = self._gradients.pushed(unit)
+            if pushed is not None:
+                self._order.go_on(owner, unit, (pushed.step, pushed.attempt), pushed.count)
             indices = [shard.index for shard in by_unit[unit]]
             if pushed is not None and self._board.content(indices, pushed.step + 1) is None:
                 lacking.append((pushed.step, pushed.attempt, unit))

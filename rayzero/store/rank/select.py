@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
+from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.rpc import TlsFiles
 from rayzero.telemetry.recorder import Recorder
@@ -47,7 +47,7 @@ def connect_store(
         level = logging.INFO if share is None else logging.WARNING  # shared memory was wanted
         log.log(level, "rank %d uses gRPC to every owner: %s", rank, reason)
 
-    def make(addresses: Sequence[str]) -> RemoteConnection:
+    def make(addresses: Sequence[str], ownership: Ownership | None) -> RemoteConnection:
         return RemoteConnection(
             rank,
             addresses,
@@ -63,7 +63,8 @@ def connect_store(
             share_with_all=config.transport == "shm",
             outlives_owners=outlives_owners,
             keep_pushed=config.keep_pushed,
+            ownership=ownership,
             recorder=recorder,
         )
 
-    return RankStore(table.connect(make))
+    return table.connect(make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import DONE, chain, fail, failed, is_well, settle, settled, then, when_all
 from rayzero.concurrency.gather import Gather
-from rayzero.errors import RayZeroError, StoreClosedError, StoreError
+from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import (
@@ -37,13 +38,17 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.store.rank.connection import Connection, GradientSender, Joined, LeadLine, Transfers
+from rayzero.store.rank.connection import ChangingConnection, Connection, GradientSender, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
 from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
 from rayzero.telemetry.recorder import End
+
+log = logging.getLogger(__name__)
+
+_CHANGE_S = 60.0  # how long the owners may be changing while a rank attaches
 
 T = TypeVar("T")
 Parts = list[tuple[Transfers, list[Shard]]]
@@ -86,6 +91,9 @@ class RankStore:
         self._keeping = DONE  # the latest ``keep``
         self.means = 0
         self._decided = 0  # steps before are decided, and this rank repeats the last one: see repeat()
+        self._epochs = connection.epochs
+        self._coming: ChangingConnection | None = None  # to the owners of the next epoch, while they take over
+        self._staged: tuple[int, int, str, Tensor, Future[None]] | None = None  # the last write, until it is made
         self._closed = False
         self._close_once = threading.Lock()
         self._attaching = threading.RLock()  # held during attach, so that close() frees what it has made
@@ -96,17 +104,53 @@ class RankStore:
 
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner; see ``ParameterStore.attach``."""
+        while True:
+            epoch = self._epochs.number
+            with self._attaching:
+                self._require_open()
+                try:
+                    joined = self.connection.attach(spec, page_lock=page_lock)
+                except RayZeroError as error:
+                    over = isinstance(error, EpochOverError) or self._epochs.is_over(epoch)
+                    if self._closed or not over:  # else the owners have changed, and change() waits for the lock
+                        raise
+                else:
+                    self._install(joined)
+                    return joined.attached
+            self._epochs.wait(epoch, _CHANGE_S)
+
+    def _install(self, joined: Joined) -> None:
+        """Make calls over these owners from now on."""
+        if self._writer is None and joined.gradients is not None:
+            region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
+            self._writer = GradientWriter(region, self, name)
+            self._unwatch = watch_gradients(self._recorder, region.flats.values(), joined.gradient_tier)
+        self._joined, self._transport = joined, joined.transport
+        self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
+        tell_build(self._recorder, joined.kernel, joined.transport)
+
+    def change(self, before: ChangingConnection, after: ChangingConnection, epoch: int) -> None:
+        """Other owners have taken over: go on over ``after``, and make the calls again that ``before`` has not
+        answered; blocks. If that fails, calls fail with the reason."""
+        self._epochs.over()
+        before.end()  # an attach that is under way fails
+        self._epochs.drain()
         with self._attaching:
-            self._require_open()
-            joined = self.connection.attach(spec, page_lock=page_lock)
-            if self._writer is None and joined.gradients is not None:
-                region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
-                self._writer = GradientWriter(region, self, name)
-                self._unwatch = watch_gradients(self._recorder, region.flats.values(), joined.gradient_tier)
-            self._joined, self._transport = joined, joined.transport
-            self._routes = [self._route_of(joined, unit) for unit in spec.layout.units]
-            tell_build(self._recorder, joined.kernel, joined.transport)
-        return joined.attached
+            if self._closed:
+                return
+            self._coming = after
+            try:
+                before.retire()
+                if self._joined is None:
+                    before.free()
+                else:
+                    self._install(after.take_over(before))
+                    self._stage_again()
+            except RayZeroError as error:
+                log.warning("rank %d cannot go on with other owners: %s", before.rank, error)
+                self._epochs.fail(error)
+            self.connection, self._coming = after, None
+            self._epochs.begin(epoch)
 
     def _route_of(self, joined: Joined, unit: UnitLayout) -> _Route:
         by_owner: dict[int, list[Shard]] = {}
@@ -132,10 +176,15 @@ class RankStore:
             _require_form("load", route.unit, values, route.unit.initial_dtype)
         except RayZeroError as error:
             return failed(error)
-        gather = Gather(len(route.parts))
-        for way, shards in route.parts:
-            way.load(gather, unit, shards, values)
-        return gather.future
+
+        def load() -> Future[None]:
+            parts = self._routes[unit].parts
+            gather = Gather(len(parts))
+            for way, shards in parts:
+                way.load(gather, unit, shards, values)
+            return gather.future
+
+        return self._epochs.make(load)
 
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out``; see ``ParameterStore.fetch``."""
@@ -144,10 +193,16 @@ class RankStore:
             _require_form("fetch", route.unit, out, route.unit.dtype if kind == COMPUTE else torch.float32)
         except RayZeroError as error:
             return failed(error)
-        gather = Gather(len(route.parts), self._timing(FETCH_SECONDS))
-        for way, shards in route.parts:
-            way.fetch(gather, route.unit, shards, version, kind, out)
-        return gather.future
+        over = self._timing(FETCH_SECONDS)
+
+        def fetch() -> Future[None]:
+            parts = self._routes[unit].parts
+            gather = Gather(len(parts), over)
+            for way, shards in parts:
+                way.fetch(gather, route.unit, shards, version, kind, out)
+            return gather.future
+
+        return self._epochs.make(fetch)
 
     def published(self, unit: int, version: int) -> Future[int]:
         """Wait for a version; see ``ParameterStore.published``."""
@@ -158,6 +213,10 @@ class RankStore:
         content = route.content(version)
         if content is not None:  # the usual case: nothing to wait for
             return self._settled(content)
+        return self._epochs.make(lambda: self._wait_published(self._routes[unit], version))
+
+    def _wait_published(self, route: _Route, version: int) -> Future[int]:
+        unit = route.unit.index
         done: Future[int] = Future()
 
         def look(_: object) -> None:
@@ -259,15 +318,20 @@ class RankStore:
     def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Send to owners on other hosts, as one part of ``gather``. The future is done, never failed, once nothing
         reads ``grads`` any more."""
-        sending, sent = Gather(len(route.away)), Future[None]()
+        sent = Future[None]()
+
+        def send() -> Future[None]:
+            away = self._routes[route.unit.index].away
+            sending = Gather(len(away))
+            for sender, shards in away:
+                sender.push(sending, route.unit, shards, contribution, grads)
+            return sending.future
 
         def over(all_sent: Future[None]) -> None:
             settle(sent, None)
             gather.end(all_sent.exception())
 
-        sending.future.add_done_callback(over)
-        for sender, shards in route.away:
-            sender.push(sending, route.unit, shards, contribution, grads)
+        self._epochs.make(send).add_done_callback(over)
         return sent
 
     # ---- calls to the lead
@@ -283,16 +347,30 @@ class RankStore:
             return DONE
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
         awaited = f"the write to {route.unit.name} at step {version}"
-        parts = route.parts if self.connection.rank == 0 else []
-        staged, done = Gather(len(parts)), Future[None]()
-        for way, shards in parts:
-            way.stage(staged, unit, shards, version, kind, values, done)
+        done = Future[None]()
+        staged = DONE
+        if self.connection.rank == 0:
+            self._staged = unit, version, kind, values, done
+            staged = self._epochs.make(lambda: self._stage(unit, version, kind, values, done))
 
         def ask(_: object) -> None:
             chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)
 
-        when_all([staged.future], ask, partial(fail, done))
+        when_all([staged], ask, partial(fail, done))
         return done
+
+    def _stage(self, unit: int, version: int, kind: str, values: Tensor, made: Future[None]) -> Future[None]:
+        parts = self._routes[unit].parts
+        staged = Gather(len(parts))
+        for way, shards in parts:
+            way.stage(staged, unit, shards, version, kind, values, made)
+        return staged.future
+
+    def _stage_again(self) -> None:
+        """Send the values of a write that is not made yet to other owners; blocks. The lead is asked again after
+        that."""
+        if self._staged is not None and not self._staged[-1].done():
+            self._stage(*self._staged).result()
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """Say what was pushed; see ``ParameterStore.finish``."""
@@ -348,12 +426,12 @@ class RankStore:
     def keep(self, state: LoopState) -> None:
         """Keep a loop's state; see ``ParameterStore.keep``."""
         self._require_attached()
-        self._keeping = self.connection.keep(state)
+        self._keeping = self._epochs.make(lambda: self.connection.keep(state))
 
     def kept(self) -> list[LoopState]:
         """What an earlier life has kept; see ``ParameterStore.kept``."""
         self._require_attached()
-        return self.connection.kept()
+        return self._epochs.make(lambda: settled(self.connection.kept())).result()
 
     def _ask_lead(self, question: Callable[[LeadLine], Future[T]]) -> Future[T]:
         try:
@@ -370,7 +448,9 @@ class RankStore:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        self.connection.leave(reason)  # an attach in another thread fails
+        for connection in (self.connection, self._coming):
+            if connection is not None:
+                connection.leave(reason)  # an attach in another thread fails
         with self._attaching:
             self._unwatch()
             if self._writer is not None:

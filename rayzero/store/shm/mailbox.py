@@ -143,12 +143,15 @@ class Answerer:
 
     def __init__(self, questions: Cells, answers: Cells, bell: Bell, *, resumes: bool = False) -> None:
         """``questions``: the other side's; ``answers``: ours; ``bell``: the other side's. ``resumes``: a former life of
-        this process answered the same asker, so only what it left unanswered is new."""
+        this process answered the same asker, so only what it left unanswered is new. Else all that is there by now was
+        asked of others, and the asker asks again what it still wants to know."""
         self._cells = answers.cells()
-        self._news = _News(questions, [_answered(cell) for cell in self._cells] if resumes else (0,) * SLOTS)
-        for cell in self._cells if not resumes else ():
-            if cell.read() is not None:  # to a former asker, whose questions had the numbers that new ones have
-                cell.write(_ANSWERED.pack(0, False))
+        if not resumes:
+            for cell, question in zip(self._cells, questions.cells(), strict=True):
+                asked, said = question.read(), cell.read()
+                if asked is not None or said is not None:
+                    cell.write(_ANSWERED.pack(0 if asked is None else asked[0], False))
+        self._news = _News(questions, [_answered(cell) for cell in self._cells])
         self._capacity = answers.capacity
         self._bell = bell
         self._locks = [threading.Lock() for _ in range(SLOTS)]

@@ -5,8 +5,8 @@ maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mappe
 
     control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
                           shards | places of their tensors | answers, for each rank | the lives of the ranks
-                          that joined | the run's first version | orders, for each
-                          owner | replies | of the lead: records of decisions
+                          that joined | the run's first version | whether the epoch stands | who owns what |
+                          orders, for each owner | replies | of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions
 
 Every word has one writer, except bells: whoever has news for a bell's listener rings it.
@@ -29,6 +29,7 @@ from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
+from rayzero.protocol.ownership import Ownership, device_owners, owner_map
 from rayzero.slabs.arena import ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.mapping import PAGE
@@ -68,6 +69,13 @@ class SharedPlan:
 
     spec: ModelSpec
     shard_map: ShardMap
+    ownership: Ownership  # that led to the map
+
+    @classmethod
+    def of(cls, spec: ModelSpec, num_owners: int, ownership: Ownership | None = None) -> SharedPlan:
+        """``num_owners``, ``ownership``: see ``owner_map``."""
+        beside = device_owners(spec.world_size, spec.offload_fraction)
+        return cls(spec, owner_map(spec, num_owners, ownership), ownership or Ownership(num_owners - beside))
 
     def facts(self, role: str, index: int, kernel: str, incarnation: int) -> SlabFacts:
         """The facts in the header of a slab of this run."""
@@ -79,6 +87,7 @@ class SharedPlan:
             layout_digest=self.spec.layout.digest,
             kernel=kernel,
             lineage=self.spec.lineage,
+            epoch=self.ownership.epoch if role == "control" else 0,
         )
 
     def attach(self, path: str, who: str, *, writable: bool, life: SlabFacts | None = None) -> Slab:
@@ -143,6 +152,8 @@ class SharedPlan:
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
             ("joined", self.spec.world_size * 8, 8),
             ("began", 8, 0),
+            ("stands", 8, 0),
+            ("ownership", len(canonical_json(self.ownership.to_json())), 0),
             ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
             ("replies", *_cells(self.reply_bytes, 1)),
             *record,

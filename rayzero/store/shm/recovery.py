@@ -19,12 +19,13 @@ import torch
 from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import torn
 from rayzero.protocol.messages import Action, Decision
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import FoundSlab, Slab
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.plan import ON_DEVICE, RANK, life_of
 from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps
 from rayzero.store.shm.signals import load_acquire_64
-from rayzero.store.shm.words import read_records, region
+from rayzero.store.shm.words import leads, read_ownership, read_records, region, stands
 
 
 class Outcome(StrEnum):
@@ -74,6 +75,7 @@ class DeadRun:
     records: tuple[Decision, ...]  # whole slots of the lead's record
     ranks: frozenset[int]  # ranks whose gradients are here
     lives: tuple[int, ...]  # owner index of each control slab; a repeated index has slabs of two lives
+    ownership: Ownership | None = None  # who owned what; None: it was the run's first epoch
     world_size: int = 0
     began: int = 0  # the version with which the run began
     loops: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)  # rank -> (step, part) that is kept
@@ -168,7 +170,7 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
             entry for entry in found if entry.header is not None and entry.header.facts.role in ("control", "loop")
         ]
         slabs = [slab for entry in small if (slab := _opened(stack, entry)) is not None]
-        owners = [slab for slab in slabs if slab.header.regions_of("versions")]
+        owners = _standing([slab for slab in slabs if slab.header.regions_of("versions")])
         if not owners:
             return None
         orders = region(owners[0], "orders")
@@ -179,6 +181,7 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
             records=tuple(record.decision for slab in owners for record in read_records(slab)),
             ranks=frozenset(slab.header.facts.index for slab in slabs if slab.header.regions_of("stamps")),
             lives=tuple(slab.header.facts.index for slab in owners),
+            ownership=read_ownership(owners[0]),
             world_size=region(owners[0], "joined").bytes // 8,
             began=max(load_acquire_64(slab.address(region(slab, "began").offset)) for slab in owners) - 1,
             loops=_read_loops(slabs),
@@ -186,6 +189,13 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
                 (life_of(s.header.facts.incarnation) for s in slabs if s.header.facts.kernel == RANK), default=0
             ),
         )
+
+
+def _standing(owners: Sequence[Slab]) -> list[Slab]:
+    """The control slabs of the epoch that stands: those of the one before are removed later, and those of the next one
+    are made before it does."""
+    epochs = [slab.header.facts.epoch for slab in owners if leads(slab) and stands(slab)]
+    return [slab for slab in owners if slab.header.facts.epoch == max(epochs)] if epochs else []
 
 
 def _read_loops(slabs: Sequence[Slab]) -> dict[int, frozenset[tuple[int, int]]]:

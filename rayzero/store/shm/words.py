@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from array import array
 from collections.abc import Sequence
 
+import torch
+
 from rayzero.errors import HandshakeError
-from rayzero.protocol.messages import Pushed, Record
+from rayzero.protocol.messages import Pushed, Record, canonical_json
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.plan import SharedPlan, Wanted
-from rayzero.store.shm.signals import Bell, Cell, changed
+from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 
 _STAMP = struct.Struct("<qQII")  # step, attempt, count, bytes of presence bits, which follow
@@ -37,6 +41,37 @@ def check_regions(slab: Slab, wanted: Sequence[Wanted], *, but: str) -> None:
             f"{slab.path} cannot be taken over: {', '.join(differing)} has another size; continue with the same model, "
             "number of ranks and number of optimizers"
         )
+
+
+def write_ownership(slab: Slab, ownership: Ownership) -> None:
+    """Record who owns what in the epoch of an owner's control slab."""
+    found, text = region(slab, "ownership"), canonical_json(ownership.to_json()).encode()
+    slab.tensor(found.offset, len(text), torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def read_ownership(slab: Slab) -> Ownership:
+    """What ``write_ownership`` recorded. Raises HandshakeError if that cannot be read."""
+    found = region(slab, "ownership")
+    text = bytes(slab.tensor(found.offset, found.bytes, torch.uint8).tolist())
+    try:
+        return Ownership.from_json(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise HandshakeError(f"{slab.path} does not say who owns what: {text[:80]!r}") from error
+
+
+def leads(slab: Slab) -> bool:
+    """Whether the owner of a control slab leads."""
+    return bool(slab.header.regions_of("record"))
+
+
+def let_stand(slab: Slab) -> None:
+    """Let the epoch of a control slab stand: in that of the lead, this is the moment from which it does."""
+    store_release_64(slab.address(region(slab, "stands").offset), 1)
+
+
+def stands(slab: Slab) -> bool:
+    """Whether the epoch of a lead's control slab stands; else the one before does."""
+    return load_acquire_64(slab.address(region(slab, "stands").offset)) == 1
 
 
 def bell_of(slab: Slab) -> Bell:

@@ -30,6 +30,7 @@ POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 
 TOKEN_KEY = "rayzero-token"
 MODEL_KEY = "rayzero-model"
+EPOCH_KEY = "rayzero-epoch"
 LIFE_KEY = "rayzero-life"
 LINK_KEY = "rayzero-link"
 _ERROR_KEY = "rayzero-error"
@@ -149,9 +150,10 @@ class TlsFiles:
         )
 
 
-def token_metadata(token: str, model: int = 0) -> Metadata:
-    """The metadata of every call. ``model``: the number of the prepared model that the call is about."""
-    return ((TOKEN_KEY, token), (MODEL_KEY, str(model)))
+def token_metadata(token: str, model: int = 0, epoch: int = 0) -> Metadata:
+    """The metadata of every call. ``model``: the number of the prepared model that the call is about. ``epoch``: in
+    which it is made (protocol/ownership.py)."""
+    return ((TOKEN_KEY, token), (MODEL_KEY, str(model)), (EPOCH_KEY, str(epoch)))
 
 
 def life_metadata(rank: int, life: int) -> Metadata:
@@ -202,11 +204,20 @@ def link_of(metadata: Iterable[tuple[str, str | bytes]]) -> LinkNumber | None:
 
 def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
     """The number of the prepared model that a call is about. Raises StoreError if it is not a number."""
-    sent = next((value for key, value in metadata if key == MODEL_KEY), "0")
+    return _number_of(metadata, MODEL_KEY, "the number of a prepared model")
+
+
+def epoch_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    """The epoch in which a call is made. Raises StoreError if it is not a number."""
+    return _number_of(metadata, EPOCH_KEY, "the number of an epoch")
+
+
+def _number_of(metadata: Iterable[tuple[str, str | bytes]], key: str, what: str) -> int:
+    sent = next((value for name, value in metadata if name == key), "0")
     try:
         return int(sent)
     except ValueError:
-        raise StoreError(f"{MODEL_KEY} of a call is {sent!r}; it must be the number of a prepared model") from None
+        raise StoreError(f"{key} of a call is {sent!r}; it must be {what}") from None
 
 
 def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bool:
@@ -236,6 +247,7 @@ _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.UntrackedError: _S.FAILED_PRECONDITION,
     errors.AccumulationError: _S.RESOURCE_EXHAUSTED,
     errors.RankLeftError: _S.ABORTED,
+    errors.EpochOverError: _S.FAILED_PRECONDITION,
     errors.StallError: _S.DEADLINE_EXCEEDED,
     errors.TransferError: _S.DATA_LOSS,
     errors.StoreClosedError: _S.ABORTED,

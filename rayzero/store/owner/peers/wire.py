@@ -85,13 +85,14 @@ class RemotePeer:
         tls: TlsFiles | None = None,
         timeout_s: float = 600.0,
         model: int = 0,
+        epoch: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         """``timeout_s``: the longest that a call may take, in seconds, while its link is down or open. ``model``: the
-        prepared model's number."""
+        prepared model's number. ``epoch``: in which the owners are these."""
         self.owner = owner
         self._name = f"optimizer {owner} at {address}"
-        self._address, self._tls, self._metadata = address, tls, token_metadata(token, model)
+        self._address, self._tls, self._metadata = address, tls, token_metadata(token, model, epoch)
         self._timeout_s = timeout_s
         self._recorder = recorder or NullRecorder()
         self._loop = shared_loop()

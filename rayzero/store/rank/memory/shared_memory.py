@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rayzero.errors import HandshakeError, RayZeroError
+from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.gradient_sum import gradient_sizes
@@ -87,6 +87,7 @@ class SharedRank:
         self._bell: Bell = bell_of(self._control)
         self._stamps = Stamps(self._control, plan)
         self._owners: dict[int, _Owner] = {}
+        self._windows: UnitWindows | None = None
         self._lead: Asker | None = None
         self._taking = threading.RLock()  # held while the lead's answers are taken, each once
         self._listener: Listener | None = None
@@ -106,9 +107,12 @@ class SharedRank:
 
     def meet(self, owner: int, memory: SharedPaths) -> None:
         """Map an owner's slabs. Raises HandshakeError if they are not from this run."""
+        self._owners[owner] = self._met(owner, memory)
+
+    def _met(self, owner: int, memory: SharedPaths) -> _Owner:
         plan, who = self._plan, f"rank {self.rank}"
         control = plan.attach(memory.control, who, writable=True)
-        slabs = [plan.attach(path, who, writable=self._page_lock, life=control.header.facts) for path in memory.tensors]
+        slabs = [plan.attach(path, who, writable=self._page_lock) for path in memory.tensors]  # perhaps others' too
         shapes = plan.params(owner).places
         if shapes.keys() != {key for key, _, _ in memory.places}:
             raise HandshakeError(
@@ -117,11 +121,25 @@ class SharedRank:
             )
         places = {key: replace(shapes[key], slab=slab, offset=offset) for key, slab, offset in memory.places}
         params = Arena.over(places, slabs)
-        self._owners[owner] = _Owner(owner, control, params, plan)
         if owner == plan.shard_map.owner(0):
             questions = cells_of(self._control, "questions", 0, plan.question_bytes)
             answers = cells_of(control, "answers", self.rank, plan.answer_bytes)
             self._lead = Asker(questions, answers, bell_of(control))
+        return _Owner(owner, control, params, plan)
+
+    def enter(self, plan: SharedPlan, memories: Mapping[int, SharedPaths], board: PublishBoard) -> None:
+        """Go on with the owners of the next epoch. ``memories``: of those of this host. Questions to the lead that have
+        no answer must be asked again. Raises HandshakeError as ``meet`` does."""
+        before, self._plan, self._board = self._owners, plan, board
+        lead, self._lead = self._lead, None
+        if lead is not None:
+            lead.close(EpochOverError(f"rank {self.rank}: the lead was another one before"))
+        self._owners = {owner: self._met(owner, memory) for owner, memory in memories.items()}
+        if self._windows is not None:
+            self._windows.enter(plan, self._params())
+        for each in before.values():
+            each.close()
+        self._bell.ring()
 
     def listen(self, board: PublishBoard) -> None:
         """Start the thread that brings published versions to ``board`` and takes in the lead's answers."""
@@ -130,8 +148,11 @@ class SharedRank:
 
     def windows(self) -> UnitWindows:
         """Windows over the parameters of all owners that ``meet`` has mapped."""
-        params = {owner.owner: owner.params for owner in self._owners.values()}
-        return UnitWindows(self._plan, params, page_lock=self._page_lock)
+        self._windows = UnitWindows(self._plan, self._params(), page_lock=self._page_lock)
+        return self._windows
+
+    def _params(self) -> dict[int, Arena]:
+        return {owner.owner: owner.params for owner in self._owners.values()}
 
     def _look(self) -> None:
         for owner in self._owners.values():
@@ -169,6 +190,10 @@ class SharedRank:
         assert self._loop is not None
         self._loop.write(state)
         return str(self._loop.slab.path) if grown else None
+
+    def kept(self) -> tuple[str | None, list[LoopState]]:
+        """The path of the slab of the rank's loop, and the states in it; None if there is none."""
+        return (None, []) if self._loop is None else (str(self._loop.slab.path), list(self._loop.states()))
 
     def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
         """Ask the lead; None where shared memory does not reach it, or does not hold the question."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
-from rayzero.layout.model_layout import runs
 from rayzero.memory.page_lock import PageLock
 from rayzero.slabs.arena import Arena
+from rayzero.slabs.slab import Slab
 from rayzero.slabs.windows import Window, WindowPiece, can_map
 from rayzero.store.shm.plan import SharedPlan
 
@@ -23,16 +25,24 @@ class UnitWindows:
         """``params``: by owner, of this host. ``page_lock``: lock windows for copies to a CUDA device; else windows are
         private (slabs/windows.py), because this process computes with these very bytes and may write to them."""
         self._plan, self._params, self._page_lock = plan, params, page_lock
+        self._making = threading.Lock()  # held while a window is made, or other owners take over
         self._locks: list[PageLock] = []
         self._windows: dict[int, Window | None] = {}  # freed by: close(), and the last tensor of each
 
     def tensor(self, unit: int) -> Tensor | None:
         """1D, unit.numel elements, the unit's dtype; None where there is no window."""
         if unit not in self._windows:
-            pieces = self._pieces(unit)
-            self._windows[unit] = None if pieces is None else self._open(pieces)
+            with self._making:
+                pieces = self._pieces(unit)
+                self._windows[unit] = None if pieces is None else self._open(pieces)
         window = self._windows[unit]
         return None if window is None else window.tensor(self._plan.spec.layout.units[unit].dtype)
+
+    def enter(self, plan: SharedPlan, params: Mapping[int, Arena]) -> None:
+        """Other owners have taken over: make windows over their slabs from now on. Those that are open stay: shards do
+        not move. See ``__init__``."""
+        with self._making:
+            self._plan, self._params = plan, params
 
     def _open(self, pieces: list[WindowPiece]) -> Window:
         window = Window(pieces, private=not self._page_lock)
@@ -41,23 +51,26 @@ class UnitWindows:
         return window
 
     def _pieces(self, unit: int) -> list[WindowPiece] | None:
-        if self._plan.spec.layout.units[unit].is_coded:
+        """Where the unit's shards lie, in their order. Neighbours that lie one behind the other are one piece, whoever
+        owns them by now: one owner's may lie apart, in slabs of earlier owners."""
+        layout, pieces = self._plan.spec.layout, list[WindowPiece]()
+        if layout.units[unit].is_coded:
             return None
-        owner_of, pieces, at, places = self._plan.shard_map.owner, [], 0, []
-        itemsize = self._plan.spec.layout.units[unit].dtype.itemsize
-        of_one_owner = [
-            run
-            for owner in dict.fromkeys(owner_of(s.index) for s in self._plan.spec.layout.shards_by_unit[unit])
-            for run in runs([s for s in self._plan.spec.layout.shards_by_unit[unit] if owner_of(s.index) == owner])
-        ]
-        for run in sorted(of_one_owner, key=lambda run: run[0].start):
-            arena = self._params.get(owner_of(run[0].index))
+        for shard in layout.shards_by_unit[unit]:
+            arena = self._params.get(self._plan.shard_map.owner(shard.index))
             if arena is None:
                 return None
-            place, size = arena.plan.places[run[0].index], sum(shard.numel for shard in run) * itemsize
-            pieces.append(WindowPiece(slab=arena.slabs[place.slab], offset=place.offset, bytes=size))
-            places.append((at, place.offset, size))
-            at += size
+            place = arena.plan.places[shard.index]
+            piece = WindowPiece(
+                slab=arena.slabs[place.slab], offset=place.offset, bytes=shard.numel * layout.units[unit].dtype.itemsize
+            )
+            last = pieces[-1] if pieces else None
+            if last is not None and _same(last.slab, piece.slab) and last.offset + last.bytes == piece.offset:
+                pieces[-1] = replace(last, bytes=last.bytes + piece.bytes)
+            else:
+                pieces.append(piece)
+        starts = [sum(piece.bytes for piece in pieces[:index]) for index in range(len(pieces))]
+        places = [(at, piece.offset, piece.bytes) for at, piece in zip(starts, pieces, strict=True)]
         return pieces if can_map(places) else None
 
     def revert(self, unit: int) -> None:
@@ -74,3 +87,8 @@ class UnitWindows:
             if window is not None:
                 window.close()
         self._windows = {}
+
+
+def _same(one: Slab, other: Slab) -> bool:
+    """Whether two slabs are the same file, which may be mapped twice."""
+    return one is other or (one.path is not None and one.path == other.path)

@@ -11,24 +11,25 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors import ANSWER_S, START_S, RunActors, failure_from_ray
-from rayzero.cluster.deaths import Death, Deaths, EndWatch, Recovering
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, Routing, optimizer_name
-from rayzero.cluster.supervision import Failure, OneCause
+from rayzero.cluster.supervision import Failure, OneCause, death_of
+from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
+from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.concurrency.processes import Sleepers
 from rayzero.elastic.controller import (
     Action,
     Connect,
     Controller,
-    Kind,
     Lose,
-    MemberId,
     Run,
     Start,
     Succeed,
     still_outlived,
 )
+from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.reform import Kill
 
 __all__ = ["Replacement"]
 
@@ -59,19 +60,23 @@ class Replacement:
         recovered: Callable[[Recovery], None],
         begin: Callable[[Run], None] | None = None,
         succeeded: Callable[[int, str], None] | None = None,
+        rescaling: Rescaling | None = None,
     ) -> None:
         """``names``: of all members' processes. ``loops``: the calls of ranks' loops and whose they are, as long as an
         answer is expected. ``wake``: ends, from any thread, the caller's wait for a call.
 
-        Called back: ``say`` with what happens, ``failed`` with what the run does not outlive, ``entered`` when a new
-        process answers, ``recovered`` once it does its work, ``begin`` when a rank's loop is to begin (None: there are
-        no ranks), ``succeeded`` with the number of an owner and its successor's address."""
+        ``rescaling``: carries out changes of the owners; None: there are none. Called back: ``say`` with what happens,
+        ``failed`` with what the run does not outlive, ``entered`` when a new process answers, ``recovered`` once it
+        does its work, ``begin`` when a rank's loop is to begin (None: there are no ranks), ``succeeded`` with the
+        number of an owner and its successor's address."""
         self._actors, self._controller, self._names, self._loops = actors, controller, names, loops
         self._members = {who: member for member, who in reversed(names.items())}  # a rank's, if it also owns
         self._say, self._failed, self._entered, self._recovered = say, failed, entered, recovered
-        self._begin, self._succeeded = begin, succeeded
+        self._begin, self._succeeded, self._rescaling = begin, succeeded, rescaling
+        self._lives = {who: controller.life(member) for member, who in names.items()}  # of the present processes
+        self._recovering: dict[MemberId, Recovering] = {}  # members whose processes have died
         self._owners = actors.watch_owners()
-        self._starts: dict[Any, tuple[MemberId, Recovering]] = {}  # call -> who starts
+        self._starts: dict[Any, MemberId] = {}  # call -> who starts
         self._telling: dict[Any, Recovering] = {}  # call that tells a member of a new process -> of whose
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
         self._deaths = Deaths(_CALM_S)
@@ -92,17 +97,18 @@ class Replacement:
     @property
     def calls(self) -> list[Any]:
         """The calls to wait for, beside those of loops; give those that end to ``take``."""
-        return [*self._owners, *self._starts, *self._telling, *self._past]
+        rescaling = self._rescaling.calls if self._rescaling is not None else []
+        return [*self._owners, *self._starts, *self._telling, *self._past, *rescaling]
 
     def take(self, call: Any) -> None:
         """One of ``calls`` has ended."""
         if call in self._owners:
             self.answer(call, self._owners.pop(call))  # owners are stopped after the loops: an end before is a failure
         elif call in self._starts:
-            self._take_start(call, *self._starts.pop(call))
+            self._take_start(call, self._starts.pop(call))
         elif call in self._telling:
             self._take_told(call, self._telling.pop(call))
-        else:
+        elif self._rescaling is None or not self._rescaling.take(call):
             self._past.discard(call)
 
     def answer(self, call: Any, who: str) -> Any:
@@ -128,6 +134,29 @@ class Replacement:
             self._end_sleepers()
             self._act_on_deaths()
             self._give_up_late_starts(time.monotonic())
+        if self._rescaling is not None:
+            self._rescaling.give_up_late(time.monotonic())
+
+    # ---- owners that join and part
+
+    def joined(self, process: Process, *, lives: bool) -> None:
+        """A process is an owner from now on. ``lives``: it has not died since it answered."""
+        who = str(process)
+        self._names[process.member], self._members[who], self._lives[who] = who, process.member, process.life
+        if lives:
+            self._owners[self._actors.owners[who].watch.remote()] = who
+            self._ends.watch(who, self._actors.pid_here(who))
+
+    def died_before(self, process: Process, pid: int) -> None:
+        """A process that was to join has died."""
+        death = Death(failure=death_of(str(process), pid, ""), since=time.monotonic(), seen=False)
+        self._recovering[process.member] = Recovering(who=str(process), death=death, acted=time.monotonic())
+        self.perform(self._controller.died(process.member, process.life))
+
+    def parts(self, process: Process) -> None:
+        """The process that is an owner now ends, and is not to be missed."""
+        self._ends.forget(str(process))
+        self._let_go(str(process))
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for half of ``stall_timeout``: others would fail, and it might wake up."""
@@ -163,17 +192,16 @@ class Replacement:
             self._take_loss(failure, None if counted else self._controller.spend())
             return
         member = self._members[failure.who]
-        actions = self._controller.died(member, self._controller.life(member), counted=counted)
+        self._ends.forget(failure.who)
+        self._let_go(failure.who)
+        self._recovering[member] = Recovering(who=failure.who, death=death, acted=time.monotonic())
+        actions = self._controller.died(member, self._lives[failure.who], counted=counted)
         if (over := self._controller.over) is not None:
             what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
             restarts = not self._controller.exhausted
             self._failed(replace(failure, what=what, restarts=restarts))
-        elif actions:
-            left = still_outlived(self._controller.max_failures, self._controller.outlived)
-            self._say(f"{failure.who} {failure.what} Another process takes its place {left}")
-            self._ends.forget(failure.who)
-            self._let_go(failure.who)
-            self._perform(actions, Recovering(who=failure.who, death=death, acted=time.monotonic()))
+        else:
+            self.perform(actions)
 
     def _take_loss(self, failure: Failure, over: str | None = None) -> None:
         """A member's host has left the cluster, and all that was in its memory with it. ``over``: why the run does not
@@ -185,8 +213,8 @@ class Replacement:
 
     def _give_up_late_starts(self, now: float) -> None:
         """Processes that are to take a place may find none: their host has left the cluster, or others use it."""
-        for call, (member, recovering) in list(self._starts.items()):
-            who, began = self._names[member], recovering.acted
+        for call, member in list(self._starts.items()):
+            who, began = self._names[member], self._recovering[member].acted
             late = Failure(who=who, what="died, and no other process could take its place.", restarts=True)
             if self._actors.has_lost_host(who):
                 del self._starts[call]
@@ -201,12 +229,12 @@ class Replacement:
             for call in [call for call, name in calls.items() if name == who]:
                 del calls[call]
                 self._past.add(call)
-        for call in [call for call, (member, _) in self._starts.items() if self._names[member] == who]:
+        for call in [call for call, member in self._starts.items() if self._names[member] == who]:
             del self._starts[call]
             self._past.add(call)
 
-    def _take_start(self, call: Any, member: MemberId, recovering: Recovering) -> None:
-        who = self._names[member]
+    def _take_start(self, call: Any, member: MemberId) -> None:
+        who, recovering = self._names[member], self._recovering[member]
         answer = self.answer(call, who)
         if answer is None:
             return
@@ -214,10 +242,10 @@ class Replacement:
         recovering.answered, recovering.pid = time.monotonic(), process.pid
         if member.kind is Kind.OWNER:
             self._owners[self._actors.owners[who].watch.remote()] = who
-        actions = self._controller.ready(member, self._controller.life(member), address)
+        actions = self._controller.ready(member, self._lives[who], address)
         self._entered(self._actors.took_place(who, process, target, self._controller.addresses))
         self._ends.watch(who, self._actors.pid_here(who))
-        self._perform(actions, recovering)
+        self.perform(actions)
         if not recovering.telling and member not in self._controller.awaited:
             self._end_recovery(recovering)
 
@@ -233,19 +261,19 @@ class Replacement:
         self._recovered(recovery)
         self._say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
 
-    def _perform(self, actions: Iterable[Action], recovering: Recovering) -> None:
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions of the controller."""
         for action in actions:
             match action:
-                case Start(MemberId(Kind.OWNER, index) as member):
-                    self._starts[self._actors.start_owner(index)] = member, recovering
-                case Start(member):
-                    self._starts[self._actors.start_rank(member.index)] = member, recovering
+                case Start(member, life):
+                    self._start(member, life)
                 case Lose(rank, life, owners):
                     for owner in owners:
                         self._actors.tell(self._names[owner], "lose", rank, life)
                 case Connect(index, life, addresses):
-                    self._connect(index, life, addresses, recovering)
+                    self._connect(index, life, addresses)
                 case Succeed(index, address, _, others):
+                    recovering = self._recovering[MemberId(Kind.OWNER, index)]
                     for other in others:
                         call = self._actors.tell(self._names[other], "succeed", index, address)
                         self._telling[call] = recovering
@@ -255,8 +283,23 @@ class Replacement:
                 case Run():
                     assert self._begin is not None, "only ranks have loops"
                     self._begin(action)
+                case Kill(process, why):
+                    log.warning("%s cannot go on with other owners and is killed: %s", process, why)
+                    ray.kill(self._actors.handle(str(process)))
+                case _:
+                    assert self._rescaling is not None, "only they change owners"
+                    self._rescaling.perform(action)
 
-    def _connect(self, owner: int, life: int, addresses: Sequence[str], recovering: Recovering) -> None:
+    def _start(self, member: MemberId, life: int) -> None:
+        """Start another process in the place of one that has died."""
+        self._lives[self._names[member]] = life
+        failure = self._recovering[member].death.failure
+        left = still_outlived(self._controller.max_failures, self._controller.outlived)
+        self._say(f"{failure.who} {failure.what} Another process takes its place {left}")
+        started = self._actors.start_owner if member.kind is Kind.OWNER else self._actors.start_rank
+        self._starts[started(member.index)] = member
+
+    def _connect(self, owner: int, life: int, addresses: Sequence[str]) -> None:
         """Tell a successor where all owners are. If it does not answer, the call that watches it will say why."""
         who = optimizer_name(owner)
         try:
@@ -266,4 +309,4 @@ class Replacement:
         except ray.exceptions.RayError as error:
             log.debug("%s was not told where the owners are: %s", who, error)
         else:
-            self._perform(self._controller.connected(owner, life), recovering)
+            self.perform(self._controller.connected(owner, life))

@@ -1,0 +1,40 @@
+"""``rayzero scale``: gives a run other optimizer actors while it trains."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from rayzero.cli.run_choice import find_run
+from rayzero.quantities import count, format_bytes
+
+
+def scale(
+    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    optimizers: Annotated[int, typer.Option(help="How many optimizer actors there shall be.")] = ...,  # type: ignore[assignment]
+    avoid: Annotated[
+        list[str] | None,
+        typer.Option(help="A node, by id or address, that no optimizer actor is to be on. May be given several times."),
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until they have changed, and say what it took.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Change the number of a run's optimizer actors, or where they are, while it trains. No step is lost."""
+    from rayzero.cluster.scale import scale as ask
+
+    def show(progress: str) -> None:
+        typer.echo(progress, err=True)
+
+    done = ask(find_run(run), optimizers, avoid=avoid or (), wait=wait, on_progress=show)
+    if done is None:
+        typer.echo(json.dumps({"asked": optimizers}) if as_json else "asked; rayzero status says what comes of it")
+    elif as_json:
+        typer.echo(json.dumps(asdict(done)))
+    else:
+        typer.echo(
+            f"{count(done.before, 'optimizer')} became {done.after}; {format_bytes(done.moved_bytes)} have another "
+            f"owner; training stood for {done.pause:.2f} s"
+        )

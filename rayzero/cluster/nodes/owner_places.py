@@ -1,0 +1,147 @@
+"""Places for optimizer actors that join a run while it goes on.
+
+An actor of a number that the run began with goes back to the place that is reserved for it. Any other gets a placement
+group of its own, on one node, so that its CPUs are free again when it parts. Where the run's CPU counts are set by
+nobody, it may have divided all CPUs among its processes: then a new actor shares those of one that is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.resources import matches
+from rayzero.cluster.nodes.session import ray_answers
+from rayzero.errors import ConfigError
+from rayzero.quantities import count, format_bytes
+
+_NODE_LABEL = "ray.io/node-id"
+_FREE_S = 1  # how long Ray may take to reserve CPUs that are free
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node of the cluster on which an optimizer actor may be."""
+
+    id: str
+    address: str
+    labels: Mapping[str, str]
+
+
+def hosts() -> list[Host]:
+    """The nodes of the cluster that are alive."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Host(node["NodeID"], node["NodeManagerAddress"], node.get("Labels", {})) for node in alive]
+
+
+def choose(
+    there: Sequence[str],
+    nodes: Sequence[Host],
+    *,
+    rank_nodes: Sequence[str],
+    placement: str,
+    labels: Mapping[str, str],
+    avoid: Collection[str] = (),
+) -> str:
+    """The node for one more optimizer actor. ``there``: the node of each that there is, ``rank_nodes``: of each rank;
+    ``placement``, ``labels``: see ``ZeroConfig.placement`` and ``ScalingConfig.optimizer_labels``; ``avoid``: ids or
+    addresses of nodes that it must not be on. Raises ConfigError if there is none."""
+    wanted = labels if placement == "cpu_nodes" else {}
+    free = [node for node in nodes if node.id not in avoid and node.address not in avoid]
+    fitting = [node for node in free if matches(wanted, node.labels)]
+    if not fitting:
+        but = f" other than {', '.join(sorted(avoid))}" if avoid else ""
+        that = f" that carries {dict(wanted)}" if wanted else ""
+        raise ConfigError(f"of {count(len(nodes), 'node')}, there is none{but}{that} for another optimizer")
+    owners, near = Counter(there), Counter(rank_nodes if placement == "beside_rank" else there)
+    if placement == "cpu_nodes":  # spread
+        return min(fitting, key=lambda node: owners[node.id]).id
+    return min(fitting, key=lambda node: (not near[node.id], owners[node.id])).id
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an optimizer actor is that has joined."""
+
+    options: dict[str, Any]  # Ray actor options
+    group: Any = None  # the placement group that was made for it; None: it uses what was there
+
+
+class OwnerPlaces:
+    """The place of each optimizer actor of a run, also of those that join later.
+
+    Knows placement groups; not actors."""
+
+    def __init__(self, placement: Placement, cpus_are_set: bool = False) -> None:
+        """``placement``: what was reserved when the run began. ``cpus_are_set``: by ``cpus_per_optimizer``."""
+        self._placement, self._cpus_are_set = placement, cpus_are_set
+        self._taken: dict[int, Place] = {}  # by owner: not where it was when the run began. freed by: free(), close()
+
+    def find(self, owner: int, node: str, there: Mapping[int, str]) -> Place:
+        """A place on ``node`` for an owner that joins; Ray may take its time to reserve it. ``there``: the node of each
+        owner that there is."""
+        began = owner < self._placement.plan.num_optimizers and owner not in there
+        if began and self._reserved_node(owner) == node:
+            return Place(self._placement.optimizer_options(owner))
+        share = self._placement.plan.optimizer
+        group = placement_group(
+            [{"CPU": share.cpus} | ({"memory": float(share.memory)} if share.memory else {})],
+            bundle_label_selector=[{_NODE_LABEL: node}],
+        )
+        beside = next((other for other, at in there.items() if at == node), None)
+        if self._cpus_are_set or beside is None or group.wait(_FREE_S):
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
+            )
+            options = {"num_cpus": share.cpus, "num_gpus": 0, "scheduling_strategy": strategy}
+            return Place(options | ({"memory": share.memory} if share.memory else {}), group)
+        remove_placement_group(group)
+        options = self.options(beside) | {"num_cpus": 0}
+        options.pop("memory", None)
+        return Place(options)
+
+    def _reserved_node(self, owner: int) -> str | None:
+        group, bundle = self._placement.plan.place_of_optimizer(owner)
+        table: dict[str, Any] = placement_group_table(self._placement.groups[group])
+        found: str | None = table["bundles_to_node_id"].get(bundle)
+        return found
+
+    def options(self, owner: int) -> dict[str, Any]:
+        """Ray actor options of an optimizer actor."""
+        place = self._taken.get(owner)
+        return self._placement.optimizer_options(owner) if place is None else place.options
+
+    def take(self, owner: int, place: Place | None) -> Place | None:
+        """An owner is at ``place`` now; None: there is no such owner any more. Returns where it was before, if that was
+        found here: ``free`` it once its process has ended."""
+        before = self._taken.pop(owner, None)
+        if place is not None:
+            self._taken[owner] = place
+        return before
+
+    def free(self, place: Place | None) -> None:
+        """Give a place back that nobody uses, unless others are beside it."""
+        if place is None or place.group is None or not ray_answers():
+            return
+        strategies = [taken.options["scheduling_strategy"] for taken in self._taken.values() if taken is not place]
+        if all(strategy.placement_group != place.group for strategy in strategies):
+            remove_placement_group(place.group)
+
+    @property
+    def needs(self) -> str:
+        """What each actor needs, for messages."""
+        share = self._placement.plan.optimizer
+        return count(share.cpus, "CPU") + (f" and {format_bytes(share.memory)} of memory" if share.memory else "")
+
+    def close(self) -> None:
+        """Give all of them back. Idempotent."""
+        taken, self._taken = self._taken, {}
+        for place in taken.values():
+            self.free(place)

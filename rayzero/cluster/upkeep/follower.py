@@ -1,0 +1,348 @@
+"""Follows a run whose processes are up to its end: waits for events, and passes each on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors
+from rayzero.cluster.files.run_dir import StartPoint
+from rayzero.cluster.interrupts import postponed, shielded
+from rayzero.cluster.journal import Journal, RunRequest
+from rayzero.cluster.processes.coordinator import HeardReports, News
+from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.run import Recovery, Report, Rescaled, Routing, RunState, optimizer_name, rank_name
+from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
+from rayzero.cluster.upkeep.autoscaling import Autoscaling
+from rayzero.cluster.upkeep.replacement import Replacement
+from rayzero.cluster.upkeep.rescaling import Rescaling
+from rayzero.config import ScalingConfig
+from rayzero.elastic.autoscaler import Bounds
+from rayzero.elastic.controller import (
+    Controller,
+    Run,
+    still_outlived,
+)
+from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.requests import take
+from rayzero.errors import RunFailedError
+from rayzero.protocol.ownership import Ownership
+
+__all__ = ["Follower", "ownership_of"]
+
+_REQUEST_S = 0.5  # between two looks for a request for other optimizers
+
+
+def ownership_of(start: StartPoint) -> Ownership | None:
+    """Who owns what in a run that goes on from memory, if the optimizers had changed; else None."""
+    return None if start.continuation is None else start.continuation.ownership
+
+
+def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
+    start = request.directory.start
+    goes_on = start.continuation
+    return [
+        RankSettings(
+            rank=rank,
+            world_size=request.scaling.num_workers,
+            run=request.run.name,
+            run_dir=request.directory.path,
+            resume=start.checkpoint,
+            lineage=start.lineage,
+            life=_rank_life(start),
+            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
+            on_checkpoint_error=request.run.on_checkpoint_error,
+            use_gpu=request.scaling.use_gpu,
+            bind_numa=request.scaling.bind_numa,
+            config=request.zero,
+            addresses=routing.addresses,
+            ownership=ownership_of(start),
+            outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
+            token=actors.token,
+        )
+        for rank in range(request.scaling.num_workers)
+    ]
+
+
+def _rank_life(start: StartPoint) -> int:
+    return 0 if start.continuation is None else start.continuation.life
+
+
+def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
+    """The names of all members' processes. Owners beside ranks are in the ranks' processes."""
+    names = {MemberId(Kind.RANK, rank): rank_name(rank) for rank in range(scaling.num_workers)}
+    for owner in range(num_owners):
+        beside = owner - scaling.num_optimizers
+        names[MemberId(Kind.OWNER, owner)] = rank_name(beside) if beside >= 0 else optimizer_name(owner)
+    return names
+
+
+def _bound(request: RunRequest, num_owners: int) -> frozenset[MemberId]:
+    """The members whose part of the optimizer ends with their process."""
+    bound: list[MemberId] = []
+    if request.zero.shared_directory is None:
+        bound += [MemberId(Kind.OWNER, owner) for owner in range(num_owners)]
+    if num_owners > request.scaling.num_optimizers:
+        bound += [MemberId(Kind.RANK, rank) for rank in range(request.scaling.num_workers)]
+    return frozenset(bound)
+
+
+class Follower:
+    """Waits for the next event of a run and passes it on: deaths to the Replacement, ends of loops to the Watch,
+    reports to the user.
+
+    Knows the Ray calls of loops and reports; not what a death or an end means for the run."""
+
+    def __init__(self, actors: RunActors, journal: Journal, request: RunRequest) -> None:
+        self._actors = actors
+        self._settings = _rank_settings(request, actors, journal.routing)
+        self._packed_loop = request.packed_loop
+        self._controller = Controller(
+            request.scaling.num_workers,
+            journal.routing.addresses,
+            max_failures=request.run.max_failures,
+            bound=_bound(request, len(journal.routing.addresses)),
+            outlived=journal.outlived,
+            rank_life=_rank_life(request.directory.start),
+            ownership=ownership_of(request.directory.start),
+        )
+        self._watch = Watch(request.scaling.num_workers)
+        self._run_dir = request.directory.path
+        self._rescaling = Rescaling(
+            actors,
+            self._controller,
+            zero=request.zero,
+            scaling=request.scaling,
+            perform=lambda actions: self._replacement.perform(actions),
+            joined=lambda process, lives: self._replacement.joined(process, lives=lives),
+            died=lambda process, pid: self._replacement.died_before(process, pid),
+            parts=lambda process: self._replacement.parts(process),
+            say=request.on_phase,
+            progress=self._note_progress,
+            ended=self._note_rescale,
+        )
+        self._loops = actors.run_loops(self._settings, request.packed_loop)
+        coordinator = actors.coordinator
+        self._replacement = Replacement(
+            actors,
+            self._controller,
+            _names(request.scaling, len(journal.routing.addresses)),
+            loops=self._loops,
+            stall_timeout=request.zero.stall_timeout,
+            wake=lambda: coordinator.rouse.remote(),
+            say=request.on_phase,
+            failed=lambda failure: self._watch.failed(failure, time.monotonic()),
+            entered=self._enter,
+            recovered=self._note_recovery,
+            begin=self._begin,
+            rescaling=self._rescaling,
+        )
+        self._fewest = min(request.fewest_optimizers, request.scaling.num_optimizers)
+        self._autoscaling = self._made_autoscaling(actors, request.scaling)
+        self._heard, self._life = HeardReports(), actors.coordinator_life
+        self._news = actors.coordinator.next_reports.remote(self._life)
+        self._journal = journal
+        self._on_report = request.on_report
+        self._on_change = request.on_change
+        self._on_rescale = request.on_rescale
+        self._on_stop = request.on_stop
+        self._on_phase = request.on_phase
+        self._checkpoints = request.directory.checkpoints
+
+    def _made_autoscaling(self, actors: RunActors, scaling: ScalingConfig) -> Autoscaling | None:
+        if scaling.max_optimizers is None:
+            return None
+        bounds = Bounds(fewest=self._fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
+
+        def owners() -> int:
+            settled = not (self._controller.changes or self._controller.awaited)
+            return self._controller.ownership.num_owners if settled else 0
+
+        return Autoscaling(actors, bounds, owners=owners, request=self._rescaling.request)
+
+    def follow(self) -> Watch:
+        """Run until every loop has returned, or the run has failed and its cause is known."""
+        with closing(self._replacement):
+            self._take_events()
+        if self._watch.failures and self._watch.cause.consequence:  # anything but a death
+            for still in self._actors.standing_still():
+                self._watch.failed(still, time.monotonic())
+        return self._watch
+
+    def _take_events(self) -> None:
+        while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
+            waiting = [*self._loops, *self._replacement.calls, *self._actors.spares.calls, self._news]
+            waiting += self._autoscaling.calls if self._autoscaling is not None else []
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
+            with postponed():  # reports that were fetched but not passed on would be lost
+                for call in ready:
+                    self._take(call)
+            self._replacement.act()
+            self._take_request()
+            if self._autoscaling is not None:
+                self._autoscaling.act(time.monotonic())
+
+    def _take_request(self) -> None:
+        """Take a request for other optimizers; see elastic/requests.py."""
+        request = take(self._run_dir)
+        if request is not None:
+            self._rescaling.request(request)
+
+    def _patience_s(self, now: float) -> float | None:
+        """How long the next event may take before there is something to do without one."""
+        patience = (self._watch.patience_s(now), self._replacement.patience_s(now), _REQUEST_S)
+        return min((seconds for seconds in patience if seconds is not None), default=None)
+
+    def starts_again(self) -> bool:
+        """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
+        to outlive."""
+        cause, died = self._watch.cause, self._controller.outlived > self._journal.outlived
+        counted = cause.restarts and died and cause.who != "coordinator"  # which the controller does not know
+        restarts = is_lost(cause, after_a_death=died)
+        if restarts and not counted:
+            restarts = self._controller.spend() is None
+        self._journal.outlived = self._controller.outlived
+        if restarts and self._journal.lost_at is None:
+            self._journal.lost_at = time.monotonic()
+        return restarts
+
+    def finish(self) -> None:
+        """After a good end: take the last reports and the owners' measurements."""
+        with postponed():  # as in follow()
+            self._read_rest()
+        self._actors.move(RunState.FINISHED)
+        self._journal.measured |= self._actors.stop_owners()
+
+    def take_down(self, state: RunState, reason: str) -> None:
+        """After a bad end: stop every process, wait a little, and keep what can still be read. Signals are
+        ignored."""
+        with shielded():
+            if state is RunState.STOPPED:
+                self._tell_stopped()
+            self.take_down_at_once(state, reason, forgives=Exception)  # the cause must be reported
+
+    def take_down_at_once(self, state: RunState, reason: str, *, forgives: type[Exception] = RunFailedError) -> None:
+        """``take_down``, which signals may end. ``forgives``: errors of the last reports that end nothing, also those
+        that ``on_report`` raises."""
+        self._actors.kill_stopped()
+        with suppress(RunFailedError):  # the coordinator may be what failed
+            self._actors.move(state, reason)
+        for call in self._actors.stop_ranks(self._loops, reason):
+            self._take_outcome(call, self._loops.pop(call))
+        with suppress(forgives):
+            self._read_rest()
+        self._journal.measured |= self._actors.stop_owners(STOP_S)
+
+    def _tell_stopped(self) -> None:
+        """Record the stop at once: a Ray that got the same signal is ending, and may end this process a minute
+        later."""
+        self._journal.state = RunState.STOPPED
+        with suppress(OSError):  # it is recorded again at the end
+            self._on_stop()
+
+    def _take(self, call: Any) -> None:
+        if call in self._loops:
+            self._take_outcome(call, self._loops.pop(call))
+        elif call == self._news:
+            self._take_news(call)
+        elif call in self._actors.spares.calls:
+            self._actors.take_spare(call)
+            self._note_spares()
+        elif self._autoscaling is None or not self._autoscaling.take(call):
+            self._replacement.take(call)
+
+    def _take_outcome(self, call: Any, who: str) -> None:
+        answer = self._replacement.answer(call, who)
+        if isinstance(answer, RankOutcome):
+            self._journal.measured[who] = answer.measured
+            life = self._controller.life(MemberId(Kind.RANK, answer.rank))
+            self._replacement.perform(self._controller.ended(answer.rank, life))
+            self._watch.finished(answer, time.monotonic())
+
+    def _take_news(self, call: Any) -> None:
+        news = self._replacement.answer(call, "coordinator")
+        if news is None:
+            return
+        if self._is_of_another(news):
+            self._take_coordinator()
+        self._news = self._actors.coordinator.next_reports.remote(self._life)
+        self._pass_on(news.reports)
+
+    # ---- other processes that take places
+
+    def _begin(self, run: Run) -> None:
+        ownership = self._controller.ownership if self._controller.ownership.epoch else None
+        settings = replace(self._settings[run.rank], life=run.life, addresses=run.addresses, ownership=ownership)
+        self._loops |= self._actors.run_loop(settings, self._packed_loop)
+
+    def _enter(self, routing: Routing) -> None:
+        self._journal.routing = routing
+        self._journal.members = list(self._actors.members.values())
+        self._journal.targets = self._actors.targets
+
+    def _note_progress(self, said: str | None) -> None:
+        self._journal.rescaling = said
+        self._on_rescale()
+
+    def _note_rescale(self, rescaled: Rescaled, routing: Routing | None) -> None:
+        self._journal.rescales.append(rescaled)
+        if self._autoscaling is not None:
+            self._autoscaling.ended(rescaled)
+        if routing is not None:
+            self._journal.num_optimizers = rescaled.after
+            self._enter(routing)
+        self._on_rescale()
+
+    def _note_recovery(self, recovery: Recovery) -> None:
+        self._journal.recoveries.append(recovery)
+        if self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
+            self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
+            self._note_spares()
+
+    def _note_spares(self) -> None:
+        self._journal.spares = self._actors.spares.members
+
+    def _is_of_another(self, news: News) -> bool:
+        """Whether they are the first news of a coordinator that has taken another one's place."""
+        before, self._life = self._life, news.life
+        return news.life != before
+
+    def _take_coordinator(self) -> None:
+        """Ray has started another coordinator; see [Note: another coordinator]."""
+        began = time.monotonic()
+        self._heard.come_again()
+        if (over := self._controller.spend()) is not None:
+            self._watch.failed(Failure(who="coordinator", what=f"died: {over}."), began)
+            return
+        pid = self._actors.resume_coordinator(self._journal.routing)
+        seconds = time.monotonic() - began
+        self._actors.coordinator.recovered.remote("coordinator", {"re-form": seconds})
+        self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
+        left = still_outlived(self._controller.max_failures, self._controller.outlived)
+        self._on_phase(f"coordinator died, and is back as pid {pid} {left}")
+
+    def _read_rest(self) -> None:
+        """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;
+        the next call has those."""
+        for _ in range(2):
+            self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
+            news = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
+            if self._is_of_another(news):
+                self._take_coordinator()
+            self._news = self._actors.coordinator.next_reports.remote(self._life)  # take_down() may come after this
+            self._pass_on(news.reports)
+
+    def _pass_on(self, reports: Iterable[Report]) -> None:
+        for report in filter(self._heard.is_new, reports):
+            self._journal.note(report)
+            self._checkpoints.note(report.checkpoint)
+            on_report, self._on_report = self._on_report, None  # one that raises is not called again
+            if on_report is not None:
+                on_report(report)
+            self._on_report = on_report
+        self._on_change()

@@ -1,0 +1,217 @@
+"""The change from one epoch of a run to the next, in which it has other owners. Plain logic: no processes, no clock.
+
+::
+
+    start     new processes start, while training goes on
+    hold      the lead finishes what is decided, and decides nothing more; ranks go on computing, and wait at their step
+    settle    owners apply and publish it
+    prepare   the owners of the next epoch write down what they will take over; nothing has changed yet
+    let stand the new lead notes that the next epoch stands
+    enter     old owners end all calls, new ones serve
+    change    ranks go over to the new owners, ask again what they had no answer to, and training goes on
+
+Before the point of no return, a failure leaves everything as it was. After it, whoever fails is replaced in the next
+epoch. (The protocol follows view changes of replicated systems: a table with a number, and one atomic record.)
+
+[Note: the point of no return] is where the new lead is *asked* to let the next epoch stand, not where it answers. If it
+dies in between, nobody knows whether it has, so there is only one way that is right in both cases: the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rayzero.elastic.members import MemberId, Process
+from rayzero.layout.rescale import Rescale
+from rayzero.protocol.ownership import Ownership
+
+
+class Step(StrEnum):
+    """What is done. From HOLD on, the value is the method to call: of ``OwnerServer``; CHANGE: of ``OwnerTable``."""
+
+    START = "start"
+    HOLD = "hold"
+    SETTLE = "settle"
+    PREPARE = "prepare"
+    LET_STAND = "let_stand"
+    ENTER = "enter"
+    CHANGE = "change"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Call a method of processes, side by side. Then call ``Controller.answered`` or ``Controller.refused`` for each.
+
+    A rank that is asked to ``CHANGE`` must take a later ``Succeed`` before it answers: it may wait for that successor.
+    """
+
+    step: Step
+    processes: tuple[Process, ...]
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Start a process that becomes ``member`` in the next epoch; until then, another process may be that member. Then
+    call ``Controller.ready`` or ``Controller.died``."""
+
+    member: MemberId
+    life: int
+    ownership: Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The next epoch does not begin: tell ``owners`` (``OwnerServer.abandon``), and end the processes of ``joined``."""
+
+    owners: tuple[Process, ...]
+    joined: tuple[Process, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell an owner once more that the next epoch does not begin (``OwnerServer.abandon``): it has only now done what
+    it was asked before."""
+
+    owner: Process
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill a process that cannot go on into the next epoch. Then call ``Controller.died``."""
+
+    process: Process
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The change is over: end the processes of owners that have no shards any more."""
+
+    processes: tuple[Process, ...]
+
+
+Action = Ask | Join | Abandon | Release | Kill | Part
+
+
+@dataclass(slots=True)
+class Reform:
+    """One change, from the first new process until ranks have gone over.
+
+    Knows steps, and who has answered or is gone; not what else members do, or who takes their places."""
+
+    before: Ownership
+    change: Rescale
+    old: tuple[Process, ...]  # the owners before
+    addresses: tuple[str, ...]  # theirs
+    joining: tuple[Process, ...]  # owners that are new
+    step: Step = Step.START
+    missing: set[Process] = field(default_factory=set)  # that have not answered
+    _gone: set[Process] = field(default_factory=set)  # that have died
+    _joined: dict[Process, str] = field(default_factory=dict)  # owner that joins -> its address
+    _specs: dict[int, bytes] = field(default_factory=dict)  # by model
+    _leads: set[Process] = field(default_factory=set)  # that lead a model in the next epoch
+
+    @property
+    def after(self) -> Ownership:
+        """The next epoch's."""
+        return self.before.then(self.change)
+
+    @property
+    def stands(self) -> bool:
+        """Whether the point of no return is behind. [Note: the point of no return]"""
+        return self.step in (Step.LET_STAND, Step.ENTER, Step.CHANGE)
+
+    @property
+    def entered(self) -> bool:
+        """Whether all owners that live are in the next epoch."""
+        return self.step is Step.CHANGE or (self.step is Step.ENTER and not self.missing)
+
+    @property
+    def over(self) -> bool:
+        """Whether all ranks have gone over."""
+        return self.step is Step.CHANGE and not self.missing
+
+    @property
+    def new(self) -> tuple[Process, ...]:
+        """The owners after."""
+        joining = {process.member.index: process for process in self.joining}
+        return tuple(joining.get(index) or self.old[index] for index in range(len(self.change.former)))
+
+    @property
+    def parting(self) -> tuple[Process, ...]:
+        """The processes that are no owners after."""
+        return tuple(process for process in self.old if process not in self.new)
+
+    @property
+    def new_addresses(self) -> tuple[str, ...]:
+        """The owners' addresses after the change, once all new processes serve."""
+        known = dict(zip(self.old, self.addresses, strict=True)) | self._joined
+        return tuple(known[process] for process in self.new)
+
+    def begin(self) -> list[Action]:
+        """Start what is missing."""
+        if not self.joining:
+            return self._go(Step.HOLD, self.old)
+        self.missing = set(self.joining)
+        return [Join(process.member, process.life, self.after) for process in self.joining]
+
+    def serves(self, owner: Process, address: str) -> list[Action]:
+        """A new process serves at ``address``."""
+        if self.step is not Step.START or owner not in self.missing:
+            return []
+        self._joined[owner] = address
+        self.missing.discard(owner)
+        return [] if self.missing else self._go(Step.HOLD, self.old)
+
+    def answered(self, process: Process, step: Step, answer: Any) -> list[Action]:
+        """A process has done what it was asked."""
+        if step is not self.step or process not in self.missing:
+            return []
+        self.missing.discard(process)
+        if step is Step.SETTLE and answer:
+            self._specs.update(answer)
+        elif step is Step.PREPARE and answer:
+            self._leads.add(process)
+        return [] if self.missing else self._next()
+
+    def gone(self, process: Process) -> list[Action]:
+        """A process has died behind the point of no return, or is a rank whose loop has ended: expect nothing of it."""
+        self._gone.add(process)
+        if process not in self.missing:
+            return []
+        self.missing.discard(process)
+        return [] if self.missing else self._next()
+
+    def go_over(self, ranks: Iterable[Process], addresses: tuple[str, ...]) -> list[Action]:
+        """Ask the ranks that run to go over to the owners at ``addresses``: all have entered, and serve."""
+        return self._go(Step.CHANGE, ranks, addresses, self.after)
+
+    def _next(self) -> list[Action]:
+        match self.step:
+            case Step.HOLD:
+                return self._go(Step.SETTLE, self.old)
+            case Step.SETTLE:
+                return self._go(Step.PREPARE, self.new, self.after, self._specs)
+            case Step.PREPARE:
+                return self._go(Step.LET_STAND, sorted(self._leads))
+            case Step.LET_STAND:
+                return self._go(Step.ENTER, (*self.old, *self.joining), self.after, self.new_addresses)
+            case _:  # who goes over when is decided by whoever knows the ranks, and which owners serve
+                return []
+
+    def _go(self, step: Step, processes: Iterable[Process], *arguments: Any) -> list[Action]:
+        asked = tuple(process for process in processes if process not in self._gone)
+        self.step, self.missing = step, set(asked)
+        return [Ask(step, asked, arguments)] if asked else self._next()
+
+
+def resolved(change: Rescale, num_owners: int) -> Rescale | None:
+    """A change that was asked for when there were other owners, as seen from ``num_owners``; None: it changes
+    nothing."""
+    there = tuple(i if was is not None and i < num_owners else None for i, was in enumerate(change.former))
+    return None if there == tuple(range(num_owners)) else Rescale(there)

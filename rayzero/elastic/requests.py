@@ -1,0 +1,57 @@
+"""Requests for other owners: a file in a run's folder, which whoever supervises the run takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rayzero.errors import ConfigError
+from rayzero.files import parse_json, read_text, replace_file
+
+log = logging.getLogger(__name__)
+
+_FILE = "scale.json"
+_MOST = 1 << 16  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """What is asked for. Raises ConfigError for a number that no run can have."""
+
+    num_optimizers: int
+    avoid: tuple[str, ...] = ()  # nodes that no optimizer is to be on, by id or address
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # names it in the run's record
+
+    def __post_init__(self) -> None:
+        if self.num_optimizers < 1:
+            raise ConfigError(f"num_optimizers is {self.num_optimizers}: pass at least 1")
+
+
+def ask(run_dir: Path, request: ScaleRequest) -> None:
+    """Leave a request, in place of one that was not taken yet. Raises OSError."""
+    replace_file(run_dir / _FILE, json.dumps(asdict(request)))
+
+
+def take(run_dir: Path) -> ScaleRequest | None:
+    """Take the request that was left, if there is one. One that cannot be read is dropped, with a warning."""
+    path = run_dir / _FILE
+    try:
+        text = read_text(path, at_most=_MOST)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s is no request that can be read: %s", path, error)
+        return None
+    with suppress(OSError):
+        path.unlink()
+    try:
+        data = parse_json(text)
+        number, avoid = int(data["num_optimizers"]), tuple(map(str, data["avoid"]))
+        return ScaleRequest(num_optimizers=number, avoid=avoid, id=str(data["id"]))
+    except (ValueError, TypeError, KeyError, ConfigError) as error:
+        log.warning("%s asked for what cannot be read: %r", path, error)
+        return None

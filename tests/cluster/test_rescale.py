@@ -1,0 +1,114 @@
+"""A run on Ray gets other optimizer actors while it trains, and ends with the bits of one that kept its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rayzero
+from rayzero.cluster.files.metrics_log import read_log
+from rayzero.cluster.files.run_dir import read_record
+from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.engine import get_context
+from rayzero.store.shm.same_host import why_no_sharing
+
+from .test_recovery import STEPS, losses, same, train
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    scaling = rayzero.ScalingConfig(num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1)
+    rayzero.ZeroTrainer(
+        train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
+    ).fit()
+    return folder / "demo"
+
+
+def scaled(config: dict[int, int]) -> None:
+    """Train, and ask for other optimizers on the way. ``config``: before a step, how many. The steps before that go on
+    meanwhile; the loop is only kept from ending before they are there."""
+    context = get_context()
+    run_dir = Path(context.run_dir or "")
+    wanted = sorted(config)
+
+    def before(step: int) -> None:
+        if context.rank == 0 and step in config:
+            ask(run_dir, ScaleRequest(num_optimizers=config[step]))
+        due = sum(step >= at + 3 for at in wanted)
+        deadline = time.monotonic() + 60
+        while len(read_record(run_dir)["rescales"]) < due:
+            assert time.monotonic() < deadline, "the optimizers have not changed"
+            time.sleep(0.05)
+
+    train(None, before)
+
+
+def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed):
+    said: list[str] = []
+    result = trainer(scaled, {2: 5, 12: 1, 24: 3}, on_phase=said.append).fit()
+    assert same(result.path, undisturbed)
+    assert losses(result.path) == losses(undisturbed)
+    assert len(read_log(result.path)) == 2 * STEPS, "each row once"
+    record = read_record(tmp_path / "demo")
+    print(said, record["rescales"])
+    assert [(one["before"], one["after"], one["failed"]) for one in record["rescales"]] == [
+        (2, 5, None), (5, 1, None), (1, 3, None),
+    ]  # fmt: skip
+    ranks, optimizers = {"rank 0", "rank 1"}, {f"optimizer {index}" for index in range(3)}
+    assert {member["who"] for member in record["members"]} == ranks | optimizers
+    assert sum(line.startswith("there are ") for line in said) == 3
+
+
+class KillsInChange:
+    """Kills a process when a change of the optimizers comes to a line that begins so."""
+
+    def __init__(self, run_dir: Path, who: str, said: str) -> None:
+        self._run_dir, self._who, self._said = run_dir, who, said
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        if self._said and line.startswith(self._said):
+            self._said = ""
+            members = read_record(self._run_dir)["members"]
+            os.kill(next(member["pid"] for member in members if member["who"] == self._who), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("who", ["optimizer 0", "optimizer 1", "rank 1"])
+def test_a_death_while_they_change_costs_nothing(trainer, nothing_left, tmp_path, undisturbed, who):
+    kills = KillsInChange(tmp_path / "demo", who, "changing from")
+    result = trainer(scaled, {2: 3, 20: 1}, on_phase=kills).fit()
+    assert same(result.path, undisturbed)
+    assert losses(result.path) == losses(undisturbed)
+    record = read_record(tmp_path / "demo")
+    assert [(one["after"], one["failed"]) for one in record["rescales"]] == [(3, None), (1, None)]
+    assert [one["who"] for one in record["recoveries"]] == [who]
+
+
+def test_a_change_that_cannot_be_is_refused_in_the_record_and_training_goes_on(trainer, nothing_left, tmp_path):
+    def ask_for_nothing(one: Any) -> None:
+        """What they are already, and none of them on the only node."""
+        host = read_record(tmp_path / "demo")["members"][0]["host"]
+        avoid = {2: (), 5: (host,)}.get(one.metrics["done"]) if one.rank == 0 else None
+        if avoid is not None:
+            ask(tmp_path / "demo", ScaleRequest(num_optimizers=2, avoid=avoid))
+            time.sleep(0.6)  # the driver takes one request in half a second, the last one
+
+    trainer(train, on_report=ask_for_nothing).fit()
+    host = read_record(tmp_path / "demo")["members"][0]["host"]
+    assert [one["failed"] for one in read_record(tmp_path / "demo")["rescales"]] == [
+        "it has 2 optimizers already",
+        f"of 1 node, there is none other than {host} for another optimizer",
+    ]

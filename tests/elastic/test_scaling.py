@@ -1,0 +1,265 @@
+"""Other owners while training goes on: the bits of a run whose owners stay, whoever dies at whatever step of the
+change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.models import Batches, seeded
+from engine.test_comeback import Seen, Small
+from torch import nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.engine.context import RankContext
+from rayzero.protocol.messages import STEP
+from rayzero.slabs.slab import list_slabs
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.testing import run_ranks
+from rayzero.testing.faults import Fault, Faults
+
+from .disturbed import differences
+
+pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+
+MOMENTS = ("exp_avg", "exp_avg_sq", STEP)
+PAUSE_S = 0.03
+
+
+def train(context: RankContext, base: nn.Module, folder: Path, wanted: Mapping[int, int], steps: int) -> Any:
+    """``wanted``: by step, how many owners there are to be from about then on; before the last three steps, they
+    are."""
+    torch.set_num_threads(1)
+    (folder / "run").write_text(context.run)
+    (folder / f"rank-{context.rank}").write_text(str(os.getpid()))
+    model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
+    config = ZeroConfig(units=["Block"], shard_bytes="8KiB")  # each unit has shards of all owners
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    rayzero.track(loader=loader, seen=seen)
+    batches = iter(loader)
+    for step in range(context.step, steps):
+        if context.rank == 0 and step in wanted:
+            wait_for_epoch(optimizer, list(wanted).index(step))
+            ask(folder, ScaleRequest(num_optimizers=wanted[step]))
+        if step == steps - 3:
+            wait_for_epoch(optimizer, len(wanted))
+        x, y = next(batches)
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        seen.losses = [*seen.losses, loss.detach()]
+        if step % 2:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.means = [*seen.means, rayzero.mean_over_ranks(float(seen.losses[-1]))]
+        if step % 6 == 5:
+            rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
+            with torch.no_grad():
+                model.head.bias.fill_(0.01 * step)
+        if wanted:
+            time.sleep(PAUSE_S)
+    engine = optimizer.engine
+    moments = {f"{unit.name} {kind}": engine.cache.fetch_flat(unit, kind) for unit in engine.units for kind in MOMENTS}
+    epoch = engine.store.connection.epochs.number
+    return epoch, rayzero.full_state_dict(model) | moments, [float(loss) for loss in seen.losses], seen.means
+
+
+def wait_for_epoch(optimizer: Any, number: int) -> None:
+    """Wait until the owners have changed so often: a change that is asked for takes the place of one that waits."""
+    while optimizer.engine.store.connection.epochs.number < number:
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By number of steps, what a run ends with that nothing happens to."""
+
+    @functools.cache
+    def results(steps: int) -> Any:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        loop = functools.partial(train, base=seeded(Small, 3), folder=folder, wanted={}, steps=steps)
+        return run_ranks(loop, 2, 2)
+
+    return results
+
+
+def scaled(folder: Path, wanted: Mapping[int, int], steps: int, **more: Any) -> Any:
+    loop = functools.partial(train, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps)
+    found = run_ranks(loop, 2, 2, "shm", True, run_dir=folder, **more)
+    assert [epoch for epoch, *_ in found] == [len(wanted)] * 2
+    assert multiprocessing.active_children() == []
+    run = (folder / "run").read_text()
+    assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []
+    return found
+
+
+@pytest.mark.parametrize("wanted", [{4: 3}, {4: 1}, {4: 5, 10: 1, 16: 3}], ids=["up", "down", "up, to one, up"])
+def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any, wanted: dict[int, int]) -> None:
+    assert differences(scaled(tmp_path, wanted, 24, max_failures=1), undisturbed(24)) == []
+
+
+# ---- the same, while something happens to the processes
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What happens while the owners change, and whether they stay as they are at first."""
+
+    owners: int
+    faults: tuple[Fault, ...]
+    stay: bool | None  # None: it depends on which of several deaths is first
+    meanwhile: int | None = None  # the rank that is killed while the first fault delays its process
+
+
+def killed(owners: int, stay: bool | None, *faults: tuple[str, str] | Fault) -> Cell:
+    return Cell(owners, tuple(fault if isinstance(fault, Fault) else Fault(*fault) for fault in faults), stay)
+
+
+LEAD, OTHER, NEW = (f"optimizer {owner}" for owner in range(3))
+OLD = ("hold", "held", "settle", "settled")  # what owners of the last epoch do
+COMING = ("prepare", "preparing", "prepared")  # what those of the next one do
+CROSSING = ("enter", "entering", "entered")
+RANK = ("change", "take-over", "greeted", "shared", "changed")
+CELLS = {
+    "up, a new one as it starts": killed(3, True, (NEW, "owner.start")),
+    "up, a new one twice": killed(3, True, Fault(NEW, "owner.start"), Fault(NEW, "owner.prepared", life=1)),
+    **{f"up, the lead at {at}": killed(3, True, (LEAD, f"owner.{at}")) for at in (*OLD, *COMING)},
+    **{f"up, one that stays at {at}": killed(3, True, (OTHER, f"owner.{at}")) for at in (*OLD, *COMING)},
+    **{f"up, a new one at {at}": killed(3, True, (NEW, f"owner.{at}")) for at in COMING},
+    **{f"up, the lead at {at}": killed(3, False, (LEAD, f"owner.{at}")) for at in ("let-stand", "stands", *CROSSING)},
+    **{f"up, one that stays at {at}": killed(3, False, (OTHER, f"owner.{at}")) for at in CROSSING},
+    **{f"up, a new one at {at}": killed(3, False, (NEW, f"owner.{at}")) for at in CROSSING},
+    **{f"up, a rank at {at}": killed(3, False, ("rank 1", f"rank.{at}")) for at in RANK},
+    **{f"down, the lead at {at}": killed(1, True, (LEAD, f"owner.{at}")) for at in (*OLD, *COMING)},
+    **{f"down, one that parts at {at}": killed(1, True, (OTHER, f"owner.{at}")) for at in OLD},
+    **{f"down, the lead at {at}": killed(1, False, (LEAD, f"owner.{at}")) for at in ("let-stand", "stands", *CROSSING)},
+    **{f"down, one that parts at {at}": killed(1, False, (OTHER, f"owner.{at}")) for at in CROSSING},
+    **{f"down, a rank at {at}": killed(1, False, ("rank 0", f"rank.{at}")) for at in RANK},
+    **{
+        f"{who} is stopped at {point}": killed(owners, stay, Fault(who, point, "stop"))
+        for owners, stay, who, point in (
+            (3, True, LEAD, "owner.held"),
+            (1, True, OTHER, "owner.settle"),
+            (3, True, NEW, "owner.prepared"),
+            (3, False, LEAD, "owner.let-stand"),
+            (1, False, OTHER, "owner.entered"),
+            (3, False, NEW, "owner.enter"),
+            (3, False, "rank 1", "rank.take-over"),
+        )
+    },
+    "both old ones, held": killed(3, True, (LEAD, "owner.held"), (OTHER, "owner.held")),
+    "the lead, and its successor before the change is tried again": killed(
+        3, True, (LEAD, "owner.prepared"), Fault(LEAD, "owner.hold", life=1)
+    ),
+    "the lead, and its successor before the next epoch has met it": killed(
+        3, False, (LEAD, "owner.stands"), Fault(LEAD, "owner.start", life=1)
+    ),
+    "the lead, and its successor as it takes over": killed(
+        1, False, (LEAD, "owner.let-stand"), Fault(LEAD, "owner.took-over", life=1)
+    ),
+    "the lead, and its successor as ranks go over": killed(
+        3, False, (LEAD, "owner.entered"), Fault(LEAD, "owner.attach", nth=2, life=1)
+    ),
+    "all owners, entering": killed(3, False, *((owner, "owner.entering") for owner in (LEAD, OTHER, NEW))),
+    "all owners, while ranks go over": killed(
+        3, False, *(Fault(owner, "owner.took-over") for owner in (LEAD, OTHER, NEW))
+    ),
+    "the lead, once a rank has told it all": killed(3, False, Fault(LEAD, "owner.attach", nth=4)),
+    "one that stays and a rank, as ranks go over": killed(
+        3, False, (OTHER, "owner.took-over"), ("rank 1", "rank.greeted")
+    ),
+    "both ranks, going over": killed(1, False, ("rank 0", "rank.take-over"), ("rank 1", "rank.shared")),
+    "a rank, and its successor as it begins": killed(
+        3, False, ("rank 1", "rank.change"), Fault("rank 1", "rank.attached", life=1)
+    ),
+    "everybody": killed(
+        3,
+        False,
+        *((owner, "owner.entered") for owner in (LEAD, OTHER, NEW)),
+        *((f"rank {r}", "rank.change") for r in (0, 1)),
+    ),
+    **{
+        f"a rank while the lead is at {at}": Cell(
+            owners, (Fault(LEAD, f"owner.{at}", "delay", seconds=0.3),), False, rank
+        )
+        for owners, rank, at in (
+            (3, 0, "hold"),
+            (1, 1, "held"),
+            (3, 1, "settle"),
+            (1, 0, "prepare"),
+            (3, 0, "prepared"),
+            (3, 1, "let-stand"),
+            (1, 1, "stands"),
+            (3, 0, "enter"),
+            (1, 0, "entering"),
+            (3, 1, "entered"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_a_death_while_owners_change_changes_no_bit(
+    cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults(tmp_path, cell.faults)
+    stopped = any(fault.act == "stop" for fault in cell.faults)
+    if cell.meanwhile is not None:
+        threading.Thread(target=kill_meanwhile, args=(faults, tmp_path, cell.meanwhile), daemon=True).start()
+    found = scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, faults=faults, stall_timeout=3.0 if stopped else 30.0)
+    assert differences(found, undisturbed(9)) == []
+    for index, fault in enumerate(cell.faults):
+        assert faults.struck(index) is not None, f"{fault} has struck"
+    if cell.stay is not None:
+        assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
+
+
+def test_what_a_rank_has_pushed_since_it_came_back_counts_and_not_what_it_left_when_it_died(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    """It dies between two pushes of the step that is held, and comes back before other owners take over: these find the
+    gradients that its first life has left, too."""
+    pushing = Fault("rank 1", "rank.pushed", nth=2)
+    faults = Faults(
+        tmp_path,
+        (
+            Fault(LEAD, "owner.hold", "delay", seconds=1.0),
+            pushing,
+            Fault(OTHER, "owner.settle"),  # so that the change waits for both, and is tried again
+            Fault(LEAD, "owner.settle", "delay", nth=2, seconds=1.5),  # meanwhile the rank pushes everything again
+        ),
+        waits=True,
+    )
+    for index, fault in enumerate(faults.faults):
+        if fault is not pushing:
+            faults.ask(index)
+
+    def let_it_push() -> None:
+        while faults.struck(0) is None:
+            time.sleep(0.01)
+        faults.ask(1)
+
+    threading.Thread(target=let_it_push, daemon=True).start()
+    assert differences(scaled(tmp_path, {2: 1}, 16, max_failures=2, faults=faults), undisturbed(16)) == []
+    assert [fault for index, fault in enumerate(faults.faults) if faults.struck(index) is None] == []
+
+
+def kill_meanwhile(faults: Faults, folder: Path, rank: int) -> None:
+    """Kill a rank while the first fault delays its process."""
+    while faults.struck(0) is None:
+        time.sleep(0.01)
+    os.kill(int((folder / f"rank-{rank}").read_text()), signal.SIGKILL)

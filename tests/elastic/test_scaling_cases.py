@@ -1,0 +1,188 @@
+"""Other owners while training goes on, in runs of other kinds: ranks over gRPC, accumulation, bf16, moments in codes,
+frozen parts in codes, several models, optimizers whose owners cannot change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.models import VOCAB, Block, seeded, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.engine.context import RankContext
+from rayzero.protocol.store import ParameterStore
+from rayzero.slabs.slab import SHARED_MEMORY, list_slabs, sweep
+from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.recorder import Recorder
+from rayzero.testing import run_ranks
+from rayzero.testing.owners import ServedReach, Service
+from rayzero.testing.place import Place
+from rayzero.testing.processes import OwnerProcesses, run_processes
+
+pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+
+STEPS = 12
+UNITS = ("Block", "Embedding")
+
+
+class Small(nn.Module):
+    """Without buffers, so that it computes in any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.layers = nn.ModuleList(Block(64) for _ in range(2))
+        self.head = nn.Linear(64, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def wait_for_epoch(optimizer: Any, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while optimizer.engine.store.connection.epochs.number < number:
+        assert time.monotonic() < deadline, f"epoch {number} has not begun"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A loop that asks for other owners on its way."""
+
+    config: ZeroConfig
+    wanted: Mapping[int, int]  # step -> owners
+    folder: Path
+    base: nn.Module
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    models: int = 1
+    frozen: tuple[str, ...] = ()
+
+    def __call__(self, context: RankContext) -> Any:
+        torch.set_num_threads(1)
+        made = []
+        for _ in range(self.models):
+            model = copy.deepcopy(self.base)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not name.startswith(self.frozen) if self.frozen else True)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            made.append(rayzero.prepare(model, self.make(trained, lr=1e-2), self.config))
+        rayzero.track()
+        for step in range(context.step, STEPS):
+            if context.rank == 0 and step in self.wanted:
+                wait_for_epoch(made[0][1], list(self.wanted).index(step))
+                ask(self.folder, ScaleRequest(num_optimizers=self.wanted[step]))
+            if step == STEPS - 2:
+                wait_for_epoch(made[0][1], len(self.wanted))
+            self.take_step(made, step, context.rank)
+            if self.wanted:
+                time.sleep(0.02)
+        return [rayzero.full_state_dict(model) for model, _ in made]
+
+    def take_step(self, made: list[Any], step: int, rank: int) -> None:
+        for part in range(self.config.gradient_accumulation_steps):
+            x, y = tokens(10 * step + part, rank)
+            for model, _ in made:
+                F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()).backward()
+        for _, optimizer in made:
+            if step % 2:
+                optimizer.clip_grad_norm_(0.5)
+            elif step % 3 == 0:
+                optimizer.clip_grad_value_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_same(found: Any, plain: Any) -> None:
+    for ours, theirs in zip(found, plain, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.keys() == other.keys()
+            assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation": {"config": ZeroConfig(units=UNITS, gradient_accumulation_steps=3)},
+    "bf16": {"config": ZeroConfig(units=UNITS, precision="bf16")},
+    "moments in int8": {"config": ZeroConfig(units=UNITS, moments="int8")},
+    "a frozen base, lossless": {
+        "config": ZeroConfig(units=UNITS, precision="bf16", cpu_compression="lossless"),
+        "frozen": ("embed", "layers.0", "layers.1"),
+    },
+    "amsgrad": {"config": ZeroConfig(units=UNITS), "make": functools.partial(torch.optim.AdamW, amsgrad=True)},
+    "two models": {"config": ZeroConfig(units=UNITS), "models": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_bit_changes(case: dict[str, Any], tmp_path: Path) -> None:
+    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, **case)
+    plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
+    found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0)
+    assert_same(found, run_ranks(plain, 2, 2))
+
+
+@dataclass(frozen=True)
+class MixedReach:
+    """Some ranks share memory with the owners, the others reach them over gRPC, as from another host."""
+
+    near: ServedReach
+    far: ServedReach
+    ranks: frozenset[int]  # that are far
+
+    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        return (self.far if rank in self.ranks else self.near).connect(table, rank, recorder, model, life)
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["alone", "accumulation"])
+@pytest.mark.parametrize("far", [{1}, {0, 1}], ids=["one rank", "both ranks"])
+def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, far: set[int], steps: int) -> None:
+    config = ZeroConfig(units=UNITS, gradient_accumulation_steps=steps)
+    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, config=config)
+    service = Service(num_owners=2, threads=1, share=SHARED_MEMORY, replaces_ranks=True)
+    reaches = [
+        ServedReach(token=service.token, stall_timeout=30.0, share=share, config=config, outlives_owners=True)
+        for share in (SHARED_MEMORY, None)
+    ]
+    run = f"mixed-{tmp_path.name}"
+    places = [
+        Place(rank=rank, world_size=2, run=run, config=None, resume=None, run_dir=tmp_path, threads=1)
+        for rank in range(2)
+    ]
+    owners = OwnerProcesses(service, MixedReach(*reaches, frozenset(far)), bound=False)
+    found = run_processes(loop, places, owners, 1, 30.0, run_dir=tmp_path)
+    sweep()
+    plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, config=config)
+    assert_same(found, run_ranks(plain, 2, 2))
+    assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []
+
+
+def test_owners_of_an_optimizer_whose_states_are_objects_stay_and_say_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = functools.partial(torch.optim.SGD, momentum=0.9)
+    asks = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, make=make, config=ZeroConfig(units=UNITS))
+    loop = functools.partial(ask_in_vain, asks)
+    found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path)
+    assert_same(found, run_ranks(asks, 2, 2))
+    assert any("the owners of a run with torch.optim.sgd:SGD cannot change" in said for said in caplog.messages)
+
+
+def ask_in_vain(training: Training, context: RankContext) -> Any:
+    """Train, and ask for owners that cannot be."""
+    if context.rank == 0:
+        ask(training.folder, ScaleRequest(num_optimizers=3))
+    return training(context)
