@@ -111,7 +111,7 @@ def test_two_may_die_at_once(undisturbed: Any, tmp_path: Path) -> None:
 def test_a_process_that_is_stopped_for_too_long_is_killed_and_replaced(undisturbed: Any, tmp_path: Path) -> None:
     at = ("pushed", 1, "optimizer 1"), ("forward", AT, "rank 1")
     began = time.monotonic()
-    assert same(train(tmp_path / "run", *at, how=signal.SIGSTOP, stall_timeout=4.0), undisturbed)
+    assert same(train(tmp_path / "run", *at, how=signal.SIGSTOP, stall_timeout=6.0), undisturbed)
     assert time.monotonic() - began > 4.0, "each was waited for"
 
 

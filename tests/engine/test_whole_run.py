@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -83,7 +84,8 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(
         whole.kill()
         found = choose(read_left(RUN, LINEAGE, slab_dir), num_workers=2, num_owners=2)
         if isinstance(found, Lost):
-            assert found.why in ("it had decided no step", "nothing of it is left in this host's shared memory")
+            early = "had decided no step|nothing of it is left|never had values|left nothing on this host"
+            assert re.search(early, found.why), found.why
             sweep(slab_dir)
     results = WholeRun(one, slab_dir, found if isinstance(found, Continuation) else None).results()
     assert [life for life, _ in results] == [getattr(found, "life", 0)] * 2

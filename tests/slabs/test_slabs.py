@@ -130,7 +130,7 @@ def test_a_name_that_does_not_fit_the_header_is_refused() -> None:
     ("at", "said"),
     [
         (0, "slab is not a slab: it begins with"),
-        (8, "has slab format 253, this rayzero reads 2"),
+        (8, "has slab format 252, this rayzero reads 3"),
         (20, "damaged header"),
         (60, "damaged header"),
         (340, "damaged header"),

@@ -205,6 +205,7 @@ class OwnerLink:
         self._number = LinkNumber(f"rank {rank}", 0)
         self._lock = threading.Lock()
         self._trying: Channel | None = None  # the latest one. freed by: _follow
+        self._broken: Channel | None = None  # the latest one that broke
         self._open: Channel | None = None  # the same one, while it is open
         self._waiting: list[Future[Channel]] = []  # for it to open
         self._down_since, self._why = time.monotonic(), "never opened"
@@ -288,8 +289,9 @@ class OwnerLink:
         """A call over ``channel`` did not get through: open the link again, unless that has begun already."""
         cause = error.__cause__
         with self._lock:
-            if self._trying is not channel or self._end is not None:
-                return
+            if self._trying is not channel or self._broken is channel or self._end is not None:
+                return  # the first error says why: the others are of calls that this link cancelled
+            self._broken = channel
             was_open, self._open = self._open is channel, None
             if was_open:
                 self._down_since = time.monotonic()

@@ -185,6 +185,7 @@ class RemoteConnection:
                 self._join_host(plan, ours, step, page_lock)
             except RayZeroError:
                 self._check_successors(answers)  # the cause, if what an owner offered has gone with it
+                self._shake_hands(spec)  # fails with the cause, if it has gone because the next epoch has begun there
                 raise
             if self._gradients is None and self._keep_pushed:
                 self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
