@@ -64,9 +64,8 @@ def loop(context: RankContext, model: nn.Module, folder: Path, steps: int, keeps
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     model = copy.deepcopy(model)
     (folder / "run").write_text(context.run)
-    model, optimizer = rayzero.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), ZeroConfig(units=["Block", "Embedding"])
-    )
+    config = ZeroConfig(units=["Block", "Embedding"], shard_bytes="16KiB")  # large units have shards of several owners
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     scheduler, seen = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9), Seen()
     rayzero.track(scheduler=scheduler, seen=seen)
     step = context.step

@@ -215,6 +215,11 @@ class Disturber(threading.Thread):
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
         self.owners = self.case.owners  # in the present epoch
+        self.over = threading.Event()  # the run has failed
+
+    def is_late(self, deadline: float) -> bool:
+        """Whether to wait no longer."""
+        return self.over.is_set() or time.monotonic() > deadline
 
     def run(self) -> None:
         try:
@@ -251,7 +256,7 @@ class Disturber(threading.Thread):
             self.scale(each.scales[0])
         deadline = time.monotonic() + PATIENCE_S
         while (struck := self.faults.struck(index)) is None:
-            if time.monotonic() > deadline:
+            if self.is_late(deadline):
                 raise TimeoutError(f"{each.fault} has not struck in {PATIENCE_S:g} s: at {steps_of(self.folder)}")
             time.sleep(0.005)
         return self.step, struck.at
@@ -290,7 +295,7 @@ class Disturber(threading.Thread):
         """The owners that have processes, once there are any."""
         deadline = time.monotonic() + PATIENCE_S
         while not (there := owners_there(self.folder)):
-            if time.monotonic() > deadline:
+            if self.is_late(deadline):
                 raise TimeoutError(f"no owner got a process in {PATIENCE_S:g} s")
             time.sleep(0.01)
         return there
@@ -299,7 +304,7 @@ class Disturber(threading.Thread):
         """Wait until the present epoch has so many; the steps by then."""
         deadline = time.monotonic() + PATIENCE_S
         while (found := owners_of(self.folder)) != number:
-            if time.monotonic() > deadline:
+            if self.is_late(deadline):
                 raise TimeoutError(f"{found} owners after {PATIENCE_S:g} s at {steps_of(self.folder)}, not {number}")
             time.sleep(0.01)
         self.owners = number
@@ -309,7 +314,7 @@ class Disturber(threading.Thread):
         """Send a signal to a member; waits until it has a process, other than ``but``. ``may_part``: an owner that has
         no process any more is left alone; then the answer is 0."""
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
+        while not self.is_late(deadline):
             for pid in pids(self.folder, (kind, index)):
                 if pid != but:
                     with suppress(ProcessLookupError):
@@ -327,7 +332,7 @@ class Disturber(threading.Thread):
     def wait_for(self, step: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while self.step < step:
-            if time.monotonic() > deadline:
+            if self.is_late(deadline):
                 raise TimeoutError(f"no step in {PATIENCE_S:g} s: at {steps_of(self.folder)}, waited for {step}")
             time.sleep(0.005)
 
@@ -411,8 +416,10 @@ def play(case: Case, undisturbed: Undisturbed) -> tuple[list[str], list[tuple[st
             )
         except Exception as error:  # the campaign goes on
             wrong.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        disturber.join(1.0 if results is None else None)
-        if disturber.error is not None:
+        if results is None:
+            disturber.over.set()
+        disturber.join()  # it writes to the folder
+        if disturber.error is not None and results is not None:
             wrong.append(disturber.error)
         steps = end_of(folder)
     if results is not None:

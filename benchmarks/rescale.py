@@ -155,10 +155,11 @@ class Sampler:
 
 
 @contextmanager
-def limited(share: float | None) -> Iterator[None]:
+def grouped(share: float | None, *, weigh: bool) -> Iterator[None]:
     """Hold each optimizer actor below this process to ``share`` of a core, as soon as it is there; None: to nothing.
+    ``weigh``: let the actors and ranks together weigh as much as eight other processes, as they also do with a share.
     Raises OSError where no cgroup can be made."""
-    if share is None:
+    if share is None and not weigh:
         yield
         return
     above, files = _below_own()
@@ -193,7 +194,7 @@ def _below_own() -> tuple[Path, dict[str, str]]:
     raise OSError("this host has no cpu cgroups")
 
 
-def _limit_actors(above: Path, files: Mapping[str, str], share: float, stop: threading.Event) -> None:
+def _limit_actors(above: Path, files: Mapping[str, str], share: float | None, stop: threading.Event) -> None:
     known: set[int] = set()
     _set(above, {file: value for file, value in files.items() if "quota" not in value and "period" not in value})
     while not stop.wait(0.05):
@@ -204,7 +205,7 @@ def _limit_actors(above: Path, files: Mapping[str, str], share: float, stop: thr
                     continue
                 group = above / f"{kind}-{process.pid}"
                 group.mkdir()
-                if kind == "OptimizerActor":
+                if kind == "OptimizerActor" and share is not None:
                     _set(group, files, share)
                 (group / "cgroup.procs").write_text(str(process.pid))
                 known.add(process.pid)
@@ -253,6 +254,7 @@ class Plan:
     settle_steps: int = SETTLE_STEPS
     settle_s: float = 1.0
     share: float | None = None  # of a core that an optimizer actor may use
+    weigh: bool = False  # as much as eight other processes
     still_s: float | None = None  # end when owners have not changed for so long
     ends_at: int | None = None  # and at once when there are so many
 
@@ -320,7 +322,7 @@ class Director:
 def carry_out(plan: Plan) -> Run:
     """Train as planned."""
     run = Run(plan)
-    with tempfile.TemporaryDirectory() as folder, limited(plan.share):
+    with tempfile.TemporaryDirectory() as folder, grouped(plan.share, weigh=plan.weigh):
         settings = rayzero.RunConfig(name=f"rescale-{os.getpid()}", storage_path=folder, max_failures=1)
         scaling = rayzero.ScalingConfig(
             num_workers=plan.ranks, num_optimizers=plan.optimizers, threads_per_worker=1, threads_per_optimizer=1
@@ -368,6 +370,7 @@ class Change:
     before: int
     after: int
     pause: float  # seconds
+    steps: Mapping[str, float]  # of the change, in seconds: rayzero/elastic/reform.py
     moved: int  # bytes of states
     bound: float  # seconds
     start: float  # seconds until the new processes were up, while training went on
@@ -397,6 +400,7 @@ def changes_of(mib: int, run: Run, rate: float) -> list[Change]:
                 before=one["before"],
                 after=one["after"],
                 pause=one["pause"],
+                steps=one["seconds"],
                 moved=one["moved_bytes"],
                 bound=one["moved_bytes"] / rate + BOUND_S,
                 start=one["seconds"].get("start", 0.0),
@@ -410,15 +414,15 @@ def changes_of(mib: int, run: Run, rate: float) -> list[Change]:
     return found
 
 
-def measure(sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Changes at each size of the states, in MiB."""
+def measure(sizes: Sequence[int], rounds: int, *, weigh: bool) -> dict[str, Any]:
+    """Changes at each size of the states, in MiB. ``weigh``: see ``grouped``."""
     rate = copy_rate()
     print(f"one thread copies {rate / 1e9:.1f} GB/s", file=sys.stderr)
     changes, runs = [], []
     for mib in sizes:
         width = WIDTH if mib <= 256 else 2 * WIDTH
         layers = max(1, round(mib * MIB / BYTES_A_PARAMETER / width**2))
-        run = carry_out(Plan(layers=layers, width=width, changes=CHANGES * rounds, settle_s=3.0))
+        run = carry_out(Plan(layers=layers, width=width, changes=CHANGES * rounds, settle_s=3.0, weigh=weigh))
         changes += changes_of(layers * width**2 * BYTES_A_PARAMETER // MIB, run, rate)
         runs.append({"mib": mib, "left": run.left, "load": run.load})
     return {"copy_rate": rate, "changes": changes, "runs": runs}
@@ -465,10 +469,18 @@ def _memory(some: Sequence[Change], kind: str) -> str:
 # ---- whether it pays --------------------------------------------------------------------------------------------
 
 
-def pays(share: float | None, layers: int) -> Run:
+def pays(share: float | None, layers: int, *, weigh: bool) -> Run:
     """1, 2, then 4 optimizer actors of one run."""
     plan = Plan(
-        layers=layers, batch=64, ranks=1, optimizers=1, changes=(2, 4), settle_steps=40, settle_s=8.0, share=share
+        layers=layers,
+        batch=64,
+        ranks=1,
+        optimizers=1,
+        changes=(2, 4),
+        settle_steps=40,
+        settle_s=8.0,
+        share=share,
+        weigh=weigh,
     )
     return carry_out(plan)
 
@@ -597,6 +609,7 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--auto", nargs="+", choices=("slow", "idle", "shared"))
     parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--weigh", action="store_true", help="let a run weigh as much as eight other processes")
     parser.add_argument("--share", type=float, default=0.1, help="of a core, for each optimizer actor that is held")
     parser.add_argument("--layers", type=int, default=16, help=f"of {WIDTH} x {WIDTH}, for --pays and --auto")
     parser.add_argument("--picture", type=Path, help="where to draw the steps of --pays")
@@ -612,7 +625,7 @@ def main() -> None:
     ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level=logging.ERROR)
     found: dict[str, Any] = {"about": about()}
     if options.pays or options.shared:
-        found["steps"] = run = pays(None if options.shared else options.share, options.layers)
+        found["steps"] = run = pays(None if options.shared else options.share, options.layers, weigh=options.weigh)
         show_steps(run)
         if options.picture is not None:
             draw(run, options.picture)
@@ -622,7 +635,7 @@ def main() -> None:
             found[which] = run = decide(which, options.share, options.layers)
             show_steps(run)
     else:
-        found |= measure(options.sizes, options.rounds)
+        found |= measure(options.sizes, options.rounds, weigh=options.weigh)
         show(found)
     if options.json is not None:
         options.json.write_text(json.dumps(plain(found)), encoding="utf-8")

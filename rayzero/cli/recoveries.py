@@ -47,6 +47,8 @@ def _change_line(one: Mapping[str, Any], now: float) -> str:
     were, ago = count(one["before"], "optimizer"), f"{_duration(now - one['time'])} ago"
     if one["failed"] is not None:
         return f"{were} stayed, {ago}: {one['failed']}"
+    if not one["seconds"]:
+        return f"{were} were asked for, {ago}, and there already"
     became = f"{were} became {one['after']}" if one["after"] != one["before"] else "optimizers moved to other nodes"
     why = "" if one["why"] == _ASKED else f", because {one['why']}"
     return f"{became}, {ago}{why}; training stood for {one['pause']:.2f} s"

@@ -33,6 +33,8 @@ def scale(
         typer.echo(json.dumps({"asked": optimizers}) if as_json else "asked; rayzero status says what comes of it")
     elif as_json:
         typer.echo(json.dumps(asdict(done)))
+    elif not done.seconds:
+        typer.echo(f"it has {count(done.before, 'optimizer')} already")
     else:
         typer.echo(
             f"{count(done.before, 'optimizer')} became {done.after}; {format_bytes(done.moved_bytes)} have another "

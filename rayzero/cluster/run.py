@@ -109,7 +109,7 @@ class Rescaled:
     before: int  # optimizer actors
     after: int
     failed: str | None  # why they stayed as they were; None: they have changed
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by step: rayzero/elastic/reform.py
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by step: rayzero/elastic/reform.py; {}: nothing to do
     pause: float = 0.0  # seconds in which no step was decided
     moved_bytes: int = 0  # of shards that have another owner now
     time: float = field(default_factory=time.time)  # when it ended, seconds since 1970

@@ -36,7 +36,7 @@ def _set(values: dict[int, int]) -> bool:
 
 
 def give_back_freed() -> bool:
-    """Give the kernel all freed memory that the allocator keeps. Call it once, after the large buffers of the start.
+    """Give the kernel all freed memory that the allocator keeps. Call it after large buffers that do not come again.
     Returns False if nothing was given back or there is no glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))

@@ -161,7 +161,7 @@ class ShardService:
             updater,
             recorder,
             step=version,
-            redoing=bool(model.former),
+            redoing=bool(model.former) or not shards,  # without shards it cannot know whether it is a successor
         )
         checkpoints = CheckpointWriter(self.owner, shards, model.rule, updater, recorder, version=version)
         updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._norms_every)
@@ -385,7 +385,7 @@ class ShardService:
         try:
             parts = self._attached()
             step = parts.contributions.open_step
-            if write.version != step and not self.failed.done():
+            if write.version != step and parts.model.shards and not self.failed.done():
                 raise StoreError(f"optimizer {self.owner} is in step {step}, but was asked to write v{write.version}")
         except StoreError as exc:
             return failed(exc)

@@ -127,16 +127,18 @@ def test_changes_of_the_optimizers_are_shown_the_newest_first_with_what_they_too
         rescale(1, 2, 7200, why=full),
         rescale(2, 2, 600),
         rescale(2, 5, 181),
-        rescale(5, 5, 60, failed="it has 5 optimizers already", pause=0.0),
+        rescale(5, 5, 60, failed="a node is missing", pause=0.0),
+        rescale(5, 5, 30, seconds={}, pause=0.0),
     ]
     assert changes_of(run, rescales=some) == [
-        "change      5 optimizers stayed, 60 s ago: it has 5 optimizers already",
+        "change      5 optimizers were asked for, 30 s ago, and there already",
+        "change      5 optimizers stayed, 60 s ago: a node is missing",
         "change      2 optimizers became 5, 3 min ago; training stood for 0.41 s",
         "change      optimizers moved to other nodes, 10 min ago; training stood for 0.41 s",
         f"change      1 optimizer became 2, 2.0 h ago, because {full}; training stood for 0.41 s",
     ]
     assert describe_run(run)["rescales"] == some
-    assert changes_of(run, rescales=[*some, *some])[5:] == ["change      and 3 earlier changes: see run.json"]
+    assert changes_of(run, rescales=[*some, *some])[5:] == ["change      and 5 earlier changes: see run.json"]
     assert changes_of(run, rescales=None) == [], "no driver wrote them then"
 
 

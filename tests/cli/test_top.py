@@ -126,8 +126,8 @@ def test_deaths_that_the_run_has_outlived_are_shown(run, monkeypatch, capsys) ->
 
 def test_changes_of_the_optimizers_are_shown_below(run, monkeypatch, capsys) -> None:
     changed = {
-        "id": "a", "why": "asked for", "before": 2, "after": 5, "failed": None, "seconds": {}, "pause": 0.412,
-        "moved_bytes": 7, "time": time.time() - 298,
+        "id": "a", "why": "asked for", "before": 2, "after": 5, "failed": None, "seconds": {"start": 2.0},
+        "pause": 0.412, "moved_bytes": 7, "time": time.time() - 298,
     }  # fmt: skip
     run.write("running", rescaling="from 5 optimizers to 1: publishing what is decided", rescales=[changed])
     after_the_first_look(monkeypatch, run.step)

@@ -192,6 +192,16 @@ CELLS = {
         *((owner, "owner.entered") for owner in (LEAD, OTHER, NEW)),
         *((f"rank {r}", "rank.change") for r in (0, 1)),
     ),
+    "a rank, and its successor maps what owners offer when they enter": Cell(
+        1,
+        (
+            Fault(LEAD, "owner.hold", "delay", seconds=1.5),
+            Fault("rank 1", "rank.meet", "delay", life=1, seconds=2.5),  # until the lead has entered
+            Fault(OTHER, "owner.enter", "delay", seconds=3.0),  # so ranks do not hear of it yet
+        ),
+        False,
+        1,
+    ),
     **{
         f"a rank while the lead is at {at}": Cell(
             owners, (Fault(LEAD, f"owner.{at}", "delay", seconds=0.3),), False, rank

@@ -282,6 +282,39 @@ def test_a_recorded_decision_is_redone_once_its_counted_pushes_are_there_again()
         assert owner.service.decided_steps == 1
 
 
+def test_an_owner_has_settled_once_it_has_its_first_values_and_has_published_what_is_decided() -> None:
+    spec = make_spec(1)
+    with owner_of(spec, load=False) as owner:
+        settled = owner.service.settled()
+        for shard in spec.layout.shards:
+            assert not settled.done()
+            owner.service.load(shard.index, torch.zeros(shard.numel))
+        assert settled.result(WAIT) == spec
+        owner.take_step([random_grads(spec, 1)])
+        owner.service.settled().result(WAIT)
+        assert all(owner.service.content_at(shard.index, 1) == 1 for shard in spec.layout.shards)
+    with owner_of(spec, load=False) as owner:
+        settled = owner.service.settled()
+        owner.service.abort(StoreError("the run has ended"))
+        with pytest.raises(StoreError, match="the run has ended"):
+            settled.result(WAIT)
+
+
+def test_an_owner_without_shards_takes_a_later_decision_once_its_record_is_redone() -> None:
+    """As a successor it cannot read in its memory which step is open, and the lead's orders may come first."""
+    spec = make_spec(1)
+    service = ShardService(99, 100)
+    service.attach(0, spec)
+    owner = Owner(service, spec)
+    applied = service.apply(owner.decision(39))
+    assert not applied.done()
+    norm = Norm(step=39, total=1.0, finite=True)
+    service.redo(Record(decision=owner.decision(39), reports=owner.reports(39), norm=norm)).result(WAIT)
+    applied.result(WAIT)
+    assert owner.collect(40).result(WAIT).parts == ()
+    service.close()
+
+
 def test_no_decision_is_made_while_an_owner_lacks_an_earlier_one() -> None:
     """So two records are enough for any successor (``RECORDS``): norm parts come after the updates before them."""
     spec = make_spec(1)

@@ -144,7 +144,8 @@ class Rescaling:
             self._end(change, str(error))
             return
         if all(former is not None for former in wanted.former) and len(wanted.former) == change.before:
-            self._end(change, f"it has {count(change.before, 'optimizer')} already")
+            self._say(f"it has {count(change.before, 'optimizer')} already")
+            self._ended(change.rescaled(time.monotonic()), None)
             return
         self._change = change
         change.began[Step.START] = time.monotonic()
@@ -179,7 +180,7 @@ class Rescaling:
         self._actors.coordinator.rescaled.remote(outcome, dict(rescaled.seconds), rescaled.pause, rescaled.moved_bytes)
         if failed is None:
             now, moved = count(rescaled.after, "optimizer"), format_bytes(change.moved_bytes)
-            said = f"there are {now} now; training stood for {rescaled.pause:.2f} s; {moved} have another owner"
+            said = f"the run has {now} now; training stood for {rescaled.pause:.2f} s; {moved} have another owner"
         else:
             said = f"{count(change.before, 'optimizer')} as before: {failed}"
         self._say(said)
@@ -237,11 +238,13 @@ class Rescaling:
             self._perform(self._controller.answered(process, step, answer))
 
     def give_up_late(self, now: float) -> None:
-        """Processes that are to join may find no place."""
+        """Processes that are to join may find no place, or take too long to start; Ray does not say which."""
         for call, (process, began) in list(self._starts.items()):
             if now - began > max(START_S, self._scaling.placement_timeout):
                 del self._starts[call]
-                why = f"it found no place, for which it needs {self._actors.needs_of_an_owner}"
+                why = (
+                    f"{process.member} was not up within {now - began:.0f} s; it needs {self._actors.needs_of_an_owner}"
+                )
                 self._perform(self._controller.refused(process, Step.START, why))
 
     # ---- actions

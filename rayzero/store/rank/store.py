@@ -21,6 +21,7 @@ from rayzero.concurrency.futures import DONE, chain, fail, failed, is_well, sett
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
+from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import (
     COMPUTE,
@@ -151,6 +152,7 @@ class RankStore:
                 self._epochs.fail(error)
             self.connection, self._coming = after, None
             self._epochs.begin(epoch)
+        give_back_freed()  # threads that have ended leave what they freed, and new ones rarely take it
 
     def _route_of(self, joined: Joined, unit: UnitLayout) -> _Route:
         by_owner: dict[int, list[Shard]] = {}
