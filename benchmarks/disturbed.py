@@ -21,7 +21,7 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabHeader
 from rayzero.slabs.slab import Slab, list_slabs
-from rayzero.store.owner.slabs import is_control
+from rayzero.store.owner.memory.slabs import is_control
 from rayzero.store.shm.words import read_ownership, stands
 
 RANKS = 2

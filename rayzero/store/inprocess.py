@@ -40,7 +40,7 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory

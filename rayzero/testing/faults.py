@@ -94,7 +94,7 @@ _ENGINE, _STEP, _STORE = (
 POINTS = {
     # an owner: its start, also as a successor
     "owner.start": Point("rayzero.store.owner.hosted:HostedModels._make", _BEFORE),
-    "owner.took-over": Point("rayzero.store.owner.shared_memory:SharedOwner._take_over", _AFTER),
+    "owner.took-over": Point("rayzero.store.owner.memory.shared_memory:SharedOwner._take_over", _AFTER),
     "owner.attach": Point(f"{_SERVICE}.attach", _BEFORE),
     "owner.redo": Point(f"{_SERVICE}.redo", _BEFORE, repeats=True),
     # an owner: a step
@@ -123,7 +123,7 @@ POINTS = {
     "owner.settle": Point(f"{_SERVER}.settle", _BEFORE, repeats=True),
     "owner.settled": Point(f"{_SERVER}.settle", _AFTER),
     "owner.prepare": Point(f"{_SERVER}.prepare", _BEFORE, repeats=True),
-    "owner.preparing": Point("rayzero.store.owner.next_epoch:_fill", _BEFORE),
+    "owner.preparing": Point("rayzero.store.owner.memory.next_epoch:_fill", _BEFORE),
     "owner.prepared": Point(f"{_SERVER}.prepare", _AFTER),
     "owner.let-stand": Point(f"{_SERVER}.let_stand", _BEFORE, repeats=True),
     "owner.stands": Point(f"{_SERVER}.let_stand", _AFTER),
@@ -135,7 +135,9 @@ POINTS = {
     "lead.commit": Point(f"{_LEAD}.commit", _BEFORE, repeats=True),
     "lead.norm": Point(f"{_LEAD}._take_parts", _AFTER),
     "lead.before-record": Point("rayzero.lead.journal:DecisionJournal.write", _BEFORE),
-    "lead.record": Point("rayzero.store.owner.shared_memory:write_record", _INSIDE, inside=strikes.die_in_the_record),
+    "lead.record": Point(
+        "rayzero.store.owner.memory.shared_memory:write_record", _INSIDE, inside=strikes.die_in_the_record
+    ),
     "lead.after-record": Point("rayzero.lead.journal:DecisionJournal.write", _AFTER),
     "lead.ordered": Point("rayzero.store.owner.peers.shared:SharedPeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),

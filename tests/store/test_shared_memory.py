@@ -18,7 +18,7 @@ from rayzero.protocol.messages import Published, Pushed, SharedPaths
 from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.owner.slabs import OwnerSlabs
+from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.plan import SharedPlan

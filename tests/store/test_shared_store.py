@@ -26,8 +26,8 @@ from rayzero.memory.planner import plan_owner
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store

@@ -15,7 +15,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.telemetry.recorder import LaterModelRecorder, NullRecorder, Recorder
 
 

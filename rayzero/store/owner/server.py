@@ -21,9 +21,9 @@ from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
-from rayzero.store.owner.next_epoch import moved_bytes, prepare_control
+from rayzero.store.owner.memory.next_epoch import moved_bytes, prepare_control
+from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
-from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, TlsFiles
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes

@@ -10,8 +10,8 @@ from rayzero.concurrency.futures import settled, then
 from rayzero.errors import StoreError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.peers.wire import RemotePeer
-from rayzero.store.owner.shared_memory import SharedOwner
 from rayzero.store.wire import translate
 
 

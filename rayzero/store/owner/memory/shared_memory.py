@@ -20,7 +20,7 @@ from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
-from rayzero.store.owner.slabs import FormerSlabs, OwnerSlabs, former_loops
+from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab

@@ -24,7 +24,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership, owner_map
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.owner.slabs import is_control, of_lineage
+from rayzero.store.owner.memory.slabs import is_control, of_lineage
 from rayzero.store.shm.plan import LINE_BYTES, PLACE_BYTES, PLACES, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
 from rayzero.store.shm.words import region, write_ownership
