@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import ray
 
+from rayzero.cluster import spares as spares_module
 from rayzero.cluster.run import Member
 from rayzero.cluster.spares import Spares
-from rayzero.cluster.upkeep import spares as spares_module
 
 
 @pytest.fixture
