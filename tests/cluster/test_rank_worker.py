@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.processes import rank_worker
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.config import ZeroConfig
+from rayzero.elastic.reform import Step
+from rayzero.protocol.ownership import Ownership
 
 
 def connect() -> None:
@@ -33,3 +38,26 @@ def test_a_loop_that_is_late_finds_the_owners_that_have_moved_meanwhile(monkeypa
     outcome = worker.run(settings, pack_loop(connect, None), coordinator=None)
     assert outcome.failure is None
     assert seen == [["a:1", "c:3"]]
+
+
+def test_a_successor_that_is_told_of_while_owners_change_is_one_of_the_new_owners() -> None:
+    """Its rank may need it to get there, so the change does not hold it up."""
+    told: list[str] = []
+    over: Future[None] = Future()
+
+    class Table:
+        def go_over(self, addresses: list[str], ownership: Ownership) -> Future[None]:
+            told.append(f"epoch {ownership.epoch}")
+            threading.Thread(target=worker.succeed, args=(1, "c:3")).start()
+            time.sleep(0.05)
+            told.append("gone over")
+            return over
+
+        def succeed(self, owner: int, address: str) -> None:
+            told.append(f"{owner} is at {address}")
+            over.set_result(None)
+
+    worker = RankWorker(0, 1, None)
+    worker._table = Table()  # type: ignore[assignment]
+    worker.carry_out(Step.CHANGE, [["a:1", "b:2"], Ownership(2)])
+    assert told == ["epoch 0", "gone over", "1 is at c:3"]

@@ -111,14 +111,14 @@ class RankWorker:
                 self._table.succeed(owner, address)
 
     def carry_out(self, step: Step, arguments: Sequence[Any]) -> None:
-        """Go over to other owners: the addresses and the ownership of the next epoch. See ``OwnerTable.change``."""
+        """Go over to other owners: the addresses and the ownership of the next epoch. See ``OwnerTable.go_over``."""
         assert step is Step.CHANGE, f"ranks take no part in {step}"
         addresses, ownership = arguments
         with self._moving:
             self._owners, self._successors = (addresses, ownership), []
-            table = self._table
-        if table is not None:
-            table.change(addresses, ownership)
+            over = None if self._table is None else self._table.go_over(addresses, ownership)
+        if over is not None:
+            over.result()  # a successor may be told of meanwhile, and it may need it
 
     def load(self) -> Load:
         """What this rank has done so far."""

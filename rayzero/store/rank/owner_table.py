@@ -49,13 +49,9 @@ class OwnerTable:
             for each in self._followed:
                 each.connection.succeed(owner, address)
 
-    def change(self, addresses: Sequence[str], ownership: Ownership) -> None:
-        """The next epoch has begun, with these owners; blocks until every store goes on there, or has failed."""
-        self.go_over(addresses, ownership).result()
-
     def go_over(self, addresses: Sequence[str], ownership: Ownership) -> Future[None]:
-        """``change`` that does not block: the future is done when ``change`` would return. A later ``succeed`` is about
-        these owners, and the stores may wait for it."""
+        """The next epoch has begun, with these owners. Does not block: the future is done when every store goes on
+        there, or has failed. A later ``succeed`` is about these owners, and the stores may wait for it."""
         with self._lock:
             self._addresses, self._ownership = list(addresses), ownership
             changes = []
@@ -66,8 +62,8 @@ class OwnerTable:
             over = self._gone_over
 
         def go() -> None:
-            last.result()
             try:
+                last.result()
                 for store, before, now in changes:
                     store.change(before, now, ownership.epoch)
             except BaseException as error:
