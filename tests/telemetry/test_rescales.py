@@ -31,6 +31,6 @@ def test_every_metric_of_a_change_is_on_the_coordinators_page() -> None:
     assert {step: value(names.RESCALE_SECONDS, step=step) for step in steps} == {
         step: 2 * seconds for step, seconds in steps.items()
     }
-    assert (value(names.RESCALE_MOVED_BYTES), value(names.RESCALE_PAUSE_SECONDS)) == (2000, 0.0)
+    assert (value(names.RESCALE_MOVED_BYTES), value(names.RESCALE_PAUSE_SECONDS)) == (2000, 0.25)
     assert len(CHANGES) == 4
     assert all(f" {step}" in f" {names.RESCALE_SECONDS.help}" for step in steps), "its help names each"
