@@ -68,7 +68,7 @@ def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path,
     ]  # fmt: skip
     ranks, optimizers = {"rank 0", "rank 1"}, {f"optimizer {index}" for index in range(3)}
     assert {member["who"] for member in record["members"]} == ranks | optimizers
-    assert sum(line.startswith("there are ") for line in said) == 3
+    assert sum(line.startswith("the run has ") for line in said) == 3
 
 
 class KillsInChange:
