@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rayzero.cluster.processes.coordinator import Received
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
 from rayzero.cluster.run import Report
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.errors import StoreClosedError
@@ -80,6 +80,20 @@ def test_what_sending_raised_is_raised_to_the_loop():
     channel.close(timeout_s=10)
     with pytest.raises(ConnectionError, match="the coordinator is gone"):
         channel.put(report(1))
+
+
+def test_a_loop_does_not_end_because_its_run_is_gone(caplog):
+    """It would close its store, and remove what a resume of the run needs."""
+
+    def send(batch):
+        raise RunGoneError("The actor died because its owner has died")
+
+    channel = ReportChannel(send)
+    channel.put(report(1))
+    channel._thread.join(5)
+    channel.put(report(2))
+    assert "no longer sent, and Ray will end this process: The actor died because its owner has died" in caplog.text
+    channel.close(5)
 
 
 def test_after_refuse_a_report_is_an_error():

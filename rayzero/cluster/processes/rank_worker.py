@@ -17,7 +17,7 @@ from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
 from rayzero.cluster.processes.coordinator import Received, this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender
+from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
 from rayzero.cluster.run import Load, Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
 from rayzero.config import CheckpointErrors, ZeroConfig
@@ -176,7 +176,10 @@ class RankWorker:
 
 
 def _ask(coordinator: Any, batch: list[Report], life: str | None) -> Received:
-    told: Received = ray.get(coordinator.report.remote(batch, life))
+    try:
+        told: Received = ray.get(coordinator.report.remote(batch, life))
+    except ray.exceptions.ActorDiedError as error:  # for good, else Ray would have asked its next process
+        raise RunGoneError(str(error).partition("\n")[0]) from error
     return told
 
 

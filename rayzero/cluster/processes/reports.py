@@ -17,9 +17,13 @@ from rayzero.errors import StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["ReportChannel", "ReportGauges", "ReportSender"]
+__all__ = ["ReportChannel", "ReportGauges", "ReportSender", "RunGoneError"]
 
 log = logging.getLogger(__name__)
+
+
+class RunGoneError(Exception):
+    """The coordinator is gone for good, and so is the driver: Ray ends this process, too."""
 
 
 class ReportGauges:
@@ -128,6 +132,9 @@ class ReportChannel:
         while batch := self._next_batch():
             try:
                 self._send(batch)
+            except RunGoneError as error:  # the loop must not end by itself: that would remove what a resume needs
+                log.warning("reports are no longer sent, and Ray will end this process: %s", error)
+                return
             except Exception as error:  # the edge to Ray: any error is raised in the loop that reports
                 with self._changed:
                     self._error = error
