@@ -97,16 +97,26 @@ def test_a_death_while_they_change_costs_nothing(trainer, nothing_left, tmp_path
     assert [one["who"] for one in record["recoveries"]] == [who]
 
 
-def test_a_change_that_cannot_be_is_refused_in_the_record_and_training_goes_on(trainer, nothing_left, tmp_path):
-    def ask_for_nothing(one: Any) -> None:
-        """What they are already, and none of them on the only node."""
-        host = read_record(tmp_path / "demo")["members"][0]["host"]
-        avoid = {2: (), 5: (host,)}.get(one.metrics["done"]) if one.rank == 0 else None
-        if avoid is not None:
-            ask(tmp_path / "demo", ScaleRequest(num_optimizers=2, avoid=avoid))
-            time.sleep(0.6)  # the driver takes one request in half a second, the last one
+def refused(config: Any) -> None:
+    """Train, and ask for what cannot be on the way: the optimizers that there are, then none on the only node."""
+    context = get_context()
+    run_dir = Path(context.run_dir or "")
 
-    trainer(train, on_report=ask_for_nothing).fit()
+    def before(step: int) -> None:
+        record = read_record(run_dir)
+        asked = [(), (record["members"][0]["host"],)]
+        if context.rank == 0 and 2 <= step < 2 + len(asked):
+            ask(run_dir, ScaleRequest(num_optimizers=2, avoid=asked[step - 2]))
+            deadline = time.monotonic() + 60
+            while len(read_record(run_dir)["rescales"]) < step - 1:
+                assert time.monotonic() < deadline, "nothing came of the request"
+                time.sleep(0.05)
+
+    train(None, before)
+
+
+def test_a_change_that_cannot_be_is_refused_in_the_record_and_training_goes_on(trainer, nothing_left, tmp_path):
+    trainer(refused).fit()
     host = read_record(tmp_path / "demo")["members"][0]["host"]
     assert [one["failed"] for one in read_record(tmp_path / "demo")["rescales"]] == [
         None,  # nothing to do
