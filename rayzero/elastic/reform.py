@@ -30,7 +30,8 @@ from rayzero.protocol.ownership import Ownership
 
 
 class Step(StrEnum):
-    """What is done. From HOLD on, the value is the method to call: of ``OwnerServer``; CHANGE: of ``OwnerTable``."""
+    """What is done. From HOLD to ENTER, the value is the method of ``OwnerServer`` to call; for CHANGE it is
+    ``OwnerTable.go_over``."""
 
     START = "start"
     HOLD = "hold"

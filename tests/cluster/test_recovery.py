@@ -57,14 +57,18 @@ def train(config: Any, before_step: Callable[[int], None] = lambda _: None) -> N
         save_file(weights, Path(context.run_dir) / "weights.safetensors")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def train_undisturbed(folder: Path) -> Path:
+    """Train with two ranks and two optimizers. Returns the run's folder."""
     scaling = rayzero.ScalingConfig(num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1)
     rayzero.ZeroTrainer(
         train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
     ).fit()
     return folder / "demo"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def train_beside_a_spare(config: Any) -> None:

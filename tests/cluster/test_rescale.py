@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine import get_context
 from rayzero.store.shm.same_host import why_no_sharing
 
-from .test_recovery import STEPS, losses, same, train
+from .test_recovery import STEPS, losses, same, train, train_undisturbed
 
 pytestmark = [
     pytest.mark.ray,
@@ -28,12 +27,15 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    scaling = rayzero.ScalingConfig(num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1)
-    rayzero.ZeroTrainer(
-        train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
-    ).fit()
-    return folder / "demo"
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def await_outcomes(run_dir: Path, number: int) -> None:
+    """Wait until the run's record says what came of so many requests."""
+    deadline = time.monotonic() + 60
+    while len(read_record(run_dir)["rescales"]) < number:
+        assert time.monotonic() < deadline, "nothing came of a request"
+        time.sleep(0.05)
 
 
 def scaled(config: dict[int, int]) -> None:
@@ -46,11 +48,7 @@ def scaled(config: dict[int, int]) -> None:
     def before(step: int) -> None:
         if context.rank == 0 and step in config:
             ask(run_dir, ScaleRequest(num_optimizers=config[step]))
-        due = sum(step >= at + 3 for at in wanted)
-        deadline = time.monotonic() + 60
-        while len(read_record(run_dir)["rescales"]) < due:
-            assert time.monotonic() < deadline, "the optimizers have not changed"
-            time.sleep(0.05)
+        await_outcomes(run_dir, sum(step >= at + 3 for at in wanted))
 
     train(None, before)
 
@@ -62,7 +60,6 @@ def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path,
     assert losses(result.path) == losses(undisturbed)
     assert len(read_log(result.path)) == 2 * STEPS, "each row once"
     record = read_record(tmp_path / "demo")
-    print(said, record["rescales"])
     assert [(one["before"], one["after"], one["failed"]) for one in record["rescales"]] == [
         (2, 5, None), (5, 1, None), (1, 3, None),
     ]  # fmt: skip
@@ -76,10 +73,8 @@ class KillsInChange:
 
     def __init__(self, run_dir: Path, who: str, said: str) -> None:
         self._run_dir, self._who, self._said = run_dir, who, said
-        self.lines: list[str] = []
 
     def __call__(self, line: str) -> None:
-        self.lines.append(line)
         if self._said and line.startswith(self._said):
             self._said = ""
             members = read_record(self._run_dir)["members"]
@@ -107,10 +102,7 @@ def refused(config: Any) -> None:
         asked = [(), (record["members"][0]["host"],)]
         if context.rank == 0 and 2 <= step < 2 + len(asked):
             ask(run_dir, ScaleRequest(num_optimizers=2, avoid=asked[step - 2]))
-            deadline = time.monotonic() + 60
-            while len(read_record(run_dir)["rescales"]) < step - 1:
-                assert time.monotonic() < deadline, "nothing came of the request"
-                time.sleep(0.05)
+            await_outcomes(run_dir, step - 1)
 
     train(None, before)
 

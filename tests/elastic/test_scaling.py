@@ -26,17 +26,15 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
-from rayzero.protocol.messages import STEP
 from rayzero.slabs.slab import list_slabs
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from rayzero.testing.faults import Fault, Faults
 
-from .disturbed import differences
+from .disturbed import MOMENTS, differences
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
-MOMENTS = ("exp_avg", "exp_avg_sq", STEP)
 PAUSE_S = 0.03
 
 

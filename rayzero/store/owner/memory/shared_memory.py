@@ -119,7 +119,7 @@ class SharedOwner:
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
             self._lines.describe(self._plan.first_tiles(self.owner))
             write_ownership(self._control, self._plan.ownership)
-            let_stand(self._control)  # the first epoch is nobody's successor
+            let_stand(self._control)  # a later epoch stands once its lead is asked to let it (Step.LET_STAND)
         control = self._own_control()
         places = Places(control, self._plan.shards_of(self.owner))
         self._memory = OwnerSlabs(self._plan, control.header.facts, self.directory, self._lines, places, former)
