@@ -40,6 +40,7 @@ class ParameterStore(Protocol):
     """The optimizer actors as one rank sees them. One instance per rank; its calls may come from several threads."""
 
     means: int  # calls of ``mean`` so far; a rank that is started again goes on counting
+    saves: int  # the same of ``save``
 
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.

@@ -266,7 +266,9 @@ class LocalLead:
         """See ``LeadLine.write``."""
         return self._watched(awaited, self._lead.write(self._rank, write))
 
-    def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+    def save(
+        self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
         return self._watched(awaited, self._lead.save(self._rank, step, directory, files))
 

@@ -49,7 +49,7 @@ class Comeback:
         return ResumedGroups(saved, names, f"the state kept at step {self.step}")
 
     def restore(self, store: ParameterStore, model: nn.Module, device: torch.device, writes: WrittenUnits) -> None:
-        """Put back generators, buffers, the number of means and what the user had written."""
+        """Put back generators, buffers, the numbers of means and saves, and what the user had written."""
         if self.state is not None:
             put_back(self.state, store, model, device)
             for index, values in self.state["written"]:
@@ -57,10 +57,10 @@ class Comeback:
 
 
 def put_back(state: State, store: ParameterStore, model: nn.Module, device: torch.device) -> None:
-    """Put back a state's generators, buffers and number of means."""
+    """Put back a state's generators, buffers and numbers of means and saves."""
     fill_buffers(model, state["buffers"])
     set_generator_states(state["rng"], device)
-    store.means = state["means"]
+    store.means, store.saves = state["means"], state["saves"]
 
 
 def keep_began(store: ParameterStore, attached: Attached, began: Path | None) -> None:

@@ -114,6 +114,7 @@ class LoopKeeper:
         return {
             "options": saved_options(self._optimizer.param_groups),
             "means": self._engine.store.means,
+            "saves": self._engine.store.saves,
             "reports": self._reports.state(),
         }
 

@@ -111,8 +111,10 @@ class LeadLine(Protocol):
         """Ask for a write whose values are staged."""
         ...
 
-    def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
-        """Ask for a checkpoint of version ``step``."""
+    def save(
+        self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> Future[CheckpointInfo]:
+        """Ask for a checkpoint of version ``step``: this rank's ``number``th, counted from 1."""
         ...
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:

@@ -43,7 +43,7 @@ class RemoteLead:
         """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
         self._link, self._shared, self._watch, self._epochs = link, shared, watch, epochs
         self._rank = link.rank
-        self._writes = self._saves = 0  # calls so far
+        self._writes = 0  # calls so far
         self._history = LeadHistory()
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
 
@@ -85,10 +85,11 @@ class RemoteLead:
         request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes)
         return self._ask(awaited, "Write", request, lambda _: self._history.written(write))
 
-    def save(self, awaited: str, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+    def save(
+        self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
-        self._saves += 1
-        number, saved = self._saves, Future[CheckpointInfo]()
+        saved = Future[CheckpointInfo]()
         entries = [translate.file_to_pb(entry) for entry in files]
         request = pb.SaveRequest(rank=self._rank, step=step, directory=str(directory), files=entries, number=number)
 

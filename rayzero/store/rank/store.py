@@ -90,7 +90,7 @@ class RankStore:
         self._unwatch: End = lambda: None  # stops reporting that memory
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
-        self.means = 0
+        self.means = self.saves = 0
         self._decided = 0  # steps before are decided, and this rank repeats the last one: see repeat()
         self._epochs = connection.epochs
         self._coming: ChangingConnection | None = None  # to the owners of the next epoch, while they take over
@@ -411,7 +411,9 @@ class RankStore:
 
     def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Write a checkpoint; see ``ParameterStore.save``."""
-        return self._ask_lead(lambda lead: lead.save(f"the checkpoint of step {step}", step, directory, files))
+        self.saves += 1
+        number = self.saves
+        return self._ask_lead(lambda lead: lead.save(f"the checkpoint of step {step}", number, step, directory, files))
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
         """The mean over all ranks; see ``ParameterStore.mean``."""
