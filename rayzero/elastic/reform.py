@@ -5,7 +5,8 @@
     start     new processes start, while training goes on
     hold      the lead finishes what is decided, and decides nothing more; ranks go on computing, and wait at their step
     settle    owners apply and publish it
-    prepare   the owners of the next epoch write down what they will take over; nothing has changed yet
+    prepare   the owners of the next epoch write down what they will take over, and get what is on other hosts; nothing
+              has changed yet
     let stand the new lead notes that the next epoch stands
     enter     old owners end all calls, new ones serve
     change    ranks go over to the new owners, ask again what they had no answer to, and training goes on
@@ -197,7 +198,7 @@ class Reform:
             case Step.HOLD:
                 return self._go(Step.SETTLE, self.old)
             case Step.SETTLE:
-                return self._go(Step.PREPARE, self.new, self.after, self._specs)
+                return self._go(Step.PREPARE, self.new, self.after, self._specs, self.addresses)
             case Step.PREPARE:
                 return self._go(Step.LET_STAND, sorted(self._leads))
             case Step.LET_STAND:

@@ -248,7 +248,7 @@ class ShardService:
         """Load a shard's initial values (1D, the shard's elements, fp32 or the unit's dtype): copies them before it
         returns; then version 0 is published. A repeat changes nothing. Raises StoreError for a wrong number of
         elements."""
-        owned = self._shard(shard)
+        owned = self.shard(shard)
         if values.shape != (owned.shard.numel,):
             raise StoreError(
                 f"shard {shard} of {owned.unit.name!r} has {owned.shard.numel} elements, got {tuple(values.shape)}"
@@ -274,17 +274,17 @@ class ShardService:
         reading rank's finish. States that a generic optimizer keeps itself come as a copy. Raises StoreError if the
         version is gone."""
         try:
-            return self._publisher.read(self._shard(shard), version, kind)
+            return self._publisher.read(self.shard(shard), version, kind)
         except StoreError as exc:
             return failed(exc)
 
     def content(self, shard: int) -> int:
         """The version at which the shard's published parameters last changed."""
-        return self._shard(shard).content
+        return self.shard(shard).content
 
     def content_at(self, shard: int, version: int) -> int | None:
         """``content`` of a shard, if it is published at exactly ``version`` now; else None."""
-        return self._publisher.content_at(self._shard(shard), version)
+        return self._publisher.content_at(self.shard(shard), version)
 
     def on_publish(self, listener: Listener) -> None:
         """Call ``listener`` with every published version, first with those published so far, in the updater's
@@ -305,7 +305,7 @@ class ShardService:
         """``reserve`` as a future, for event loops. Fails with AccumulationError for an unplanned second push of a
         16-bit unit."""
         try:
-            return self._attached().contributions.reserve(contribution, self._shard(shard))
+            return self._attached().contributions.reserve(contribution, self.shard(shard))
         except StoreError as exc:
             return failed(exc)
 
@@ -315,7 +315,7 @@ class ShardService:
 
         ``came``: the bytes, if they are not in the reserved memory yet: 1D, the shard's elements, any dtype. They are
         copied once no other try of the push can still use that memory."""
-        excess = self._attached().contributions.landed(contribution, self._shard(shard), came)
+        excess = self._attached().contributions.landed(contribution, self.shard(shard), came)
         if excess is not None:
             self.abort(excess)
 
@@ -377,7 +377,7 @@ class ShardService:
     def stage(self, shard: int, version: int, kind: str, values: Tensor) -> None:
         """Keep values (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) for a later write. The caller
         must not change them until then."""
-        self._attached().writes.stage(self._shard(shard), version, kind, values)
+        self._attached().writes.stage(self.shard(shard), version, kind, values)
 
     def write(self, number: int, write: Write) -> Future[None]:
         """Make a write whose values are staged, in the updater thread, after the decisions accepted so far.
@@ -456,7 +456,7 @@ class ShardService:
 
     def describe(self, shard: int) -> str:
         """A description of what a shard is waiting for, for errors about waits."""
-        return self._attached().updates.describe(self._shard(shard))
+        return self._attached().updates.describe(self.shard(shard))
 
     def close(self) -> None:
         """Finish the decided updates, then stop. Everything that still waits fails with StoreClosedError.
@@ -480,7 +480,8 @@ class ShardService:
         """Every shard here, in forward order."""
         return self._parts.model.shards if self._parts is not None else {}
 
-    def _shard(self, shard: int) -> OwnedShard:
+    def shard(self, shard: int) -> OwnedShard:
+        """One of this owner's shards. Raises StoreError if it does not have it."""
         found = self._attached().model.shards.get(shard)
         if found is None:
             raise StoreError(f"optimizer {self.owner} of {self.num_owners} does not have shard {shard}")

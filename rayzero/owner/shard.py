@@ -162,6 +162,11 @@ class OwnedShard:
         if self.room is not None:
             self.room.give_back(used_bytes(self.params))
 
+    def give_back_spare(self) -> None:
+        """Give the room back that a record does not need, which has come from another owner."""
+        if self.room is not None:
+            self.room.give_back(used_bytes(self.params))
+
     def step_counts(self) -> Tensor:
         """Each slice's count of updates, repeated over its range: 1D fp32, the shard's elements."""
         counts = torch.zeros(self.shard.numel)

@@ -80,12 +80,14 @@ class ParameterStore(Protocol):
         memory that lives as long as a tensor over it. None: only ``fetch`` reaches them.
 
         It holds version ``v`` from ``published(unit, v)`` until the finish of step ``v``. Do not write to it;
-        ``revert`` undoes writes that happened.
+        ``revert`` undoes writes that happened. If owners on another host take over, the unit is mapped no more: the
+        memory keeps the version that it holds until ``revert``, and is the caller's from then on, who fetches into it.
         """
         ...
 
     def revert(self, unit: int) -> None:
-        """Discard what this rank has written into the unit's mapped memory. No owner has seen it."""
+        """Discard what this rank has written into the unit's mapped memory. No owner has seen it. Memory that is mapped
+        no more is emptied; nobody may compute with it meanwhile."""
         ...
 
     def landing(self, contribution: Contribution) -> Tensor | None:

@@ -96,6 +96,12 @@ class Mapping:
         """Discard what this process wrote into private pages: they show the file again."""
         self._advise(offset, size, mmap.MADV_DONTNEED)
 
+    def place_nothing(self, at: int, size: int) -> None:
+        """Map fresh memory of this process, which reads as zeros, at offset ``at``; whole pages, in bytes. What was
+        there is given back. Raises OSError."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        _map(self.address + at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, -1, 0)
+
     def _advise(self, offset: int, size: int, advice: int) -> None:
         _check(_libc().madvise(self.address + offset, size, advice))
 

@@ -144,13 +144,14 @@ class Slab:
             directory = self.path.parent if self.path is not None else None
             raise no_room(size, directory, str(error.strerror)) from error
 
-    def punch(self, offset: int, size: int) -> None:
-        """Give the whole pages among ``size`` bytes from ``offset`` on back to the kernel. They read as zeros; call
-        ``allocate`` before they are written."""
+    def punch(self, offset: int, size: int) -> int:
+        """Give the whole pages among ``size`` bytes from ``offset`` on back to the kernel; returns their bytes. They
+        read as zeros; call ``allocate`` before they are written."""
         self._open()
         start, stop = -(-offset // PAGE) * PAGE, (offset + size) // PAGE * PAGE
         if start < stop:
             punch_hole(self._fd, start, stop - start)
+        return max(0, stop - start)
 
     def close(self, *, unlink: bool = True) -> None:
         """Close the file. Who made or adopted it also removes it; ``unlink=False`` leaves that to a successor or a

@@ -70,6 +70,12 @@ class Window:
         if mapping.has_private(0, mapping.size):
             mapping.drop_private(0, mapping.size)
 
+    def empty(self) -> None:
+        """Show no slab any more: the window is memory of this process from now on, zeros at first, also where a tensor
+        has it. Only for a private window, while nobody computes with it."""
+        mapping = self._open()
+        mapping.place_nothing(0, mapping.size)
+
     def close(self) -> None:
         """Unmap as soon as no tensor uses it. Idempotent."""
         self._mapping = None

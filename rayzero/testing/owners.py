@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +57,7 @@ class ServedReach:
     token: str = field(repr=False)
     stall_timeout: float
     share: Path | None
+    hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     config: ZeroConfig
     outlives_owners: bool = False
 
@@ -72,7 +73,7 @@ class ServedReach:
                 chunk_bytes=self.config.chunk_bytes,
                 wire_compression=self.config.wire_compression,
                 broadcast=self.config.broadcast,
-                share=self.share,
+                share=self.hosts.get(f"rank {rank}", self.share),
                 outlives_owners=self.outlives_owners,
                 ownership=ownership,
                 recorder=recorder,
@@ -124,6 +125,7 @@ class Service:
     num_owners: int
     threads: int
     share: Path | None  # where they make their slabs; None: they have private memory
+    hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
@@ -133,7 +135,7 @@ class Service:
             owner,
             self.num_owners if ownership is None else ownership.num_owners,
             ownership=ownership,
-            share=self.share,
+            share=self.hosts.get(f"optimizer {owner} in life {life}", self.hosts.get(f"optimizer {owner}", self.share)),
             threads=self.threads,
             succeeds=life > 0 or ownership is not None,
         )

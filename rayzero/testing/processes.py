@@ -184,7 +184,9 @@ class _Run:
         request = take(self._run_dir) if self._run_dir is not None else None
         if request is not None:
             num, there = request.num_optimizers, self._controller.coming.num_owners
-            self._perform(self._controller.scale(Rescale.to(num, there) if num != there else None))
+            stay = [i for i in range(there) if f"optimizer {i}" not in request.avoid]
+            change = Rescale(tuple(i if i in stay else None for i in range(num)))
+            self._perform(self._controller.scale(None if change == Rescale.to(there, there) else change))
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for too long: others would take it for dead, and it might wake up."""

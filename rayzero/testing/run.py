@@ -17,6 +17,7 @@ which ends with this program), because otherwise each would take seconds to impo
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +51,7 @@ def run_ranks(
     stall_timeout: float = 60.0,
     max_failures: int = 0,
     faults: Faults | None = None,
+    hosts: Mapping[str, Path] | None = None,
 ) -> list[T]:
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners. Returns the ranks' results by rank.
 
@@ -71,6 +73,8 @@ def run_ranks(
         that raises any other error has failed, and is not started again.
     faults: what is to go wrong at named points of the ranks' and owners' processes (testing/faults.py). Owners are
         processes only with max_failures > 0.
+    hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
+        of /dev/shm. Members with different directories share none, as on different hosts. Only with transport="shm".
 
     If a rank fails, the others are told to stop, and the error of the first is raised with a note that names its rank.
     No thread, process or port is left behind. Raises ConfigError if the arguments do not fit together.
@@ -105,11 +109,15 @@ def run_ranks(
             return run_threads(fn, places, owners, max_failures)
     share = SHARED_MEMORY if transport == "shm" else None
     replaces = max_failures > 0
-    service = Service(num_owners=num_optimizers + beside_ranks, threads=threads, share=share, replaces_ranks=replaces)
+    homes = dict(hosts or {}) if share is not None else {}
+    service = Service(
+        num_owners=num_optimizers + beside_ranks, threads=threads, share=share, hosts=homes, replaces_ranks=replaces
+    )
     reach = ServedReach(
         token=service.token,
         stall_timeout=stall_timeout,
         share=share,
+        hosts=homes,
         config=settings,
         outlives_owners=processes and replaces and share is not None,
     )
@@ -122,8 +130,9 @@ def run_ranks(
                 return run_processes(fn, places, owners, max_failures, stall_timeout, faults)
             return run_threads(fn, places, owners, max_failures)
     finally:
-        if share is not None:
-            sweep()  # removes what processes that were ended in the middle have left
+        if share is not None:  # remove what processes that were ended in the middle have left
+            for directory in {share, *homes.values()}:
+                sweep(directory)
 
 
 def _reached_by(own: Connect) -> OwnersHere:

@@ -96,7 +96,7 @@ def test_one_owner_more() -> None:
     assert run.answered(owner(1), HOLD, {}) == [Ask(SETTLE, OWNERS)]
     assert run.answered(owner(1), SETTLE, {}) == []
     new = (*OWNERS, owner(2))
-    assert run.answered(owner(0), SETTLE, SPECS) == [Ask(PREPARE, new, (three, SPECS))]
+    assert run.answered(owner(0), SETTLE, SPECS) == [Ask(PREPARE, new, (three, SPECS, ("a0", "a1")))]
     assert run.answered(owner(2), PREPARE, False) == []
     assert run.answered(owner(0), PREPARE, False) == []
     assert run.ownership == TWO
@@ -116,7 +116,7 @@ def test_two_owners_less() -> None:
     old = (*OWNERS, owner(2))
     assert run.scale(DOWN) == [Ask(HOLD, old)]
     assert answer(run, Ask(HOLD, old)) == [Ask(SETTLE, old)]
-    assert answer(run, Ask(SETTLE, old)) == [Ask(PREPARE, (owner(0),), (one, SPECS))]
+    assert answer(run, Ask(SETTLE, old)) == [Ask(PREPARE, (owner(0),), (one, SPECS, ("a0", "a1", "a2")))]
     assert run.answered(owner(0), PREPARE, True) == [Ask(LET_STAND, (owner(0),))]
     assert run.answered(owner(0), LET_STAND) == [Ask(ENTER, old, (one, ("a0",)))]
     assert answer(run, Ask(ENTER, old)) == [Ask(CHANGE, RANKS, (("a0",), one))]
@@ -141,7 +141,7 @@ def test_another_process_in_an_owners_place() -> None:
     assert run.scale(ANOTHER) == [Join(owner(0).member, 1, then)]
     assert serves(run, owner(0, 1), "b0") == [Ask(HOLD, OWNERS)]
     assert answer(run, Ask(HOLD, OWNERS)) == [Ask(SETTLE, OWNERS)]
-    assert answer(run, Ask(SETTLE, OWNERS)) == [Ask(PREPARE, new, (then, SPECS))]
+    assert answer(run, Ask(SETTLE, OWNERS)) == [Ask(PREPARE, new, (then, SPECS, ("a0", "a1")))]
     assert answer(run, Ask(PREPARE, new)) == [Ask(LET_STAND, (owner(0, 1),))]
     assert run.answered(owner(0, 1), LET_STAND) == [Ask(ENTER, (*OWNERS, owner(0, 1)), (then, addresses))]
     assert answer(run, Ask(ENTER, (*OWNERS, owner(0, 1)))) == [Ask(CHANGE, RANKS, (addresses, then))]

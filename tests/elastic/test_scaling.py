@@ -7,10 +7,12 @@ import copy
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.store.owner.memory.slabs import TENSORS
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from rayzero.testing.faults import Fault, Faults
@@ -38,9 +41,16 @@ pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared 
 PAUSE_S = 0.03
 
 
-def train(context: RankContext, base: nn.Module, folder: Path, wanted: Mapping[int, int], steps: int) -> Any:
+def train(
+    context: RankContext,
+    base: nn.Module,
+    folder: Path,
+    wanted: Mapping[int, int],
+    steps: int,
+    avoid: tuple[str, ...] = (),
+) -> Any:
     """``wanted``: by step, how many owners there are to be from about then on; before the last three steps, they
-    are."""
+    are. ``avoid``: owners whose places other processes take with the first change."""
     torch.set_num_threads(1)
     (folder / "run").write_text(context.run)
     (folder / f"rank-{context.rank}").write_text(str(os.getpid()))
@@ -51,8 +61,9 @@ def train(context: RankContext, base: nn.Module, folder: Path, wanted: Mapping[i
     batches = iter(loader)
     for step in range(context.step, steps):
         if context.rank == 0 and step in wanted:
-            wait_for_epoch(optimizer, list(wanted).index(step))
-            ask(folder, ScaleRequest(num_optimizers=wanted[step]))
+            changes = list(wanted).index(step)
+            wait_for_epoch(optimizer, changes)
+            ask(folder, ScaleRequest(num_optimizers=wanted[step], avoid=() if changes else avoid))
         if step == steps - 3:
             wait_for_epoch(optimizer, len(wanted))
         x, y = next(batches)
@@ -95,19 +106,109 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
-def scaled(folder: Path, wanted: Mapping[int, int], steps: int, **more: Any) -> Any:
-    loop = functools.partial(train, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps)
-    found = run_ranks(loop, 2, 2, "shm", True, run_dir=folder, **more)
+def scaled(
+    folder: Path, wanted: Mapping[int, int], steps: int, avoid: tuple[str, ...] = (), owners: int = 2, **more: Any
+) -> Any:
+    loop = functools.partial(train, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps, avoid=avoid)
+    found = run_ranks(loop, 2, owners, "shm", True, run_dir=folder, **more)
     assert [epoch for epoch, *_ in found] == [len(wanted)] * 2
     assert multiprocessing.active_children() == []
     run = (folder / "run").read_text()
-    assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []
+    for directory in {SHARED_MEMORY, *more.get("hosts", {}).values()}:
+        left = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]
+        assert [slab.path for slab in left] == []
     return found
 
 
 @pytest.mark.parametrize("wanted", [{4: 3}, {4: 1}, {4: 5, 10: 1, 16: 3}], ids=["up", "down", "up, to one, up"])
 def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any, wanted: dict[int, int]) -> None:
     assert differences(scaled(tmp_path, wanted, 24, max_failures=1), undisturbed(24)) == []
+
+
+# ---- to other hosts, from them, and back
+
+
+THERE = "optimizer 0", "optimizer 1"
+
+
+@pytest.mark.parametrize(
+    ("there", "ranks_there", "wanted", "avoid", "owners"),
+    [
+        (("optimizer 2",), (), {4: 3}, (), 2),
+        (("optimizer 1",), (), {4: 1}, (), 2),
+        (("optimizer 1",), (1,), {4: 3, 10: 1}, (), 2),
+        (("optimizer 0 in life 1",), (), {4: 2}, ("optimizer 0",), 2),
+        (("optimizer 0 in life 1", "optimizer 1 in life 1"), (), {4: 2}, THERE, 2),
+        (("optimizer 0", "optimizer 1"), (0, 1), {4: 3, 10: 1}, ("optimizer 0",), 2),
+        (("optimizer 1", "optimizer 3"), (1,), {4: 5, 10: 1, 16: 3}, (), 2),
+    ],
+    ids=[
+        "to an owner there",
+        "from an owner there",
+        "to one here, and a rank there",
+        "the lead goes there",
+        "all go there",
+        "the lead comes here, and away from the ranks",
+        "and back",
+    ],
+)
+def test_shards_move_between_hosts_and_no_bit_changes(
+    tmp_path: Path,
+    undisturbed: Any,
+    there: tuple[str, ...],
+    ranks_there: tuple[int, ...],
+    wanted: dict[int, int],
+    avoid: tuple[str, ...],
+    owners: int,
+) -> None:
+    other = Path(tempfile.mkdtemp(dir=SHARED_MEMORY, prefix="test-host-"))
+    hosts = dict.fromkeys((*there, *(f"rank {rank}" for rank in ranks_there)), other)
+    try:
+        found = scaled(tmp_path, wanted, 24, avoid=avoid, owners=owners, max_failures=1, hosts=hosts)
+        assert differences(found, undisturbed(24)) == []
+    finally:
+        shutil.rmtree(other)
+
+
+def train_and_measure(context: RankContext, folder: Path, hosts: Sequence[Path], steps: int) -> list[list[int]]:
+    """Ask for a third owner. Returns what tensors take on each host: before that, and at the end."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    config = ZeroConfig(units=["Linear"], shard_bytes="64KiB")
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    taken = []
+    for step in range(steps):
+        if context.rank == 0 and step == 2:
+            taken.append([tensor_bytes(context.run, host) for host in hosts])
+            ask(folder, ScaleRequest(num_optimizers=3))
+        if step == 3:
+            wait_for_epoch(optimizer, 1)
+        model(torch.randn(4, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rayzero.mean_over_ranks(0.0)
+    return [*taken, [tensor_bytes(context.run, host) for host in hosts]]
+
+
+def tensor_bytes(run: str, directory: Path) -> int:
+    """What the slabs with a run's parameters and states take in memory."""
+    slabs = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]
+    return sum(512 * slab.path.stat().st_blocks for slab in slabs if slab.header.facts.role in TENSORS)
+
+
+def test_what_has_moved_to_another_host_takes_no_memory_here(tmp_path: Path) -> None:
+    other = Path(tempfile.mkdtemp(dir=SHARED_MEMORY, prefix="test-host-"))
+    loop = functools.partial(train_and_measure, folder=tmp_path, hosts=[SHARED_MEMORY, other], steps=9)
+    try:
+        found = run_ranks(
+            loop, 2, 2, "shm", True, run_dir=tmp_path, max_failures=1, hosts={"optimizer 2": other}, stall_timeout=20.0
+        )
+    finally:
+        shutil.rmtree(other)
+    (all_here, nothing), (here, there) = found[0]
+    assert nothing == 0
+    assert there / all_here == pytest.approx(1 / 3, rel=0.1)
+    assert (here + there) / all_here == pytest.approx(1.0, rel=0.05)
 
 
 # ---- the same, while something happens to the processes

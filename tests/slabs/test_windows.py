@@ -89,6 +89,19 @@ def test_private_writes_do_not_reach_the_slab_and_revert_brings_its_bytes_back(s
     assert int(tensor[0]) == 51
 
 
+def test_an_emptied_window_is_memory_of_its_own_where_its_tensors_are(slabs: list[Slab]) -> None:
+    before, window = mapped_lines(), mixed(slabs, private=True)
+    tensor = window.tensor()
+    tensor.fill_(77)
+    window.empty()
+    assert mapped_lines() == before, "it maps no slab any more"
+    assert not tensor.any()
+    tensor.fill_(78)
+    assert slabs[1].tensor(2 * PAGE, 2 * PAGE, torch.uint8)[::PAGE].tolist() == [12, 13]
+    window.empty()
+    assert not window.tensor().any()
+
+
 def test_shared_writes_reach_the_slab_and_cannot_be_reverted(slabs: list[Slab]) -> None:
     window = mixed(slabs, private=False)
     window.tensor()[PAGE] = 77

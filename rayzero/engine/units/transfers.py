@@ -71,7 +71,7 @@ class UnitTransfers:
         """Request a unit's parameters of exactly ``version``; returns at once. ``published``: the result of the store's
         method of that name. ``held``: the version that the buffer's content was right for; None: it is undefined.
         ``ahead``: this is a prefetch."""
-        if buffer.mapped:
+        if buffer.mapped and self._store.mapped(unit.index) is not None:
             return Fetching(version, published, done=published, request=None, buffer=buffer, ahead=ahead)
         done, request = self._ask(unit, version, buffer.flat, published, held)
         return Fetching(version, published, done=done, request=request, buffer=buffer, ahead=ahead)
@@ -151,7 +151,8 @@ class DeviceTransfers(UnitTransfers):
     """The transfers of a CUDA rank: a lane between the device and host memory that the store reads and writes."""
 
     def __init__(self, store: ParameterStore, staging: BufferPool, lane: Lane, mapped: dict[int, Tensor]) -> None:
-        """``mapped``: unit -> its parameters in the owners' memory, which the store has page-locked."""
+        """``mapped``: unit -> its parameters in the owners' memory, which the store has page-locked, until owners on
+        another host take it over."""
         super().__init__(store, staging)
         self._lane = lane
         self._mapped = mapped
@@ -202,19 +203,22 @@ class DeviceTransfers(UnitTransfers):
     def _ask(
         self, unit: UnitLayout, version: int, out: Tensor, published: Future[int], held: int | None
     ) -> tuple[Future[None], Future[None] | Renewal]:
-        if unit.index not in self._mapped:
+        if not self._is_mapped(unit):
             return super()._ask(unit, version, out, published, held)
         renewal = Renewal(published, -1 if held is None else held, lambda: settled(None))
         return renewal.done, renewal
 
     def _source(self, unit: UnitLayout) -> tuple[Tensor, Buffer | None]:
         """The host memory to copy a unit from, and the staging buffer if that is what it is."""
-        if unit.index in self._mapped:
+        if self._is_mapped(unit):
             return self._mapped[unit.index], None
         with torch.inference_mode(False):
             staged = self._arriving.acquire(unit.size_bytes)
         assert staged is not None, "a pool without a limit always has room"
         return staged.tensor.view(unit.dtype), staged
+
+    def _is_mapped(self, unit: UnitLayout) -> bool:
+        return unit.index in self._mapped and self._store.mapped(unit.index) is not None
 
     def _reap(self) -> None:
         with self._lock:

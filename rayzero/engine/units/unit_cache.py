@@ -368,7 +368,7 @@ class UnitCache:
                 self._write(unit, COMPUTE, values)
                 if codec_of(unit.layout).lossy and unit.state is UnitState.UNSHARDED:
                     self._refresh(unit)  # what was written, as the owners keep it
-            if unit.buffer is not None and unit.buffer.mapped:
+            if unit.buffer is not None and unit.buffer.mapped and self._store.mapped(unit.index) is not None:
                 self._store.revert(unit.index)
             self.writes.settle(unit)
 

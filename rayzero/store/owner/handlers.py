@@ -30,6 +30,7 @@ from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.long_polls import Repeats, ended, result_of
+from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
@@ -345,8 +346,27 @@ class LeadCalls:
     """OwnerService: the lead's calls to this owner."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._service, self._steps = model.service, model.steps
+        self._service, self._steps, self._shared = model.service, model.steps, model.shared
         self._repeats = Repeats()
+
+    async def describe_epoch(self, request: pb.DescribeEpochRequest, context: Context) -> pb.DescribeEpochResponse:
+        """Say what the control slab notes of no shard."""
+        began, record = self._require_shared().noted()
+        return pb.DescribeEpochResponse(kernel=self._service.kernel, began=began, record=record)
+
+    async def give_shards(self, request: pb.GiveShardsRequest, context: Context) -> None:
+        """Stream all of some shards. Nothing changes them: the owners stand still."""
+        chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        shared = self._require_shared()
+        for index in request.shards:
+            for tensor in shared.carried(self._service.shard(index)):
+                for message in encode_shard(index, tensor, chunk_bytes):
+                    await context.write(message)
+
+    def _require_shared(self) -> SharedOwner:
+        if self._shared is None:
+            raise StoreError(f"optimizer {self._service.owner} has memory of its own, which nobody takes over")
+        return self._shared
 
     async def identify(self, request: pb.IdentifyRequest, context: Context) -> pb.IdentifyResponse:
         """Say which process this is."""

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,13 +17,13 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedError
 from rayzero.owner.service import ShardService
 from rayzero.protocol.ownership import Ownership, Prepared
-from rayzero.slabs.slab import Slab
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
-from rayzero.store.owner.memory.next_epoch import moved_bytes, prepare_control
+from rayzero.store.owner.memory.next_epoch import PreparedMemory, moved_bytes, prepare
 from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, TlsFiles
@@ -76,7 +77,7 @@ class OwnerServer:
         self._owner, self._recorder = service.owner, service.recorder
         self._hosted, self._stopped = models, False
         self._epoch = 0 if service.ownership is None else service.ownership.epoch
-        self._prepared: dict[int, Slab] = {}  # control slabs of the next epoch, by model. freed by: enter(), abandon()
+        self._prepared: dict[int, PreparedMemory] = {}  # of the next epoch, by model. freed by: enter(), abandon()
         self._changing = threading.Lock()  # held while the next epoch is prepared, given up or entered
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
         self._terms = ServerTerms(
@@ -181,10 +182,11 @@ class OwnerServer:
         settled = [calls.model.service.settled() for calls in self._models.made]
         return {number: spec_to_bytes(each.result()) for number, each in enumerate(settled)}
 
-    def prepare(self, after: Ownership, specs: Mapping[int, bytes]) -> Prepared:
-        """Make this owner's control slabs of the next epoch, which ``after`` describes, once all owners have settled.
-        ``specs``: by model. Raises UnsupportedError if what the owners have cannot be taken over, MemoryPlanError if it
-        does not fit, StateLostError if some of it is on another host."""
+    def prepare(self, after: Ownership, specs: Mapping[int, bytes], addresses: Sequence[str]) -> Prepared:
+        """Make this owner's memory of the next epoch, which ``after`` describes, once all owners have settled; blocks
+        while shards come from other hosts. ``specs``: by model. ``addresses``: of the owners of this epoch. Raises
+        UnsupportedError if what the owners have cannot be taken over, MemoryPlanError if it does not fit, StoreError if
+        an owner on another host cannot be reached."""
         hosted = self._require_hosted()
         if hosted.share is None:
             raise UnsupportedError(f"optimizer {self._owner} shares no memory, so nobody can take over what it has")
@@ -194,16 +196,30 @@ class OwnerServer:
         with self._changing:
             self._drop_prepared()
             for number, spec in models.items():
-                self._prepared[number] = prepare_control(spec, self._owner, before, after, hosted.share, hosted.threads)
+                source = partial(self._source, number, before, addresses)
+                self._prepared[number] = prepare(spec, self._owner, before, after, hosted.share, hosted.threads, source)
             moved = sum(moved_bytes(spec, self._owner, before, after) for spec in models.values())
-            return Prepared(leads=any(leads(slab) for slab in self._prepared.values()), moved_bytes=moved)
+            leading = any(leads(prepared.control) for prepared in self._prepared.values())
+            return Prepared(leads=leading, moved_bytes=moved)
+
+    def _source(self, model: int, before: Ownership, addresses: Sequence[str], owner: int) -> RemoteShards:
+        terms = self._terms
+        return RemoteShards(
+            owner,
+            addresses[owner],
+            token=terms.token,
+            tls=terms.tls,
+            model=model,
+            epoch=before.epoch,
+            timeout_s=terms.peer_timeout_s,
+        )
 
     def let_stand(self) -> None:
         """The next epoch begins, at this moment, for the models that this owner leads in it."""
         with self._changing:
-            for slab in self._prepared.values():
-                if leads(slab):
-                    let_stand(slab)
+            for prepared in self._prepared.values():
+                if leads(prepared.control):
+                    let_stand(prepared.control)
 
     def abandon(self) -> None:
         """The next epoch does not begin: go on in this one. Idempotent."""
@@ -214,8 +230,8 @@ class OwnerServer:
                 calls.model.require_lead().release()
 
     def _drop_prepared(self) -> None:
-        for slab in self._prepared.values():
-            slab.close()
+        for prepared in self._prepared.values():
+            prepared.close()
         self._prepared = {}
 
     def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
@@ -231,7 +247,7 @@ class OwnerServer:
             for calls in retired:
                 calls.model.close(retires=True)
             prepared, self._prepared = self._prepared, {}
-            hosted.enter(ownership, prepared)
+            hosted.enter(ownership, {number: each.enter() for number, each in prepared.items()})
             self._alone, self._addresses = None, tuple(addresses)
             if prepared:
                 self._models = ByModel(self._serve)

@@ -159,6 +159,7 @@ class RemoteConnection:
         self._transfers: list[Transfers] = list(self._wires)  # by owner
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
+        self._shares = True  # with owners of this host: a rank that began without any goes on without
         self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
         self._windows: UnitWindows | None = None
         self._gradients: GradientRegion | None = None
@@ -229,7 +230,7 @@ class RemoteConnection:
             spec=translate.spec_to_bytes(spec),
             layout_digest=spec.layout.digest,
             num_owners=len(self._links),
-            host=host_identity(self._share) if self._share is not None else "",
+            host=host_identity(self._share) if self._share is not None and self._shares else "",
             process=translate.process_to_pb(this_process()),
             lease_s=self._stall_s * _LEASE,
         )
@@ -342,7 +343,7 @@ class RemoteConnection:
         assert before._lead is not None
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
         self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
-        self._lead, self._keeps = before._lead, before._keeps
+        self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shared is not None
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
         answers = self._shake_hands(plan.spec, (lead, told))
@@ -365,10 +366,14 @@ class RemoteConnection:
 
     def _keep_again(self) -> None:
         """Give the loop's state to the owner that keeps it now."""
-        path, states = (None, []) if self._shared is None else self._shared.kept()
-        if path is not None and self._keeper.owner not in self._senders:
-            self._keeps = [pb.KeepRequest(rank=self.rank, slab=path)]
-        elif path is not None:
+        sent = [translate.loop_state_from_pb(kept.state) for kept in self._keeps if kept.HasField("state")]
+        if self._shared is not None and self._keeper.owner not in self._senders:
+            for state in sent:
+                self._shared.keep(state)
+            path, _ = self._shared.kept()
+            self._keeps = [] if path is None else [pb.KeepRequest(rank=self.rank, slab=path)]
+        elif self._shared is not None and not sent:
+            states = self._shared.kept()[1]
             self._keeps = [pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(each)) for each in states]
         for kept in self._keeps:
             self._keeper.ask("Keep", kept).result()

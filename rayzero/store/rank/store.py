@@ -41,6 +41,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.store.rank.connection import ChangingConnection, Connection, GradientSender, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
+from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
@@ -215,11 +216,17 @@ class RankStore:
         content = route.content(version)
         if content is not None:  # the usual case: nothing to wait for
             return self._settled(content)
-        return self._epochs.make(lambda: self._wait_published(self._routes[unit], version))
+        mapped = self.mapped(unit) is not None
+        return self._epochs.make(lambda: self._wait_published(self._routes[unit], version, mapped=mapped))
 
-    def _wait_published(self, route: _Route, version: int) -> Future[int]:
+    def _wait_published(self, route: _Route, version: int, *, mapped: bool) -> Future[int]:
+        """``mapped``: when the caller asked, the unit was. Whoever computes with that memory expects the version in it,
+        also if the unit's shards have moved to another host since."""
         unit = route.unit.index
         done: Future[int] = Future()
+        memory = self._windows.moved(unit) if mapped and self._windows is not None else None
+        if memory is not None:
+            return then(self.fetch(unit, version, COMPUTE, memory), lambda _: route.content(version) or version)
 
         def look(_: object) -> None:
             content = route.content(version)
@@ -243,13 +250,16 @@ class RankStore:
 
     def mapped(self, unit: int) -> Tensor | None:
         """See ``ParameterStore.mapped``; None also where one of the unit's owners is on another host."""
-        windows = self._joined.windows if self._joined is not None else None
-        return windows.tensor(unit) if windows is not None else None
+        return self._windows.tensor(unit) if self._windows is not None else None
 
     def revert(self, unit: int) -> None:
         """See ``ParameterStore.revert``."""
-        if self._joined is not None and self._joined.windows is not None:
-            self._joined.windows.revert(unit)
+        if self._windows is not None:
+            self._windows.revert(unit)
+
+    @property
+    def _windows(self) -> UnitWindows | None:
+        return self._joined.windows if self._joined is not None else None
 
     # ---- gradients
 

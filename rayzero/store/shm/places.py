@@ -6,7 +6,7 @@ reads it here; ranks are told where the parameters lie when they shake hands (``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,3 +64,15 @@ class Places:
                 f"expected {shape.bytes} bytes of {shape.dtype}: continue with the same model and config"
             )
         return SlabId(owner >> 32, incarnation, owner & 0xFFFFFFFF), offset
+
+
+def all_places(control: Slab) -> Iterator[tuple[str, SlabId, int, int]]:
+    """Every tensor whose place is recorded in an owner's control slab: its slab's role and id, its offset there and its
+    bytes."""
+    found = region(control, "places")
+    words = control.tensor(found.offset, found.bytes // 8, torch.int64).view(-1, PLACES, _WORDS)
+    for places in words.tolist():
+        for tensor, (owner, incarnation, offset, end) in enumerate(places):
+            if end:
+                role = "params" if tensor == PARAMS else "state"
+                yield role, SlabId(owner >> 32, incarnation, owner & 0xFFFFFFFF), offset, end - 1

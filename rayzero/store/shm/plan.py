@@ -120,10 +120,13 @@ class SharedPlan:
     def params(self, owner: int) -> ArenaPlan:
         """An owner's published parameters by shard index. A run of shards starts on a page, so that ranks can map a
         unit's shards from several owners side by side (slabs/windows.py)."""
+        return self.params_of(self.shards_of(owner))
+
+    def params_of(self, shards: Sequence[Shard]) -> ArenaPlan:
+        """The same of some shards, ascending."""
         units = self.spec.layout.units
         groups = [
-            Group(pieces=tuple(_piece(units[shard.unit], shard) for shard in run), align=PAGE)
-            for run in runs(self.shards_of(owner))
+            Group(pieces=tuple(_piece(units[shard.unit], shard) for shard in run), align=PAGE) for run in runs(shards)
         ]
         return plan_arena(groups)
 

@@ -1,94 +1,124 @@
-"""Prepares an owner's control slab for the next epoch, while the owners of the present one stand still.
+"""Prepares an owner's memory for the next epoch, while the owners of the present one stand still.
 
-The tensors of shards stay where they are, in slabs that their first owners have made: ranks' windows over them stay as
-they are, and nothing is copied. What an owner has to know of its shards (what was published and applied, where the
-tensors lie, how often each slice was updated) is in the control slabs of their owners, and is written into a new one.
-From there on, whoever serves as that owner takes over as a successor does. Nothing that is made here counts before the
-new lead's slab is told that its epoch stands.
+On one host, the tensors of shards stay where they are, in slabs that their first owners have made: ranks' windows over
+them stay as they are, and nothing is copied. What an owner has to know of its shards (what was published and applied,
+where the tensors lie, how often each slice was updated) is in the control slabs of their owners, and is written into a
+new one. Shards of owners on other hosts come from those, with all that they have of them (``ShardSource``), into slabs
+that are made here. From there on, whoever serves as that owner takes over as a successor does. Nothing that is made
+here counts before the new lead's slab is told that its epoch stands.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError, StoreError
-from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
+from rayzero.owner.model import choose_rule
+from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership, owner_map
-from rayzero.slabs.header import lay_out_slab
+from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.owner.memory.slabs import is_control, of_lineage
-from rayzero.store.shm.plan import LINE_BYTES, PLACE_BYTES, PLACES, SLICE_BYTES, SharedPlan
+from rayzero.store.owner.memory.control_slab import ControlSlab
+from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control, of_lineage
+from rayzero.store.shm import words
+from rayzero.store.shm.places import Places
+from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
-from rayzero.store.shm.words import region, write_ownership
 
 
-class _Control:
-    """An owner's control slab in one epoch, and where its shards' entries are."""
+@dataclass(frozen=True, slots=True)
+class EpochFacts:
+    """What an owner says of the present epoch to one on another host that takes shards over."""
 
-    def __init__(self, slab: Slab, plan: SharedPlan, owner: int) -> None:
-        self.slab = slab
-        self._line = {shard.index: i for i, shard in enumerate(plan.shards_of(owner))}
-        self._tiles, self._slices = plan.first_tiles(owner), plan.first_slices(owner)
-
-    def words(self, kind: str, offset: int = 0, size: int | None = None) -> torch.Tensor:
-        """``size`` bytes of a region from ``offset`` on; None: all of it. 1D uint8."""
-        found = region(self.slab, kind)
-        return self.slab.tensor(found.offset + offset, found.bytes if size is None else size, torch.uint8)
-
-    def line(self, shard: Shard) -> torch.Tensor:
-        """A shard's version line: 8 int64."""
-        return self.words("versions", self._line[shard.index] * LINE_BYTES, LINE_BYTES).view(torch.int64)
-
-    def entries(self, shard: Shard, slices: int) -> list[torch.Tensor]:
-        """All else that is here of a shard with so many slices, as bytes: places, tile stamps, slices."""
-        found = [self.words("places", self._line[shard.index] * PLACES * PLACE_BYTES, PLACES * PLACE_BYTES)]
-        if shard.index in self._tiles:
-            tiles = -(-shard.numel // STAMP)
-            found.append(self.words("tiles", self._tiles[shard.index] * STAMP_BYTES, tiles * STAMP_BYTES))
-        if shard.index in self._slices:
-            found.append(self.words("slices", self._slices[shard.index] * SLICE_BYTES, slices * SLICE_BYTES))
-        return found
+    kernel: str
+    began: Tensor  # which version the run began with, as its control slab has it: 1D uint8
+    record: Tensor | None  # of the lead: its records of decisions, 1D uint8
 
 
-def prepare_control(
-    spec: ModelSpec, owner: int, before: Ownership, after: Ownership, directory: Path, threads: int
-) -> Slab:
-    """Make the control slab of ``owner`` in the epoch of ``after``, from those of the epoch before, whose owners have
-    published every decision. ``threads``: that update its shards. The caller closes the slab.
+class ShardSource(Protocol):
+    """An owner of the present epoch on another host, which stands still."""
 
-    Raises StateLostError if a shard's owner has none here, MemoryPlanError if there is no room."""
+    def facts(self) -> EpochFacts:
+        """What it says of the epoch; blocks."""
+        ...
+
+    def give(self, shards: Mapping[int, Sequence[Tensor]]) -> None:
+        """Fill each shard's tensors (``carried``); blocks. Raises StoreError if it cannot be reached, or goes."""
+        ...
+
+
+class PreparedMemory:
+    """The slabs of one owner for the next epoch: its control slab, and those of shards from other hosts."""
+
+    def __init__(self, control: Slab, arrived: OwnerSlabs | None) -> None:
+        self.control = control
+        self._arrived = arrived
+
+    def enter(self) -> Slab:
+        """The next epoch has begun: returns the control slab, for the owner that takes all of it over."""
+        if self._arrived is not None:
+            self._arrived.leave()
+        return self.control
+
+    def close(self) -> None:
+        """The next epoch does not begin: remove what was made."""
+        if self._arrived is not None:
+            self._arrived.close()
+        self.control.close()
+
+
+def prepare(
+    spec: ModelSpec,
+    owner: int,
+    before: Ownership,
+    after: Ownership,
+    directory: Path,
+    threads: int,
+    source: Callable[[int], ShardSource],
+) -> PreparedMemory:
+    """Make the slabs of ``owner`` for the epoch of ``after``, from those of the epoch before, whose owners have
+    published every decision. ``threads``: that update its shards. ``source``: by owner of the epoch before. The caller
+    closes what is made.
+
+    Raises StoreError if a shard's owner cannot be reached, HandshakeError if it computes with another kernel,
+    MemoryPlanError if there is no room."""
     former, plan = (SharedPlan.of(spec, each.num_owners, each) for each in (before, after))
+    facts = plan.facts("control", owner, choose_rule(spec).kernel, secrets.randbits(63))
     with ExitStack() as stack:
         _remove_abandoned(spec, owner, after.epoch, directory)
         there = _controls(stack, spec, former, directory)
-        from_owner = {shard.index: former.shard_map.owner(shard.index) for shard in plan.shards_of(owner)}
-        missing = sorted(set(from_owner.values()) - there.keys())
-        if missing or not there:
-            raise StateLostError(f"optimizer {owner} finds no control slabs of optimizers {missing} in {directory}")
-        some = next(iter(there.values()))
-        facts = plan.facts("control", owner, some.slab.header.facts.kernel, secrets.randbits(63))
         header = lay_out_slab(facts, plan.owner_control(owner, threads))
         check_shared(header.bytes, directory)
-        slab = Slab.create(header, directory)
+        slab, arrived = Slab.create(header, directory), None
         try:
-            new = _Control(slab, plan, owner)
-            _fill(new, plan, owner, {shard: there[before] for shard, before in from_owner.items()})
-            new.words("began").copy_(some.words("began"))
-            write_ownership(slab, after)
-            if plan.shard_map.owner(0) == owner:
-                new.words("record").copy_(there[former.shard_map.owner(0)].words("record"))
+            new = ControlSlab(slab, plan, owner)
+            here = {shard.index: former.shard_map.owner(shard.index) for shard in plan.shards_of(owner)}
+            away = defaultdict[int, list[Shard]](list)
+            for shard in plan.shards_of(owner):
+                if here[shard.index] not in there:
+                    away[here[shard.index]].append(shard)
+            if away:
+                arrived = _take_in(spec, plan, facts, new, directory, {source(each): away[each] for each in away})
+            _fill(new, [(shard, there.get(here[shard.index])) for shard in plan.shards_of(owner)])
+            _note_epoch(new, plan, owner, former.shard_map.owner(0), there, source)
+            ShardLines(slab, plan.shards_of(owner)).describe(plan.first_tiles(owner))
+            words.write_ownership(slab, after)
         except BaseException:
-            slab.close()
+            PreparedMemory(slab, arrived).close()
             raise
-    return slab
+    return PreparedMemory(slab, arrived)
 
 
 def moved_bytes(spec: ModelSpec, owner: int, before: Ownership, after: Ownership) -> int:
@@ -97,36 +127,109 @@ def moved_bytes(spec: ModelSpec, owner: int, before: Ownership, after: Ownership
     return sum(now.sizes[shard] for shard in now.shards_of(owner) if was.owner(shard) != owner)
 
 
+def carried(control: ControlSlab, owned: OwnedShard) -> list[Tensor]:
+    """All of a shard: its line, its other entries, its tensors. Each 1D uint8, in the control slab or the shard's
+    memory."""
+    own = [owned.params] if owned.master is None or owned.master is owned.params else [owned.params, owned.master]
+    tensors = [*own, *(tensor for moment in owned.states.values() for tensor in moment.tensors)]
+    noted = [control.line(owned.shard), *control.progress(owned.shard)]
+    return [each.view(torch.uint8) for each in (*noted, *tensors)]
+
+
 def _remove_abandoned(spec: ModelSpec, owner: int, epoch: int, directory: Path) -> None:
     """Remove what a process has left that died while the owners were to change, and did not."""
     for slab, facts in of_lineage(spec, directory):
-        if is_control(facts, epoch) and facts.index == owner:
+        made_then = is_control(facts, epoch) or (facts.role in TENSORS and facts.epoch == epoch)
+        if made_then and facts.index == owner:
             slab.path.unlink(missing_ok=True)
 
 
-def _controls(stack: ExitStack, spec: ModelSpec, plan: SharedPlan, directory: Path) -> dict[int, _Control]:
+def _controls(stack: ExitStack, spec: ModelSpec, plan: SharedPlan, directory: Path) -> dict[int, ControlSlab]:
     """The control slabs of an epoch that are on this host, by owner."""
     found = {}
     for slab, facts in of_lineage(spec, directory):
         if is_control(facts, plan.ownership.epoch):
             mapped = plan.attach(str(slab.path), "the next epoch", writable=False)
             stack.callback(mapped.close)
-            found[facts.index] = _Control(mapped, plan, facts.index)
+            found[facts.index] = ControlSlab(mapped, plan, facts.index)
     return found
 
 
-def _fill(new: _Control, plan: SharedPlan, owner: int, old: Mapping[int, _Control]) -> None:
-    """Write what is known of each shard. ``old``: by shard, where it is known."""
-    lines = ShardLines(new.slab, plan.shards_of(owner))
-    lines.describe(plan.first_tiles(owner))
-    for shard in plan.shards_of(owner):
-        was, line = old[shard.index].line(shard), new.line(shard)
+def _take_in(
+    spec: ModelSpec,
+    plan: SharedPlan,
+    facts: SlabFacts,
+    new: ControlSlab,
+    directory: Path,
+    away: Mapping[ShardSource, Sequence[Shard]],
+) -> OwnerSlabs:
+    """Make slabs for the shards of owners on other hosts, and fill them and their entries."""
+    shards = sorted((shard for each in away.values() for shard in each), key=lambda shard: shard.index)
+    places = Places(new.slab, plan.shards_of(facts.index))
+    tensors = replace(facts, epoch=plan.ownership.epoch)  # says what to remove if this process dies before it stands
+    memory = OwnerSlabs(plan, tensors, directory, places=places, shards=shards)
+    try:
+        kinds = choose_rule(spec).state_kinds
+        owned = allocate(spec.layout, [each.index for each in shards], spec.group_of, kinds, memory, spec.moments)
+        for source, theirs in away.items():
+            source.give({shard.index: carried(new, owned[shard.index]) for shard in theirs})
+        for each in owned.values():
+            each.give_back_spare()
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+def _fill(new: ControlSlab, shards: Sequence[tuple[Shard, ControlSlab | None]]) -> None:
+    """Write what is known of each shard. With each of them the control slab, of the present epoch, that knows it; None:
+    that is on another host, and it has come from there."""
+    for shard, old in shards:
+        line = new.line(shard)
+        was = line if old is None else old.line(shard)
         if not was[PUBLISHED // 8]:
             raise StoreError(f"shard {shard.index} has no values yet: ask again once the run has taken a step")
         if was[PUBLISHED // 8] != was[DECIDED // 8] and was[DECIDED // 8]:
             raise HandshakeError(f"shard {shard.index} has a decision that is not published: the owners do not stand")
+        if old is None:
+            continue
         for word in (PUBLISHED, CONTENT, DECIDED, APPLIED):
             line[word // 8] = was[word // 8]
-        slices = len(plan.spec.layout.slices(shard))
-        for there, here in zip(old[shard.index].entries(shard, slices), new.entries(shard, slices), strict=True):
-            here.copy_(there)
+        for known, here in zip(
+            (old.places(shard), *old.progress(shard)), (new.places(shard), *new.progress(shard)), strict=True
+        ):
+            here.copy_(known)
+
+
+def _note_epoch(
+    new: ControlSlab,
+    plan: SharedPlan,
+    owner: int,
+    lead: int,
+    there: Mapping[int, ControlSlab],
+    source: Callable[[int], ShardSource],
+) -> None:
+    """Write what is of no shard. ``lead``: of the present epoch."""
+    leads = plan.shard_map.owner(0) == owner
+    if lead in there:
+        facts = _facts_of(there[lead])
+    elif there and not leads:
+        facts = _facts_of(next(iter(there.values())))
+    else:
+        facts = source(lead).facts()
+    ours = new.slab.header.facts.kernel
+    if facts.kernel != ours:
+        raise HandshakeError(
+            f"optimizer {owner} computes with kernel {ours!r}, those that it takes over from with {facts.kernel!r}: "
+            "all owners of a run must agree"
+        )
+    new.words("began").copy_(facts.began)
+    if leads and facts.record is None:
+        raise StateLostError(f"optimizer {lead} leads, and has no records")
+    if leads and facts.record is not None:
+        new.words("record").copy_(facts.record)
+
+
+def _facts_of(control: ControlSlab) -> EpochFacts:
+    record = control.words("record") if words.leads(control.slab) else None
+    return EpochFacts(kernel=control.slab.header.facts.kernel, began=control.words("began"), record=record)

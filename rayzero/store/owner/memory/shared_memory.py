@@ -11,15 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
+from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
+from rayzero.store.owner.memory.control_slab import ControlSlab
+from rayzero.store.owner.memory.moved import free_moved
+from rayzero.store.owner.memory.next_epoch import carried
 from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
@@ -44,6 +50,8 @@ from rayzero.store.shm.words import (
 )
 
 log = logging.getLogger(__name__)
+
+_FREED = -1  # in place of the version with which parameters that moved away are freed: they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,7 @@ class SharedOwner:
         self._ownership = ownership
         self._threads, self.takes_over = threads, succeeds
         self._taken_over = self._published = False
+        self._frees_at: int | None = None  # the version with which parameters that moved away are freed
         self.owner, self._num_owners, self.directory = owner, num_owners, directory
         self.host = host_identity(directory)
         self._life = secrets.randbits(63)
@@ -164,6 +173,22 @@ class SharedOwner:
         arena = self._memory.arena
         places = tuple((key, at.slab, at.offset) for key, at in arena.plan.places.items() if isinstance(key, int))
         return SharedPaths(str(self._own_control().path), tuple(str(slab.path) for slab in arena.slabs), places)
+
+    # ---- for owners on other hosts
+
+    def carried(self, owned: OwnedShard) -> list[Tensor]:
+        """All of a shard, for its owner of the next epoch: each 1D uint8."""
+        assert self._plan is not None
+        return carried(ControlSlab(self._own_control(), self._plan, self.owner), owned)
+
+    def noted(self) -> tuple[bytes, bytes]:
+        """What the control slab says of no shard: which version the run began with and, of the lead, its records."""
+        assert self._plan is not None
+        control = ControlSlab(self._own_control(), self._plan, self.owner)
+        record = control.words("record").numpy().tobytes() if leads(control.slab) else b""
+        return control.words("began").numpy().tobytes(), record
+
+    # ---- serving
 
     def serve(self, service: ShardService, steps: StepCalls) -> None:
         """Publish the versions of ``service``; ``steps`` answers questions from mailboxes."""
@@ -273,10 +298,22 @@ class SharedOwner:
     def _publish(self, published: Sequence[Published]) -> None:
         """Runs in the updater's thread: writes the lines first, then rings every rank's bell."""
         self._published = True
+        self._free_moved(published)
         for each in published:
             self._lines.publish(each)
         for rank in list(self._ranks.values()):
             rank.bell.ring()
+
+    def _free_moved(self, published: Sequence[Published]) -> None:
+        """See [Note: parameters that moved away]."""
+        plan = self._plan
+        if plan is None or not plan.ownership.epoch or self._frees_at == _FREED or not published:
+            return
+        newest = max(each.version for each in published)
+        self._frees_at = newest + 2 if self._frees_at is None else self._frees_at
+        if newest >= self._frees_at:
+            self._frees_at = _FREED
+            free_moved(plan.spec, plan.ownership.epoch, self.directory, punched="params")
 
     def ask(self, owner: int, method: str, request: bytes) -> Future[bytes] | None:
         """On the lead: ask another owner; None if shared memory does not reach it, or cannot take the question."""
@@ -356,6 +393,8 @@ class SharedOwner:
             self._prepared.close()
         if self._control is not None:  # what was taken over but refused stays for another successor
             self._control.close(unlink=self._published or retires or not self._taken_over)
+        if retires and self._plan is not None:
+            free_moved(self._plan.spec, self._plan.ownership.epoch + 1, self.directory, punched="state")
 
 
 def _pass_on(answerer: Answerer, slot: int, number: int, done: Future[bytes]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError
+from rayzero.layout.model_layout import Shard
 from rayzero.owner.memory import FormerRank, Sizes
 from rayzero.protocol.messages import FormerShard, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
@@ -24,7 +25,7 @@ from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
 from rayzero.store.shm.words import Stamps
 
-_TENSORS = ("params", "state")
+TENSORS = ("params", "state")  # the roles of slabs with tensors
 
 
 class SlabRoom:
@@ -62,7 +63,7 @@ class FormerSlabs:
             raise HandshakeError(f"optimizer {owner} of run {spec.run!r} has left slabs of {len(controls)} lives")
         if not controls:
             return None
-        tensors = {(f.role, SlabId.of(f)): slab.path for slab, f in found if f.role in _TENSORS}
+        tensors = {(f.role, SlabId.of(f)): slab.path for slab, f in found if f.role in TENSORS}
         return cls(controls[0], tensors, with_others=epoch > 0)
 
     def adopt(self, plan: ArenaPlan, role: str, places: Places, tensor: int) -> Arena:
@@ -162,17 +163,19 @@ class OwnerSlabs:
         lines: ShardLines | None = None,
         places: Places | None = None,
         former: FormerSlabs | None = None,
+        shards: Sequence[Shard] | None = None,
     ) -> None:
         """``facts``: what the headers of the owner's slabs say, apart from their roles. ``directory``: where the files
         are; None: unnamed files, for one process. ``lines``: where shards have their journals; None: they have none.
         ``places``: where it is recorded what lies where; None: nowhere. ``former``: slabs to take over instead of
-        making them; None: there are none."""
+        making them; None: there are none. ``shards``: ascending; None: all of the owner's."""
         self._plan, self._lines, self._places, self._former = plan, lines, places, former
         self._facts, self._directory = facts, directory
         self._journals: dict[int, LineJournal | None] = {}
         self._who = f"optimizer {facts.index}"
         self._state: list[Arena] = []
-        self._params = self._arena(plan.params(facts.index), "params", PARAMS)
+        params = plan.params_of(plan.shards_of(facts.index) if shards is None else shards)
+        self._params = self._arena(params, "params", PARAMS)
 
     def _arena(self, plan: ArenaPlan, role: str, tensor: int, first: int = 0) -> Arena:
         """The slabs of ``role`` that have the shards' tensor of this number, taken over, or made from number ``first``

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -28,21 +29,33 @@ class UnitWindows:
         self._making = threading.Lock()  # held while a window is made, or other owners take over
         self._locks: list[PageLock] = []
         self._windows: dict[int, Window | None] = {}  # freed by: close(), and the last tensor of each
+        self._shown: dict[int, list[_Shown]] = {}  # by unit with a window: what it shows
+        self._moved: set[int] = set()  # units with a window whose shards lie elsewhere by now
 
     def tensor(self, unit: int) -> Tensor | None:
-        """1D, unit.numel elements, the unit's dtype; None where there is no window."""
+        """1D, unit.numel elements, the unit's dtype; None where there is no window, or not any more."""
         if unit not in self._windows:
             with self._making:
                 pieces = self._pieces(unit)
                 self._windows[unit] = None if pieces is None else self._open(pieces)
-        window = self._windows[unit]
+                self._shown[unit] = _shown(pieces)
+        return None if unit in self._moved else self._tensor(unit)
+
+    def _tensor(self, unit: int) -> Tensor | None:
+        window = self._windows.get(unit)
         return None if window is None else window.tensor(self._plan.spec.layout.units[unit].dtype)
 
+    def moved(self, unit: int) -> Tensor | None:
+        """The memory of a window whose shards lie elsewhere by now; None: it has none, or they are where they were. Who
+        computes with it fills it from now on. It shows the version at which they moved until ``revert``."""
+        return self._tensor(unit) if unit in self._moved else None
+
     def enter(self, plan: SharedPlan, params: Mapping[int, Arena]) -> None:
-        """Other owners have taken over: make windows over their slabs from now on. Those that are open stay: shards do
-        not move. See ``__init__``."""
+        """Other owners have taken over: make windows over their slabs from now on. Those that are open stay, unless
+        shards have moved to another host, or come from one. See ``__init__``."""
         with self._making:
             self._plan, self._params = plan, params
+            self._moved |= {unit for unit, shown in self._shown.items() if shown != _shown(self._pieces(unit))}
 
     def _open(self, pieces: list[WindowPiece]) -> Window:
         window = Window(pieces, private=not self._page_lock)
@@ -74,9 +87,11 @@ class UnitWindows:
         return pieces if can_map(places) else None
 
     def revert(self, unit: int) -> None:
-        """Discard what this process wrote into the unit's window."""
+        """Discard what this process wrote into the unit's window; of one that has ``moved``, all of it."""
         window = self._windows.get(unit)
-        if window is not None and window.private:
+        if window is not None and window.private and unit in self._moved:
+            window.empty()
+        elif window is not None and window.private:
             window.revert()
 
     def close(self) -> None:
@@ -87,6 +102,13 @@ class UnitWindows:
             if window is not None:
                 window.close()
         self._windows = {}
+
+
+_Shown = tuple[Path | None, int, int]  # of a window's piece: the slab's file, the offset there and the bytes
+
+
+def _shown(pieces: Sequence[WindowPiece] | None) -> list[_Shown]:
+    return [(piece.slab.path, piece.offset, piece.bytes) for piece in pieces or ()]
 
 
 def _same(one: Slab, other: Slab) -> bool:

@@ -710,3 +710,25 @@ class IdentifyResponse(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     process: Process
     def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
+
+class DescribeEpochRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeEpochResponse(_message.Message):
+    __slots__ = ("kernel", "began", "record")
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    kernel: str
+    began: bytes
+    record: bytes
+    def __init__(self, kernel: _Optional[str] = ..., began: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class GiveShardsRequest(_message.Message):
+    __slots__ = ("shards", "chunk_bytes")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    chunk_bytes: int
+    def __init__(self, shards: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
