@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.backoff import backoff
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.wire.payload import Assembly, byte_view
-from rayzero.store.wire.rpc import CHANNEL_OPTIONS, OWNER_SERVICE, TlsFiles, from_status, methods, token_metadata
+from rayzero.store.wire.rpc import (
+    CHANNEL_OPTIONS,
+    OWNER_SERVICE,
+    TlsFiles,
+    break_of,
+    from_status,
+    is_broken_link,
+    methods,
+    token_metadata,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _CHUNK_BYTES = 2 << 20
 _QUICK_S = 30.0
@@ -21,44 +37,57 @@ _QUICK_S = 30.0
 class RemoteShards:
     """A ``ShardSource`` (store/owner/memory/next_epoch.py) in another process.
 
-    Knows the owner's address and how shards travel; not what becomes of them. A link that breaks ends the call: the
-    change of the owners is given up, or tried again if the owner has died."""
+    Knows the owner's address and how shards travel; not what becomes of them. Calls are repeated over a new channel
+    while the link breaks: nothing changes what they ask for."""
 
     def __init__(
         self, owner: int, address: str, *, token: str, tls: TlsFiles | None, model: int, epoch: int, timeout_s: float
     ) -> None:
-        """``epoch``: the present one. ``timeout_s``: the longest that shards may take to come."""
+        """``epoch``: the present one. ``timeout_s``: how long the link may be down, and shards may take to come."""
         self._name, self._address, self._tls = f"optimizer {owner} at {address}", address, tls
         self._metadata, self._timeout_s = token_metadata(token, model, epoch), timeout_s
 
-    def _open(self) -> Any:
-        if self._tls is None:
-            return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        return grpc.secure_channel(self._address, self._tls.channel_credentials(), options=CHANNEL_OPTIONS)
-
     def facts(self) -> EpochFacts:
         """See ``ShardSource``."""
-        with self._open() as channel:
-            call = methods(OWNER_SERVICE)["DescribeEpoch"].bind(channel)
-            try:
-                answer = call(pb.DescribeEpochRequest(), timeout=_QUICK_S, metadata=self._metadata)
-            except grpc.RpcError as error:
-                raise from_status(error, self._name) from error
+        answer = self._repeat(
+            "DescribeEpoch", lambda call: call(pb.DescribeEpochRequest(), timeout=_QUICK_S, metadata=self._metadata)
+        )
         record = _bytes(answer.record) if answer.record else None
         return EpochFacts(kernel=answer.kernel, began=_bytes(answer.began), record=record)
 
     def give(self, shards: Mapping[int, Sequence[Tensor]]) -> None:
         """See ``ShardSource``."""
-        request = pb.GiveShardsRequest(shards=list(shards), chunk_bytes=_CHUNK_BYTES)
-        with self._open() as channel:
-            call = methods(OWNER_SERVICE)["GiveShards"].bind(channel)
-            try:
-                messages = call(request, timeout=self._timeout_s, metadata=self._metadata)
-                for shard, tensors in shards.items():
-                    for tensor in tensors:
-                        _receive(messages, shard, tensor)
-            except grpc.RpcError as error:
-                raise from_status(error, self._name) from error
+        left = dict(shards)
+
+        def ask(call: Any) -> None:
+            request = pb.GiveShardsRequest(shards=list(left), chunk_bytes=_CHUNK_BYTES)
+            messages = call(request, timeout=self._timeout_s, metadata=self._metadata)
+            for shard in list(left):
+                for tensor in left[shard]:
+                    _receive(messages, shard, tensor)
+                del left[shard]
+
+        self._repeat("GiveShards", ask)
+
+    def _repeat(self, method: str, ask: Callable[[Any], T]) -> T:
+        """Make a call, and again while the link breaks. Raises the owner's error, or TransferError if the link is still
+        down after ``timeout_s``."""
+        deadline, pauses = time.monotonic() + self._timeout_s, backoff()
+        while True:
+            with self._open() as channel:
+                try:
+                    return ask(methods(OWNER_SERVICE)[method].bind(channel))
+                except grpc.RpcError as error:
+                    pause = next(pauses)
+                    if not is_broken_link(error) or time.monotonic() + pause > deadline:
+                        raise from_status(error, self._name) from error
+                    log.warning("the link to %s broke (%s), and is opened again", self._name, break_of(error))
+            time.sleep(pause)
+
+    def _open(self) -> Any:
+        if self._tls is None:
+            return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(self._address, self._tls.channel_credentials(), options=CHANNEL_OPTIONS)
 
 
 def _receive(messages: Any, shard: int, into: Tensor) -> None:
