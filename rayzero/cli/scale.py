@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from rayzero.cli.run_choice import find_run
 from rayzero.quantities import count, format_bytes
+
+if TYPE_CHECKING:
+    from rayzero.config.zero import Placement
 
 
 def scale(
@@ -18,6 +21,10 @@ def scale(
     avoid: Annotated[
         list[str] | None,
         typer.Option(help="A node, by id or address, that no optimizer actor is to be on. May be given several times."),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="Where all of them are to be: beside_rank, packed or cpu_nodes; default: as before."),
     ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until they have changed, and say what it took.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -28,7 +35,8 @@ def scale(
     def show(progress: str) -> None:
         typer.echo(progress, err=True)
 
-    done = ask(find_run(run), optimizers, avoid=avoid or (), wait=wait, on_progress=show)
+    where = cast("Placement | None", placement)  # a request checks it
+    done = ask(find_run(run), optimizers, avoid=avoid or (), placement=where, wait=wait, on_progress=show)
     if done is None:
         typer.echo(json.dumps({"asked": optimizers}) if as_json else "asked; rayzero status says what comes of it")
     elif as_json:

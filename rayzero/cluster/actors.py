@@ -75,6 +75,7 @@ class Joining:
     who: str
     actor: Any
     settings: OwnerSettings
+    node: str
     host: str | None  # where it listens; None: at its node's address
     exporter: ExporterSettings | None
     place: Place
@@ -111,6 +112,7 @@ class RunActors:
         self._hosts: dict[str, str] = {}  # where the same listen
         self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
         self._measure_bandwidth = False
+        self._exporters_bind = "auto"  # see ``TelemetryConfig.bind``
         self._joining: list[Joining] = []  # owners of the next epoch
         self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
         self._parted: list[Any] = []  # owners that have no shards any more, and end
@@ -202,7 +204,7 @@ class RunActors:
     ) -> None:
         plan = self._placement.plan
         beside = plan.num_workers if beside_ranks is not None else 0
-        self._measure_bandwidth = telemetry.measure_bandwidth
+        self._measure_bandwidth, self._exporters_bind = telemetry.measure_bandwidth, telemetry.bind
 
         def settings(owner: int, threads: int, device: str) -> OwnerSettings:
             return OwnerSettings(
@@ -332,13 +334,14 @@ class RunActors:
         settings = replace(
             self._settings[some], owner=owner, num_owners=ownership.num_owners, ownership=ownership, succeeds=True
         )
-        place = self._places.find(owner, node, there)
+        place = self._places.find(owner, node, there, {each.node: each.place for each in self._joining})
         exporter = self._exporter_of(owner, node) if self._exporters else None
         joining = Joining(
             who=optimizer_name(owner),
             actor=_owner_class().options(**place.options).remote(),
             settings=settings,
-            host=LOOPBACK if self._hosts[some] == LOOPBACK else None,
+            node=node,
+            host=LOOPBACK if self._hosts[some] == LOOPBACK else None,  # elsewhere, all listen at their nodes' addresses
             exporter=exporter,
             place=place,
         )
@@ -347,13 +350,31 @@ class RunActors:
         bind = self._placement.plan.bind_numa
         return joining, ask.remote(settings, bind, joining.host, exporter, self.coordinator)
 
+    def listen_at_nodes(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """Let every owner be reached from other nodes. ``addresses``: those of now. Returns those that serve; blocks.
+        Raises ConfigError if one does not answer."""
+        opened = {
+            who: control(actor.listen).remote(self.members[who].host)
+            for who, actor in self.owners.items()
+            if self._hosts[who] == LOOPBACK
+        }
+        try:
+            found = dict(zip(opened, ray.get(list(opened.values()), timeout=ANSWER_S), strict=True))
+        except ray.exceptions.RayError as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"an optimizer does not listen at its node's address: {why}; ask again") from error
+        for who in found:
+            self._hosts[who] = self.members[who].host
+        return tuple(found.get(who, address) for who, address in zip(self.owners, addresses, strict=True))
+
     def _exporter_of(self, owner: int, node: str) -> ExporterSettings:
         """The exporter of an owner that joins: where the others have ports of their own, the first one behind them."""
         some = self._exporters[optimizer_name(0)]
         known = [*self._exporters.values(), *(each.exporter for each in self._joining if each.exporter is not None)]
         port = some.port and max(settings.port for settings in known) + 1
         address = next(host.address for host in hosts() if host.id == node)
-        bound = some.host if some.host == LOOPBACK else address
+        beside = some.host == LOOPBACK and node == self.members[optimizer_name(0)].node
+        bound = LOOPBACK if beside or self._exporters_bind == "loopback" else address
         return replace(some, who=optimizer_name(owner), index=owner, node=address, host=bound, port=port)
 
     def joined(self, joining: Joining, member: Member, target: Target | None) -> None:

@@ -11,6 +11,7 @@ from rayzero.cluster.files.status import LOST, run_status
 from rayzero.cluster.run import Rescaled, RunState
 from rayzero.cluster.upkeep.rescaling import why_not
 from rayzero.config import ZeroConfig
+from rayzero.config.zero import Placement
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.errors import ConfigError, RunFailedError
 
@@ -24,20 +25,22 @@ def scale(
     num_optimizers: int,
     *,
     avoid: Sequence[str] = (),
+    placement: Placement | None = None,
     wait: bool = True,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Rescaled | None:
     """Give a run other optimizer actors while it trains; no step is lost and no bit changes. The newest request counts.
 
     run: its folder. avoid: nodes (ids or addresses) that no optimizer actor is to be on; those that are there are
-        replaced by others. wait: until they have changed; returns then what came of it. on_progress: called with each
-        step, while it waits.
+        replaced by others. placement: where all of them are to be from now on (``ZeroConfig.placement``); those that
+        are elsewhere are replaced by others. wait: until they have changed; returns then what came of it. on_progress:
+        called with each step, while it waits.
 
     Raises ConfigError if there is no such run, or it cannot change its optimizers, RunFailedError if they stayed as
     they were, or the run ended before."""
     run_dir = Path(run)
     _require_running(run_status(run_dir))
-    request = ScaleRequest(num_optimizers=num_optimizers, avoid=tuple(avoid))
+    request = ScaleRequest(num_optimizers=num_optimizers, avoid=tuple(avoid), placement=placement)
     try:
         ask(run_dir, request)
     except OSError as error:

@@ -289,6 +289,11 @@ class Controller:
         """Who owns what once the change that is under way is over."""
         return self.ownership if self._reform is None or self._reform.stands else self._reform.after
 
+    def readdress(self, addresses: Sequence[str]) -> None:
+        """The owners can be reached at these addresses too, also from other nodes. Ranks learn of them with the next
+        change."""
+        self.addresses = tuple(addresses)
+
     def scale(self, change: Rescale | None) -> list[Action]:
         """Change the owners, once every member does its work and a change that is under way is over; instead of one
         that has not begun yet. ``change``: as seen from the owners that are ``coming``, whose numbers stay; None: they

@@ -8,7 +8,9 @@ import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import get_args
 
+from rayzero.config.zero import Placement
 from rayzero.errors import ConfigError
 from rayzero.files import parse_json, read_text, replace_file
 
@@ -24,11 +26,14 @@ class ScaleRequest:
 
     num_optimizers: int
     avoid: tuple[str, ...] = ()  # nodes that no optimizer is to be on, by id or address
+    placement: Placement | None = None  # where all of them are to be from now on; None: as before
     id: str = field(default_factory=lambda: secrets.token_hex(8))  # names it in the run's record
 
     def __post_init__(self) -> None:
         if self.num_optimizers < 1:
             raise ConfigError(f"num_optimizers is {self.num_optimizers}: pass at least 1")
+        if self.placement is not None and self.placement not in get_args(Placement):
+            raise ConfigError(f"placement is {self.placement!r}: choose one of {', '.join(get_args(Placement))}")
 
 
 def ask(run_dir: Path, request: ScaleRequest) -> None:
@@ -51,7 +56,7 @@ def take(run_dir: Path) -> ScaleRequest | None:
     try:
         data = parse_json(text)
         number, avoid = int(data["num_optimizers"]), tuple(map(str, data["avoid"]))
-        return ScaleRequest(num_optimizers=number, avoid=avoid, id=str(data["id"]))
+        return ScaleRequest(num_optimizers=number, avoid=avoid, placement=data["placement"], id=str(data["id"]))
     except (ValueError, TypeError, KeyError, ConfigError) as error:
         log.warning("%s asked for what cannot be read: %r", path, error)
         return None

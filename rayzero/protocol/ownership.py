@@ -51,7 +51,7 @@ class Prepared:
     """An owner is ready for the next epoch."""
 
     leads: bool  # a model, in the next epoch
-    moved_bytes: int  # of shards that it does not own in this one
+    moved_bytes: int  # of shards that it does not own in this one, or that are on another host
 
 
 def owner_map(spec: ModelSpec, num_owners: int, ownership: Ownership | None = None) -> ShardMap:

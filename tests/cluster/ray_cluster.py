@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +23,30 @@ RAY = Path(sys.executable).with_name("ray")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two nodes of two CPUs on this machine, made with ``ray start``; the second is for optimizer actors."""
+    """Nodes of two CPUs on this machine, made with ``ray start``; all but the first are for optimizer actors."""
 
     address: str
     dashboard: str
+    files: str
     processes: list[psutil.Process]
+
+    def add_node(self, *, apart: bool = False) -> None:
+        """``apart``: with a /dev/shm of its own, as on another host."""
+        ray_start(f"--address={self.address}", "--labels=rayzero.io/role=optimizer", apart=apart)
+        new = [process for process in psutil.process_iter() if belongs_to(process, self.files)]
+        self.processes.extend(process for process in new if process not in self.processes)
 
 
 @contextmanager
 def two_nodes() -> Iterator[Cluster]:
+    """See ``one_node``."""
+    with one_node() as cluster:
+        cluster.add_node()
+        yield cluster
+
+
+@contextmanager
+def one_node() -> Iterator[Cluster]:
     """Started on free ports, one of which Ray would take from other clusters; ended by process id, not ``ray stop``."""
     with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as files:  # short: sockets have their path there
         dashboard = free_port()
@@ -39,9 +54,8 @@ def two_nodes() -> Iterator[Cluster]:
         try:
             ray_start("--head", f"--port={free_port()}", f"--dashboard-port={dashboard}", f"--temp-dir={files}")
             address = (Path(files) / "ray_current_cluster").read_text().strip()
-            ray_start(f"--address={address}", "--labels=rayzero.io/role=optimizer")
             processes += [process for process in psutil.process_iter() if belongs_to(process, files)]
-            yield Cluster(address, f"http://127.0.0.1:{dashboard}", processes)
+            yield Cluster(address, f"http://127.0.0.1:{dashboard}", files, processes)
         finally:
             end(processes or [process for process in psutil.process_iter() if belongs_to(process, files)])
 
@@ -60,15 +74,28 @@ def free_port() -> int:
     raise RuntimeError("a hundred ports are taken")
 
 
-def ray_start(*options: str) -> None:
+def ray_start(*options: str, apart: bool = False) -> None:
     common = ["--num-cpus=2", "--object-store-memory=200000000", f"--dashboard-agent-listen-port={free_port()}"]
-    done = run_ray("start", "--disable-usage-stats", *common, *options)
+    done = run_ray("start", "--disable-usage-stats", *common, *options, within=APART if apart else ())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
+APART = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+"""Runs a command with a /dev/shm that nobody else sees. Only root may."""
+
+
+def can_be_apart() -> bool:
+    """Whether a node can have a /dev/shm of its own here."""
+    try:
+        return subprocess.run([*APART, "true"], capture_output=True, timeout=20).returncode == 0
+    except OSError:
+        return False
+
+
+def run_ray(*arguments: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"RAY_ADDRESS": "", "RAY_JOB_STOP_WAIT_TIME_S": "60"}  # a run may take 5 s to end, Ray 3
-    return subprocess.run([str(RAY), *arguments], capture_output=True, text=True, timeout=280, env=environment)
+    command = [*within, str(RAY), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
 
 def belongs_to(process: psutil.Process, files: str) -> bool:

@@ -66,6 +66,13 @@ def choose(
     return min(fitting, key=lambda node: (not near[node.id], owners[node.id])).id
 
 
+def is_placed(node: Host, *, rank_nodes: Collection[str], placement: str, labels: Mapping[str, str]) -> bool:
+    """Whether an optimizer actor on ``node`` is where ``placement`` wants it; see ``choose``."""
+    if placement == "cpu_nodes":
+        return matches(labels, node.labels)
+    return placement == "packed" or node.id in rank_nodes
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where an optimizer actor is that has joined."""
@@ -84,18 +91,20 @@ class OwnerPlaces:
         self._placement, self._cpus_are_set = placement, cpus_are_set
         self._taken: dict[int, Place] = {}  # by owner: not where it was when the run began. freed by: free(), close()
 
-    def find(self, owner: int, node: str, there: Mapping[int, str]) -> Place:
+    def find(self, owner: int, node: str, there: Mapping[int, str], coming: Mapping[str, Place]) -> Place:
         """A place on ``node`` for an owner that joins; Ray may take its time to reserve it. ``there``: the node of each
-        owner that there is."""
-        began = owner < self._placement.plan.num_optimizers and owner not in there
-        if began and self._reserved_node(owner) == node:
+        owner that there is. ``coming``: by node, the place of another one that joins."""
+        is_free = owner not in there or owner in self._taken
+        if is_free and owner < self._placement.plan.num_optimizers and self._reserved_node(owner) == node:
             return Place(self._placement.optimizer_options(owner))
         share = self._placement.plan.optimizer
         group = placement_group(
             [{"CPU": share.cpus} | ({"memory": float(share.memory)} if share.memory else {})],
             bundle_label_selector=[{_NODE_LABEL: node}],
         )
-        beside = next((other for other, at in there.items() if at == node), None)
+        beside = next((self.options(other) for other, at in there.items() if at == node), None)
+        if beside is None and node in coming:
+            beside = coming[node].options
         if self._cpus_are_set or beside is None or group.wait(_FREE_S):
             strategy = PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
@@ -103,7 +112,7 @@ class OwnerPlaces:
             options = {"num_cpus": share.cpus, "num_gpus": 0, "scheduling_strategy": strategy}
             return Place(options | ({"memory": share.memory} if share.memory else {}), group)
         remove_placement_group(group)
-        options = self.options(beside) | {"num_cpus": 0}
+        options = beside | {"num_cpus": 0}
         options.pop("memory", None)
         return Place(options)
 

@@ -79,6 +79,10 @@ class OptimizerActor:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
         return self._served.serve(host)
 
+    def listen(self, host: str) -> str:
+        """Serve on a free port of ``host``, too, for processes on other nodes; the address there."""
+        return self._served.listen(host)
+
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
         self._served.connect_peers(addresses)

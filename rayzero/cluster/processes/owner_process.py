@@ -68,6 +68,11 @@ class ServedOwner:
         )
         return self._server.address
 
+    def listen(self, host: str) -> str:
+        """Serve on a free port of ``host``, too; the address there."""
+        assert self._server is not None, "serve() comes first"
+        return self._server.listen(host)
+
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
         assert self._server is not None, "serve() comes first"

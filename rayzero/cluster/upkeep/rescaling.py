@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors import ANSWER_S, START_S, Joining, RunActors, control
-from rayzero.cluster.nodes.owner_places import choose, hosts
+from rayzero.cluster.nodes.owner_places import choose, hosts, is_placed
 from rayzero.cluster.run import Rescaled, Routing, optimizer_name
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
@@ -107,6 +107,7 @@ class Rescaling:
         that ends, ``say`` with what happens, ``progress`` with what is done now (None: nothing), ``ended`` with what
         came of a request and, if the owners have changed, the new routing table."""
         self._actors, self._controller, self._zero, self._scaling = actors, controller, zero, scaling
+        self._placement = zero.placement  # that of the last change that named one
         self._perform, self._joined, self._parts, self._say, self._ended = perform, joined, parts, say, ended
         self._progress, self._died = progress, died
         self._refusal = why_not(zero, scaling.num_workers, controller.max_failures)
@@ -140,10 +141,13 @@ class Rescaling:
     def _begin(self, change: _Change) -> None:
         try:
             wanted = self._planned(change)
+            changes = wanted != Rescale.to(change.before, change.before)
+            if changes:
+                self._check_hosts(change, wanted)
         except ConfigError as error:
             self._end(change, str(error))
             return
-        if all(former is not None for former in wanted.former) and len(wanted.former) == change.before:
+        if not changes:
             self._say(f"it has {count(change.before, 'optimizer')} already")
             self._ended(change.rescaled(time.monotonic()), None)
             return
@@ -155,30 +159,57 @@ class Rescaling:
 
     def _planned(self, change: _Change) -> Rescale:
         """Who stays, and where those that join are to be."""
-        avoid, before = change.request.avoid, change.before
+        avoid, before, labels = change.request.avoid, change.before, self._scaling.optimizer_labels
+        placement = change.request.placement or self._placement
         nodes = {i: self._actors.members[optimizer_name(i)] for i in range(before)}
-        stays = [i for i, at in nodes.items() if at.node not in avoid and at.host not in avoid]
-        former = tuple(i if i in stays else None for i in range(change.request.num_optimizers))
-        there = [nodes[i].node for i in stays if i < len(former)]
         ranks = [member.node for who, member in self._actors.members.items() if who.startswith("rank")]
         alive = hosts()
+        right = {
+            node.id
+            for node in alive
+            if change.request.placement is None or is_placed(node, rank_nodes=ranks, placement=placement, labels=labels)
+        }
+        stays = [i for i, at in nodes.items() if at.node in right and at.node not in avoid and at.host not in avoid]
+        former = tuple(i if i in stays else None for i in range(change.request.num_optimizers))
+        there = [nodes[i].node for i in stays if i < len(former)]
         for owner in (i for i, was in enumerate(former) if was is None):
             change.nodes[owner] = choose(
                 there,
                 alive,
                 rank_nodes=ranks,
-                placement=self._zero.placement,
-                labels=self._scaling.optimizer_labels,
+                placement=placement,
+                labels=labels,
                 avoid=avoid,
             )
             there.append(change.nodes[owner])
         return Rescale(former)
+
+    def _check_hosts(self, change: _Change, wanted: Rescale) -> None:
+        """Raise ConfigError if ranks could not reach the owners after a change, or owners not each other; let them, if
+        the run has been on one node until now."""
+        members = self._actors.members
+        ranks = {member.node for who, member in members.items() if who.startswith("rank")}
+        stay = {members[optimizer_name(i)].node for i in wanted.former if i is not None}
+        nodes = ranks | stay | set(change.nodes.values())
+        if len(nodes) == 1:
+            return
+        if self._zero.transport == "shm":
+            raise ConfigError(
+                f"zero.transport='shm' needs every process on one host, and these are on {len(nodes)} nodes"
+            )
+        if not self._zero.keep_pushed:
+            raise ConfigError(
+                "with zero.keep_pushed=false, ranks keep nothing of what they send to other hosts, so optimizers "
+                f"change only while all are on one node; these would be on {len(nodes)}"
+            )
+        self._controller.readdress(self._actors.listen_at_nodes(self._controller.addresses))
 
     def _end(self, change: _Change, failed: str | None, routing: Routing | None = None) -> None:
         rescaled = change.rescaled(time.monotonic(), failed)
         outcome = "given_up" if failed else "done"
         self._actors.coordinator.rescaled.remote(outcome, dict(rescaled.seconds), rescaled.pause, rescaled.moved_bytes)
         if failed is None:
+            self._placement = change.request.placement or self._placement
             now, moved = count(rescaled.after, "optimizer"), format_bytes(change.moved_bytes)
             said = f"the run has {now} now; training stood for {rescaled.pause:.2f} s; {moved} have another owner"
         else:
@@ -234,6 +265,8 @@ class Rescaling:
         else:
             if isinstance(answer, Prepared) and self._change is not None:
                 self._change.moved_bytes += answer.moved_bytes
+                moved = format_bytes(self._change.moved_bytes)
+                self._progress(f"{self._change}: {process.member} is ready; {moved} have another owner by now")
                 answer = answer.leads
             self._perform(self._controller.answered(process, step, answer))
 

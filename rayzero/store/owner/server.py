@@ -21,7 +21,7 @@ from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
-from rayzero.store.owner.memory.next_epoch import PreparedMemory, moved_bytes, prepare
+from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
@@ -92,9 +92,10 @@ class OwnerServer:
         self._models = ByModel(self._serve)
         self._alone: Hosted | None = Hosted(service, shared)  # the first model's, in the first epoch here
         self._models.make_first()
-        self.address = self._loop.run(self._start(host, port, list(interceptors)), _QUICK_S)
-        if tls is None and not _is_loopback(host):
-            log.warning("optimizer %d listens on %s without TLS", service.owner, self.address)
+        self._servers: list[Any] = []  # one a port
+        self._health = Health()
+        self._interceptors = list(interceptors)
+        self.address = self.listen(host, port)
 
     def _serve(self, number: int) -> ModelCalls:
         """Make what serves one model, at the model's first call."""
@@ -120,22 +121,30 @@ class OwnerServer:
             calls = await loop.run_in_executor(self._making, lambda: models[number])
         return calls
 
-    async def _start(self, host: str, port: int, interceptors: list[Any]) -> str:
-        self._health = Health()
-        self._server = grpc.aio.server(
+    def listen(self, host: str, port: int = 0) -> str:
+        """Listen on ``host`` too (``port`` 0: any free one); returns the address there. Raises StoreError if the port
+        is taken."""
+        address: str = self._loop.run(self._listen(host, port), _QUICK_S)
+        if self._terms.tls is None and not _is_loopback(host):
+            log.warning("optimizer %d listens on %s without TLS", self._owner, address)
+        return address
+
+    async def _listen(self, host: str, port: int) -> str:
+        server = grpc.aio.server(
             handlers=(TokenDoor(self._find, self._terms.token, self._recorder), self._health.handler()),
-            interceptors=interceptors,
+            interceptors=self._interceptors,
             options=SERVER_OPTIONS,
         )
-        bound = self._bind(_joined(host, port), self._terms.tls)
-        await self._server.start()
+        bound = self._bind(server, _joined(host, port), self._terms.tls)
+        await server.start()
+        self._servers.append(server)
         return _joined(host, bound)
 
-    def _bind(self, address: str, tls: TlsFiles | None) -> int:
+    def _bind(self, server: Any, address: str, tls: TlsFiles | None) -> int:
         try:
             if tls is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, tls.server_credentials())
+                return int(server.add_insecure_port(address))
+            return int(server.add_secure_port(address, tls.server_credentials()))
         except RuntimeError as exc:
             raise StoreError(f"optimizer {self._owner} cannot listen on {address}: {exc}") from exc
 
@@ -198,7 +207,7 @@ class OwnerServer:
             for number, spec in models.items():
                 source = partial(self._source, number, before, addresses)
                 self._prepared[number] = prepare(spec, self._owner, before, after, hosted.share, hosted.threads, source)
-            moved = sum(moved_bytes(spec, self._owner, before, after) for spec in models.values())
+            moved = sum(prepared.moved_bytes for prepared in self._prepared.values())
             leading = any(leads(prepared.control) for prepared in self._prepared.values())
             return Prepared(leads=leading, moved_bytes=moved)
 
@@ -276,7 +285,8 @@ class OwnerServer:
         self._health.stop()
         for model in served:
             model.calls.end(StoreError(f"optimizer {self._owner} was stopped"))
-        await self._server.stop(_GRACE_S)  # without grace, callers whose calls just ended would see a reset link
+        # without grace, callers whose calls just ended would see a reset link
+        await asyncio.gather(*(server.stop(_GRACE_S) for server in self._servers))
 
     def __enter__(self) -> OwnerServer:
         return self

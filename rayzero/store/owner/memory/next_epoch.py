@@ -27,7 +27,7 @@ from rayzero.memory.planner import check_shared
 from rayzero.owner.model import choose_rule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.messages import ModelSpec
-from rayzero.protocol.ownership import Ownership, owner_map
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.memory.control_slab import ControlSlab
@@ -62,8 +62,9 @@ class ShardSource(Protocol):
 class PreparedMemory:
     """The slabs of one owner for the next epoch: its control slab, and those of shards from other hosts."""
 
-    def __init__(self, control: Slab, arrived: OwnerSlabs | None) -> None:
-        self.control = control
+    def __init__(self, control: Slab, arrived: OwnerSlabs | None, moved_bytes: int = 0) -> None:
+        """``moved_bytes``: of the shards that it does not have in the present epoch, or that come from another host."""
+        self.control, self.moved_bytes = control, moved_bytes
         self._arrived = arrived
 
     def enter(self) -> Slab:
@@ -118,13 +119,8 @@ def prepare(
         except BaseException:
             PreparedMemory(slab, arrived).close()
             raise
-    return PreparedMemory(slab, arrived)
-
-
-def moved_bytes(spec: ModelSpec, owner: int, before: Ownership, after: Ownership) -> int:
-    """Of the shards that ``owner`` has in the epoch of ``after``, but not in the one before."""
-    was, now = (owner_map(spec, each.num_owners, each) for each in (before, after))
-    return sum(now.sizes[shard] for shard in now.shards_of(owner) if was.owner(shard) != owner)
+    new_here = [shard for shard, was in here.items() if was != owner or was not in there]
+    return PreparedMemory(slab, arrived, sum(plan.shard_map.sizes[shard] for shard in new_here))
 
 
 def carried(control: ControlSlab, owned: OwnedShard) -> list[Tensor]:
