@@ -124,6 +124,8 @@ POINTS = {
     "owner.settled": Point(f"{_SERVER}.settle", _AFTER),
     "owner.prepare": Point(f"{_SERVER}.prepare", _BEFORE, repeats=True),
     "owner.preparing": Point("rayzero.store.owner.memory.next_epoch:_fill", _BEFORE),
+    "owner.gives": Point("rayzero.store.owner.memory.shared_memory:SharedOwner.carried", _BEFORE),
+    "owner.takes-in": Point("rayzero.store.owner.memory.next_epoch:_take_in", _BEFORE),
     "owner.prepared": Point(f"{_SERVER}.prepare", _AFTER),
     "owner.let-stand": Point(f"{_SERVER}.let_stand", _BEFORE, repeats=True),
     "owner.stands": Point(f"{_SERVER}.let_stand", _AFTER),

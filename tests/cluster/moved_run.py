@@ -1,8 +1,7 @@
 """A user's script whose optimizers move to a node that joins, and back. Run by tests in a process of its own.
 
 ``moved_run.py STORAGE STEPS [moves]``: two ranks and two optimizers. With "moves", before step 2 it waits for a second
-node, and asks for them there; before step 8 for three beside the ranks, before step 14 for one that is not on the ranks'
-node.
+node, and asks for them there; before step 8 for three beside the ranks, before step 14 for one that is not there.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from safetensors.torch import save_file
 from tiny import MAX_NORM, batch, make
 

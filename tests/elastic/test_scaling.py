@@ -7,12 +7,12 @@ import copy
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,13 @@ def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any,
 THERE = "optimizer 0", "optimizer 1"
 
 
+@contextmanager
+def another_host(*members: str) -> Iterator[dict[str, Path]]:
+    """Shared memory that only these members have."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as folder:
+        yield dict.fromkeys(members, Path(folder))
+
+
 @pytest.mark.parametrize(
     ("there", "ranks_there", "wanted", "avoid", "owners"),
     [
@@ -161,13 +168,9 @@ def test_shards_move_between_hosts_and_no_bit_changes(
     avoid: tuple[str, ...],
     owners: int,
 ) -> None:
-    other = Path(tempfile.mkdtemp(dir=SHARED_MEMORY, prefix="test-host-"))
-    hosts = dict.fromkeys((*there, *(f"rank {rank}" for rank in ranks_there)), other)
-    try:
+    with another_host(*there, *(f"rank {rank}" for rank in ranks_there)) as hosts:
         found = scaled(tmp_path, wanted, 24, avoid=avoid, owners=owners, max_failures=1, hosts=hosts)
         assert differences(found, undisturbed(24)) == []
-    finally:
-        shutil.rmtree(other)
 
 
 def train_and_measure(context: RankContext, folder: Path, hosts: Sequence[Path], steps: int) -> list[list[int]]:
@@ -197,14 +200,10 @@ def tensor_bytes(run: str, directory: Path) -> int:
 
 
 def test_what_has_moved_to_another_host_takes_no_memory_here(tmp_path: Path) -> None:
-    other = Path(tempfile.mkdtemp(dir=SHARED_MEMORY, prefix="test-host-"))
-    loop = functools.partial(train_and_measure, folder=tmp_path, hosts=[SHARED_MEMORY, other], steps=9)
-    try:
-        found = run_ranks(
-            loop, 2, 2, "shm", True, run_dir=tmp_path, max_failures=1, hosts={"optimizer 2": other}, stall_timeout=20.0
-        )
-    finally:
-        shutil.rmtree(other)
+    with another_host("optimizer 2") as hosts:
+        places = [SHARED_MEMORY, *hosts.values()]
+        loop = functools.partial(train_and_measure, folder=tmp_path, hosts=places, steps=9)
+        found = run_ranks(loop, 2, 2, "shm", True, run_dir=tmp_path, max_failures=1, hosts=hosts, stall_timeout=20.0)
     (all_here, nothing), (here, there) = found[0]
     assert nothing == 0
     assert there / all_here == pytest.approx(1 / 3, rel=0.1)
@@ -335,6 +334,40 @@ def test_a_death_while_owners_change_changes_no_bit(
         assert faults.struck(index) is not None, f"{fault} has struck"
     if cell.stay is not None:
         assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
+
+
+MOVES = {
+    **{f"up, the lead at {at}": killed(3, True, (LEAD, f"owner.{at}")) for at in ("gives", "prepared")},
+    "up, the lead at its second shard": killed(3, True, Fault(LEAD, "owner.gives", nth=2)),
+    **{f"up, a new one at {at}": killed(3, True, (NEW, f"owner.{at}")) for at in ("takes-in", "preparing", "prepared")},
+    **{f"up, the lead at {at}": killed(3, False, (LEAD, f"owner.{at}")) for at in ("stands", "entered")},
+    **{f"up, a new one at {at}": killed(3, False, (NEW, f"owner.{at}")) for at in (*CROSSING, "took-over")},
+    **{f"up, a rank at {at}": killed(3, False, ("rank 1", f"rank.{at}")) for at in ("change", "shared", "changed")},
+    **{f"down, the lead at {at}": killed(1, True, (LEAD, f"owner.{at}")) for at in ("takes-in", "prepared")},
+    **{f"down, one that parts at {at}": killed(1, True, (OTHER, f"owner.{at}")) for at in ("settled", "gives")},
+    **{f"down, the lead at {at}": killed(1, False, (LEAD, f"owner.{at}")) for at in ("let-stand", "entering")},
+    "down, one that parts as it enters": killed(1, False, (OTHER, "owner.enter")),
+    "down, a rank as it takes over": killed(1, False, ("rank 0", "rank.take-over")),
+    "up, everybody": killed(
+        3,
+        False,
+        *((owner, "owner.entered") for owner in (LEAD, OTHER, NEW)),
+        *((f"rank {r}", "rank.change") for r in (0, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", MOVES.values(), ids=MOVES)
+def test_a_death_while_shards_move_between_hosts_changes_no_bit(
+    cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults, moves = Faults(tmp_path, cell.faults), NEW if cell.owners == 3 else OTHER
+    with another_host(moves) as hosts:
+        found = scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, faults=faults, stall_timeout=30.0, hosts=hosts)
+    assert differences(found, undisturbed(9)) == []
+    for index, fault in enumerate(cell.faults):
+        assert faults.struck(index) is not None, f"{fault} has struck"
+    assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
 
 
 def test_what_a_rank_has_pushed_since_it_came_back_counts_and_not_what_it_left_when_it_died(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from store.proxy import Proxy
 from store.stores import TOKEN
-from store.toy import make_spec, random_grads, start, take_step
+from store.toy import WAIT, make_spec, random_grads, start, take_step
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
@@ -57,8 +58,9 @@ def owner() -> Iterator[Owner]:
     models.close()
 
 
-def source(proxy: Proxy, *, epoch: int = 0, timeout_s: float = 20.0) -> RemoteShards:
-    return RemoteShards(0, proxy.address, token=TOKEN, tls=None, model=0, epoch=epoch, timeout_s=timeout_s)
+def source(proxy: Proxy, *, epoch: int = 0, **more: Any) -> RemoteShards:
+    terms = {"given_up": threading.Event(), "timeout_s": 20.0} | more
+    return RemoteShards(0, proxy.address, token=TOKEN, tls=None, model=0, epoch=epoch, **terms)
 
 
 def empty_like(shards: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
@@ -98,4 +100,14 @@ def test_why_shards_do_not_come_is_said() -> None:
             source(there.proxy).give({999: [torch.empty(8, dtype=torch.uint8)]})
         proxy = there.proxy
     with pytest.raises(TransferError, match="UNAVAILABLE"):
-        source(proxy, timeout_s=0.2).facts()
+        source(proxy, down_s=0.2).facts()
+
+
+def test_whoever_gives_up_does_not_wait_for_an_owner_that_is_gone() -> None:
+    with owner() as there:
+        proxy, given_up = there.proxy, threading.Event()
+    timer = threading.Timer(0.2, given_up.set)
+    timer.start()
+    with pytest.raises(StoreError, match="any more: the owners stay as they are"):
+        source(proxy, down_s=WAIT, given_up=given_up).facts()
+    timer.join()

@@ -79,6 +79,7 @@ class OwnerServer:
         self._epoch = 0 if service.ownership is None else service.ownership.epoch
         self._prepared: dict[int, PreparedMemory] = {}  # of the next epoch, by model. freed by: enter(), abandon()
         self._changing = threading.Lock()  # held while the next epoch is prepared, given up or entered
+        self._given_up = threading.Event()  # ends what is prepared now
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
         self._terms = ServerTerms(
             token=token,
@@ -203,6 +204,7 @@ class OwnerServer:
         models = {number: spec_from_bytes(spec) for number, spec in specs.items()}
         hosted.check_change(list(models.values()), after)
         with self._changing:
+            self._given_up.clear()
             self._drop_prepared()
             for number, spec in models.items():
                 source = partial(self._source, number, before, addresses)
@@ -221,6 +223,7 @@ class OwnerServer:
             model=model,
             epoch=before.epoch,
             timeout_s=terms.peer_timeout_s,
+            given_up=self._given_up,
         )
 
     def let_stand(self) -> None:
@@ -232,6 +235,7 @@ class OwnerServer:
 
     def abandon(self) -> None:
         """The next epoch does not begin: go on in this one. Idempotent."""
+        self._given_up.set()
         with self._changing:
             self._drop_prepared()
         for calls in self._models.made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
+from rayzero.errors import StoreError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.wire.payload import Assembly, byte_view
@@ -41,11 +43,23 @@ class RemoteShards:
     while the link breaks: nothing changes what they ask for."""
 
     def __init__(
-        self, owner: int, address: str, *, token: str, tls: TlsFiles | None, model: int, epoch: int, timeout_s: float
+        self,
+        owner: int,
+        address: str,
+        *,
+        token: str,
+        tls: TlsFiles | None,
+        model: int,
+        epoch: int,
+        timeout_s: float,
+        down_s: float = 30.0,
+        given_up: threading.Event,
     ) -> None:
-        """``epoch``: the present one. ``timeout_s``: how long the link may be down, and shards may take to come."""
+        """``epoch``: the present one. ``timeout_s``: how long shards may take to come; ``down_s``: how long the link
+        may be down. ``given_up``: once it is set, calls end with a StoreError: the owners stay as they are."""
         self._name, self._address, self._tls = f"optimizer {owner} at {address}", address, tls
-        self._metadata, self._timeout_s = token_metadata(token, model, epoch), timeout_s
+        self._metadata, self._timeout_s, self._down_s = token_metadata(token, model, epoch), timeout_s, down_s
+        self._given_up = given_up
 
     def facts(self) -> EpochFacts:
         """See ``ShardSource``."""
@@ -65,15 +79,17 @@ class RemoteShards:
             for shard in list(left):
                 for tensor in left[shard]:
                     _receive(messages, shard, tensor)
+                    self._require_wanted()
                 del left[shard]
 
         self._repeat("GiveShards", ask)
 
     def _repeat(self, method: str, ask: Callable[[Any], T]) -> T:
-        """Make a call, and again while the link breaks. Raises the owner's error, or TransferError if the link is still
-        down after ``timeout_s``."""
-        deadline, pauses = time.monotonic() + self._timeout_s, backoff()
+        """Make a call, and again while the link breaks. Raises the owner's error, or TransferError if the link is down
+        for too long."""
+        deadline, pauses = time.monotonic() + self._down_s, backoff()
         while True:
+            self._require_wanted()
             with self._open() as channel:
                 try:
                     return ask(methods(OWNER_SERVICE)[method].bind(channel))
@@ -82,7 +98,11 @@ class RemoteShards:
                     if not is_broken_link(error) or time.monotonic() + pause > deadline:
                         raise from_status(error, self._name) from error
                     log.warning("the link to %s broke (%s), and is opened again", self._name, break_of(error))
-            time.sleep(pause)
+            self._given_up.wait(pause)
+
+    def _require_wanted(self) -> None:
+        if self._given_up.is_set():
+            raise StoreError(f"nothing is taken over from {self._name} any more: the owners stay as they are")
 
     def _open(self) -> Any:
         if self._tls is None:
