@@ -348,6 +348,12 @@ MOVES = {
     **{f"down, the lead at {at}": killed(1, False, (LEAD, f"owner.{at}")) for at in ("let-stand", "entering")},
     "down, one that parts as it enters": killed(1, False, (OTHER, "owner.enter")),
     "down, a rank as it takes over": killed(1, False, ("rank 0", "rank.take-over")),
+    "up, ranks that wait for an update hear first that its owners have gone": killed(
+        3,
+        False,
+        Fault(LEAD, "owner.let-stand", "delay", seconds=0.3),
+        *(Fault(f"rank {r}", "rank.change", "delay", seconds=0.5) for r in (0, 1)),
+    ),
     "up, everybody": killed(
         3,
         False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,11 +128,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("there", [(), ("optimizer 1", "optimizer 3", "rank 1")], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_no_bit_changes(case: dict[str, Any], tmp_path: Path) -> None:
+def test_no_bit_changes(case: dict[str, Any], there: tuple[str, ...], tmp_path: Path) -> None:
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, **case)
     plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
-    found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
+        hosts = dict.fromkeys(there, Path(other))
+        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0, hosts=hosts)
     assert_same(found, run_ranks(plain, 2, 2))
 
 

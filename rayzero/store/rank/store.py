@@ -217,16 +217,27 @@ class RankStore:
         if content is not None:  # the usual case: nothing to wait for
             return self._settled(content)
         mapped = self.mapped(unit) is not None
-        return self._epochs.make(lambda: self._wait_published(self._routes[unit], version, mapped=mapped))
+        there = self._epochs.make(lambda: self._wait_published(self._routes[unit], version))
+        return self._when_shown(unit, version, there) if mapped else there
 
-    def _wait_published(self, route: _Route, version: int, *, mapped: bool) -> Future[int]:
-        """``mapped``: when the caller asked, the unit was. Whoever computes with that memory expects the version in it,
-        also if the unit's shards have moved to another host since."""
+    def _when_shown(self, unit: int, version: int, published: Future[int]) -> Future[int]:
+        """Done once the memory of a unit that was mapped has a version: if owners on another host have taken over
+        since the caller asked, it does not have what they publish."""
+        done: Future[int] = Future()
+
+        def show(content: list[int]) -> None:
+            memory = None if self._windows is None else self._windows.moved(unit)
+            if memory is None:
+                settle(done, content[0])
+            else:
+                chain(then(self.fetch(unit, version, COMPUTE, memory), lambda _: content[0]), done)
+
+        when_all([published], show, partial(fail, done))
+        return done
+
+    def _wait_published(self, route: _Route, version: int) -> Future[int]:
         unit = route.unit.index
         done: Future[int] = Future()
-        memory = self._windows.moved(unit) if mapped and self._windows is not None else None
-        if memory is not None:
-            return then(self.fetch(unit, version, COMPUTE, memory), lambda _: route.content(version) or version)
 
         def look(_: object) -> None:
             content = route.content(version)
