@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rayzero.quantities import count
@@ -13,13 +13,18 @@ _MOST_LINES = 5  # the newest
 _ASKED = "asked for"  # why a change that somebody asked for was made; all others are autoscaling's
 
 
-def recovery_lines(recoveries: Sequence[Mapping[str, Any]], now: float) -> list[str]:
-    """A line for each of the newest recoveries, the newest first. ``recoveries``: of ``run.json``, oldest first;
-    ``now``: seconds since 1970."""
-    newest = list(recoveries)[: -_MOST_LINES - 1 : -1]
-    lines = [_line(one, now) for one in newest]
+def recovery_lines(record: Mapping[str, Any], now: float) -> list[str]:
+    """A line for each process that is being replaced, and for each of the newest recoveries, the newest first.
+    ``record``: what ``run_status`` returns; ``now``: seconds since 1970."""
+    recoveries = list(record.get("recoveries") or [])
+    newest = recoveries[: -_MOST_LINES - 1 : -1]
     before = len(recoveries) - len(newest)
-    return [*lines, *([f"and {count(before, 'earlier death')}: see run.json"] if before else [])]
+    under_way = (record.get("replacing") or []) if record["state"] == "running" else []
+    return [
+        *(f"{who} died; another process is taking its place" for who in under_way),
+        *(_line(one, now) for one in newest),
+        *([f"and {count(before, 'earlier death')}: see run.json"] if before else []),
+    ]
 
 
 def _line(one: Mapping[str, Any], now: float) -> str:

@@ -56,6 +56,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "started_at": record["started_at"],
         "ended_at": record.get("ended_at"),
         "recoveries": record.get("recoveries") or [],
+        "replacing": record.get("replacing") or [],
         "rescaling": record.get("rescaling"),
         "rescales": record.get("rescales") or [],
         "memory": memory,
@@ -115,7 +116,7 @@ def format_status(described: dict[str, Any]) -> str:
         *(f"damaged     {why}" for why in described["damaged"]),
     ]
     now = time.time()
-    lines += [f"recovery    {line}" for line in recovery_lines(described["recoveries"], now)]
+    lines += [f"recovery    {line}" for line in recovery_lines(described, now)]
     lines += [f"change      {line}" for line in change_lines(described, now)]
     if described["memory"] is not None:
         lines += [f"memory      {line}" for line in memory_lines(described["memory"], now)]

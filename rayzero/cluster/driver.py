@@ -130,7 +130,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
                     actors.end(politely=False)
                 return lost
         finally:
-            journal.rescaling = None
+            journal.rescaling, journal.replacing = None, []
             request.directory.let_go()  # now that the owners have them; the actors' end sweeps
 
 

@@ -53,6 +53,7 @@ class Journal:
     recoveries: list[Recovery] = field(default_factory=list)  # failures that the run has outlived
     rescales: list[Rescaled] = field(default_factory=list)  # requests for other optimizers, and what came of them
     outlived: int = 0  # failures, of ``max_failures``
+    replacing: list[str] = field(default_factory=list)  # whose places other processes are taking now
     rescaling: str | None = None  # what is done now to change the optimizers
     num_optimizers: int | None = None  # after a change of them; None: as the config says
     restarts: int = 0  # from a checkpoint

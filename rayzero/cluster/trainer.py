@@ -239,6 +239,7 @@ class ZeroTrainer:
             "spares": [asdict(member) for member in journal.spares if is_up],
             "routing": asdict(journal.routing),
             "recoveries": [asdict(recovery) for recovery in journal.recoveries],
+            "replacing": journal.replacing,
             "rescaling": journal.rescaling,
             "rescales": [asdict(rescaled) for rescaled in journal.rescales],
             "telemetry": _telemetry(journal) if is_up else None,

@@ -42,21 +42,27 @@ def ask(run_dir: Path, request: ScaleRequest) -> None:
 
 
 def take(run_dir: Path) -> ScaleRequest | None:
-    """Take the request that was left, if there is one. One that cannot be read is dropped, with a warning."""
+    """Take the request that was left, if there is one. One that cannot be read is set aside, with a warning."""
     path = run_dir / _FILE
     try:
-        text = read_text(path, at_most=_MOST)
+        request = _parsed(read_text(path, at_most=_MOST))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        log.warning("%s is no request that can be read: %s", path, error)
+    except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
+        aside = path.with_suffix(".unreadable")
+        log.warning("%s is no request that can be read (%r); it is now %s", path, error, aside.name)
+        with suppress(OSError):
+            path.rename(aside)
         return None
     with suppress(OSError):
         path.unlink()
-    try:
-        data = parse_json(text)
-        number, avoid = int(data["num_optimizers"]), tuple(map(str, data["avoid"]))
-        return ScaleRequest(num_optimizers=number, avoid=avoid, placement=data["placement"], id=str(data["id"]))
-    except (ValueError, TypeError, KeyError, ConfigError) as error:
-        log.warning("%s asked for what cannot be read: %r", path, error)
-        return None
+    return request
+
+
+def _parsed(text: str) -> ScaleRequest:
+    data = parse_json(text)
+    number, avoid = data["num_optimizers"], data["avoid"]
+    if type(number) is not int or type(avoid) is not list:
+        raise ValueError(f"num_optimizers is {number!r}, avoid is {avoid!r}: a whole number and a list are needed")
+    nodes = tuple(map(str, avoid))
+    return ScaleRequest(num_optimizers=number, avoid=nodes, placement=data.get("placement"), id=str(data["id"]))

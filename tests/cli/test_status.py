@@ -33,6 +33,7 @@ RECORD = {
             "moved_bytes": 7, "time": time.time(),
         }
     ],
+    "replacing": [],
     "rescaling": None,
     "states": {"lineage": "mine", "directory": "/dev/shm", "memory": "boot"},
 }  # fmt: skip
@@ -95,6 +96,17 @@ def test_recoveries_are_shown_the_newest_first_and_the_oldest_are_counted(run: P
     (run / "run.json").write_text(json.dumps(RECORD | {"recoveries": [again]}))
     assert "recovery    the run failed 5 min ago and started again from a checkpoint within 2.0 s" in lines_of(run)
     assert lines[5:] == ["recovery    and 2 earlier deaths: see run.json"]
+
+
+def test_who_is_being_replaced_is_shown_while_the_run_goes_on(run: Path) -> None:
+    here = {"driver": {"pid": os.getpid(), "host": socket.gethostname()}, "started_at": time.time()}
+    record = RECORD | here | {"state": "running", "ended_at": None, "recoveries": []}
+    record["replacing"] = ["rank 0", "optimizer 1"]
+    (run / "run.json").write_text(json.dumps(record))
+    lines = [line for line in lines_of(run) if line.startswith("recovery ")]
+    assert lines == [f"recovery    {who} died; another process is taking its place" for who in record["replacing"]]
+    (run / "run.json").write_text(json.dumps(record | {"replacing": []}))
+    assert [line for line in lines_of(run) if line.startswith("recovery ")] == []
 
 
 def rescale(before: int, after: int, seconds_ago: float, **more: Any) -> dict[str, Any]:
@@ -215,11 +227,12 @@ def test_nothing_that_a_run_says_reaches_the_terminal_as_a_control_character(run
     record = RECORD | {
         "run": rude, "state": "running", "error": rude, "members": [{"who": rude, "pid": 1, "host": rude}],
         "telemetry": {"http_sd": rude, "targets": []}, "recoveries": [recovery(rude, 1)], "rescaling": rude,
+        "replacing": [rude],
         "rescales": [rescale(2, 3, 1, why=rude), rescale(3, 4, 1, failed=rude)],
     }  # fmt: skip
     described = describe_run(run) | record | {"damaged": [rude], "last": {"step": 3, rude: 1.0, "said": rude}}
     lines = format_status(described).split("\n")
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert all(line.isprintable() for line in lines)
     assert f"run         \\x1b[31m\\x9b2J\\nstate  finished\\r\\u202e ({run})" in lines
 

@@ -113,7 +113,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
         if mute != 1 and (before is not None or not once):  # a run that ends is silent before its record says so
             picture = draw_from(record["run"], before, kept[-1])
             now = time()
-            recoveries, changes = recovery_lines(record.get("recoveries") or [], now), change_lines(record, now)
+            recoveries, changes = recovery_lines(record, now), change_lines(record, now)
             show(render(picture, state=record["state"], steps=steps, recoveries=recoveries, changes=changes))
             if once:
                 return False

@@ -326,6 +326,7 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "telemetry": _is_telemetry,
     "members": lambda told: told is None or _all(_is_member, told),  # None: nothing has been started yet
     "recoveries": lambda told: told is None or _all(_is_recovery, told),
+    "replacing": lambda told: told is None or _all(_is_text, told),
     "rescaling": lambda told: told is None or _is_text(told),
     "rescales": lambda told: told is None or _all(_is_rescaled, told),
     "states": _is_states,

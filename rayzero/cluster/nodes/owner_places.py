@@ -23,6 +23,7 @@ from rayzero.errors import ConfigError
 from rayzero.quantities import count, format_bytes
 
 _NODE_LABEL = "ray.io/node-id"
+_PROCESS_BYTES = 200 << 20  # of an optimizer actor that owns nothing: its interpreter and libraries (docs/scaling.md)
 _FREE_S = 1  # how long Ray may take to reserve CPUs that are free
 
 
@@ -33,12 +34,37 @@ class Host:
     id: str
     address: str
     labels: Mapping[str, str]
+    memory: float  # bytes that Ray gives out in all
 
 
 def hosts() -> list[Host]:
     """The nodes of the cluster that are alive."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    return [Host(node["NodeID"], node["NodeManagerAddress"], node.get("Labels", {})) for node in alive]
+    return [
+        Host(node["NodeID"], node["NodeManagerAddress"], node.get("Labels", {}), node["Resources"].get("memory", 0.0))
+        for node in alive
+    ]
+
+
+def check_nodes(named: Collection[str], nodes: Sequence[Host]) -> None:
+    """Raise ConfigError if something is named that is no node of the cluster, by id or address."""
+    known = {name for node in nodes for name in (node.id, node.address)}
+    strangers = sorted(set(named) - known)
+    if strangers:
+        raise ConfigError(
+            f"{strangers[0]!r} is no node of the cluster; it has {', '.join(sorted(node.address for node in nodes))} "
+            f"(ids {', '.join(sorted(node.id for node in nodes))})"
+        )
+
+
+def check_memory(more: int, nodes: Sequence[Host]) -> None:
+    """Raise ConfigError if so many more processes do not fit into the cluster's memory, whatever they own."""
+    memory, needed = sum(node.memory for node in nodes), more * _PROCESS_BYTES
+    if needed > memory:
+        raise ConfigError(
+            f"{count(more, 'more optimizer')} would need {format_bytes(needed)} for their processes alone, "
+            f"{format_bytes(_PROCESS_BYTES)} each, and the cluster has {format_bytes(int(memory))}: ask for fewer"
+        )
 
 
 def choose(

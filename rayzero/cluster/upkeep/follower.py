@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
@@ -141,6 +141,7 @@ class Follower:
             recovered=self._note_recovery,
             begin=self._begin,
             rescaling=self._rescaling,
+            progress=self._note_replaced,
         )
         self._fewest = min(request.fewest_optimizers, request.scaling.num_optimizers)
         self._autoscaling = self._made_autoscaling(actors, request.scaling)
@@ -284,6 +285,10 @@ class Follower:
         self._journal.routing = routing
         self._journal.members = list(self._actors.members.values())
         self._journal.targets = self._actors.targets
+
+    def _note_replaced(self, who: Sequence[str]) -> None:
+        self._journal.replacing = list(who)
+        self._on_rescale()
 
     def _note_progress(self, said: str | None) -> None:
         self._journal.rescaling = said

@@ -61,6 +61,7 @@ class Replacement:
         begin: Callable[[Run], None] | None = None,
         succeeded: Callable[[int, str], None] | None = None,
         rescaling: Rescaling | None = None,
+        progress: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         """``names``: of all members' processes. ``loops``: the calls of ranks' loops and whose they are, as long as an
         answer is expected. ``wake``: ends, from any thread, the caller's wait for a call.
@@ -68,11 +69,12 @@ class Replacement:
         ``rescaling``: carries out changes of the owners; None: there are none. Called back: ``say`` with what happens,
         ``failed`` with what the run does not outlive, ``entered`` when a new process answers, ``recovered`` once it
         does its work, ``begin`` when a rank's loop is to begin (None: there are no ranks), ``succeeded`` with the
-        number of an owner and its successor's address."""
+        number of an owner and its successor's address, ``progress`` with the names of those that are being replaced."""
         self._actors, self._controller, self._names, self._loops = actors, controller, names, loops
         self._members = {who: member for member, who in reversed(names.items())}  # a rank's, if it also owns
         self._say, self._failed, self._entered, self._recovered = say, failed, entered, recovered
         self._begin, self._succeeded, self._rescaling = begin, succeeded, rescaling
+        self._progress, self._replaced = progress, dict[str, None]()  # who is being replaced, in order
         self._lives = {who: controller.life(member) for member, who in names.items()}  # of the present processes
         self._recovering: dict[MemberId, Recovering] = {}  # members whose processes have died
         self._owners = actors.watch_owners()
@@ -258,6 +260,8 @@ class Replacement:
     def _end_recovery(self, recovering: Recovering) -> None:
         recovery = recovering.recovery(time.monotonic())
         self._actors.coordinator.recovered.remote(str(self._members[recovery.who].kind), recovery.phases)
+        self._replaced.pop(recovery.who, None)
+        self._progress(list(self._replaced))
         self._recovered(recovery)
         self._say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
 
@@ -296,6 +300,8 @@ class Replacement:
         failure = self._recovering[member].death.failure
         left = still_outlived(self._controller.max_failures, self._controller.outlived)
         self._say(f"{failure.who} {failure.what} Another process takes its place {left}")
+        self._replaced[failure.who] = None
+        self._progress(list(self._replaced))
         started = self._actors.start_owner if member.kind is Kind.OWNER else self._actors.start_rank
         self._starts[started(member.index)] = member
 

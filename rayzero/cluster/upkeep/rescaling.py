@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors import ANSWER_S, START_S, Joining, RunActors, control
-from rayzero.cluster.nodes.owner_places import choose, hosts, is_placed
+from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
 from rayzero.cluster.run import Rescaled, Routing, optimizer_name
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
@@ -160,10 +160,12 @@ class Rescaling:
     def _planned(self, change: _Change) -> Rescale:
         """Who stays, and where those that join are to be."""
         avoid, before, labels = change.request.avoid, change.before, self._scaling.optimizer_labels
+        alive = hosts()
+        check_nodes(avoid, alive)
+        check_memory(change.request.num_optimizers - before, alive)
         placement = change.request.placement or self._placement
         nodes = {i: self._actors.members[optimizer_name(i)] for i in range(before)}
         ranks = [member.node for who, member in self._actors.members.items() if who.startswith("rank")]
-        alive = hosts()
         right = {
             node.id
             for node in alive

@@ -1,0 +1,61 @@
+"""Requests for other owners, as files in a run's folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from rayzero.elastic.requests import ScaleRequest, ask, take
+from rayzero.errors import ConfigError
+
+
+def test_what_is_asked_is_taken_once(tmp_path: Path) -> None:
+    assert take(tmp_path) is None
+    ask(tmp_path, ScaleRequest(num_optimizers=2))
+    request = ScaleRequest(num_optimizers=3, avoid=("10.0.0.7", "n"), placement="cpu_nodes")
+    ask(tmp_path, request)
+    assert take(tmp_path) == request, "the last one counts"
+    assert take(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"3",
+        b'{"num_optimizers": 3, "avoid": [',
+        b'{"num_optimizers": Infinity, "avoid": [], "id": "x"}',
+        b'{"num_optimizers": 1e999, "avoid": [], "id": "x"}',
+        b'{"num_optimizers": true, "avoid": [], "id": "x"}',
+        b'{"num_optimizers": 0, "avoid": [], "id": "x"}',
+        b'{"num_optimizers": 3, "avoid": "node", "id": "x"}',
+        b'{"num_optimizers": 3, "avoid": [], "placement": "moon", "id": "x"}',
+        b'{"num_optimizers": 3, "avoid": []}',
+        b" " * 70_000,
+    ],
+)
+def test_what_cannot_be_read_is_set_aside_with_one_warning(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "scale.json").write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert [take(tmp_path) for _ in range(3)] == [None] * 3
+    assert len(caplog.messages) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["scale.unreadable"]
+
+
+def test_a_folder_in_its_place_is_set_aside_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "scale.json").mkdir()
+    assert [take(tmp_path) for _ in range(3)] == [None] * 3
+    assert len(caplog.messages) == 1
+
+
+def test_numbers_and_places_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_optimizers is 0: pass at least 1"):
+        ScaleRequest(num_optimizers=0)
+    with pytest.raises(ConfigError, match="placement is 'moon': choose one of beside_rank, packed, cpu_nodes"):
+        ScaleRequest(num_optimizers=1, placement="moon")  # type: ignore[arg-type]
