@@ -143,17 +143,27 @@ def _train(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
     except RunFailedError as error:
         first, _, rest = str(error).partition("\n")
         details = f" (full text: {recipe.run.path / 'run.json'})" if rest else ""
-        raise RunFailedError(f"{first}{details}\n{rest}") from error
+        raise RunFailedError(f"{first}{details}{_goes_on(recipe.run.path)}\n{rest}") from error
     summarise(prepared, training, console)
 
 
 def stopped(run_dir: Path) -> str:
     """The message after an interrupted run: how to continue it, if it has a checkpoint."""
+    goes_on = _goes_on(run_dir)
+    return (
+        f"stopped{goes_on}"
+        if goes_on
+        else f"stopped before its first checkpoint; {run_dir} holds nothing to resume from"
+    )
+
+
+def _goes_on(run_dir: Path) -> str:
+    """How to continue a run, as the end of a message; "" if it has no checkpoint."""
     from rayzero.cluster.files.run_dir import checkpoints_of
 
     if checkpoints_of(run_dir).catalog().newest() is None:
-        return f"stopped before its first checkpoint; {run_dir} holds nothing to resume from"
-    return f"stopped; continue with: rayzero train --resume --run-dir {run_dir}"
+        return ""
+    return f"; continue with: rayzero train --resume --run-dir {run_dir}"
 
 
 def announce(prepared: Prepared, console: Console) -> None:

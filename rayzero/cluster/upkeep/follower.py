@@ -168,7 +168,7 @@ class Follower:
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
-        with closing(self._replacement):
+        with closing(self._replacement), closing(self._rescaling):
             self._take_events()
         if self._watch.failures and self._watch.cause.consequence:  # anything but a death
             for still in self._actors.standing_still():

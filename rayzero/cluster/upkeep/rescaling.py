@@ -206,6 +206,13 @@ class Rescaling:
             )
         self._controller.readdress(self._actors.listen_at_nodes(self._controller.addresses))
 
+    def close(self) -> None:
+        """The run's processes end: so do the changes that it has not made. Idempotent."""
+        waiting, self._waiting, change, self._change = self._waiting, None, self._change, None
+        for each in (change, waiting):
+            if each is not None:
+                self._end(each, "its processes have ended before")
+
     def _end(self, change: _Change, failed: str | None, routing: Routing | None = None) -> None:
         rescaled = change.rescaled(time.monotonic(), failed)
         outcome = "given_up" if failed else "done"
