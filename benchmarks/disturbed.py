@@ -20,7 +20,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabHeader
-from rayzero.slabs.slab import Slab, list_slabs
+from rayzero.slabs.slab import SHARED_MEMORY, Slab, list_slabs
 from rayzero.store.owner.memory.slabs import is_control
 from rayzero.store.shm.words import read_ownership, stands
 
@@ -118,8 +118,16 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 def _slabs_of(folder: Path) -> list[tuple[Path, SlabHeader]]:
     """The slabs of a run's living processes."""
     run = (folder / "run").read_text()
-    found = [(slab.path, slab.header) for slab in list_slabs() if slab.alive and slab.header is not None]
+    slabs = [slab for directory in hosts_of(folder) for slab in list_slabs(directory)]
+    found = [(slab.path, slab.header) for slab in slabs if slab.alive and slab.header is not None]
     return [(path, header) for path, header in found if header.facts.run == run]
+
+
+def hosts_of(folder: Path) -> list[Path]:
+    """The directories of a run's shared memory, one for each host that there seems to be."""
+    with suppress(FileNotFoundError):
+        return [SHARED_MEMORY, Path((folder / "host").read_text())]
+    return [SHARED_MEMORY]
 
 
 def _is_owner(header: SlabHeader) -> bool:

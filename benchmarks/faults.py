@@ -4,6 +4,7 @@ Every run must end with the bits of one that was not disturbed, and leave nothin
     scripts/faults [--seed 0] [--count 1000] [--each 20] [--json OUT]
     scripts/faults --seed 0 --run 17                       # one run again, with the same faults
     scripts/faults --scale --count 200 --each 5            # mostly other numbers of owners, and faults meanwhile
+    scripts/faults --scale --apart --count 100 --each 2    # owners 1 and 3 share no memory with the others
     scripts/faults --slope                                 # what 5,000 steps with 50 kills leave in memory
 
 A run has 2 ranks and 1 to 3 owners, each a process, and a training loop with everything in it that can be cut: norm,
@@ -57,6 +58,7 @@ from disturbed import (
     base,
     differences,
     end_of,
+    hosts_of,
     loop,
     owners_of,
     owners_there,
@@ -67,10 +69,11 @@ from disturbed import (
 
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
 from rayzero.testing import faults as named
 from rayzero.testing import run_ranks
 
+APART = 1, 3  # owners on another host, if any are
 STALL_S = 8.0  # stopped processes are killed after half of it
 PATIENCE_S = 120.0  # without a step, a run counts as hanging
 KINDS = {"owner": 30, "rank": 30, "again": 10, "owners": 8, "both": 14, "stop owner": 4, "stop rank": 4}  # weights
@@ -363,7 +366,8 @@ def nothing_left(folder: Path, found: list[str]) -> Iterator[None]:
     files, ports = open_files(), open_ports()
     yield
     run = (folder / "run").read_text()
-    slabs = [slab for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run]
+    there = [slab for directory in hosts_of(folder) for slab in list_slabs(directory)]
+    slabs = [slab for slab in there if slab.header is not None and slab.header.facts.run == run]
     found += [f"left {slab.path.name}" + (", held" if slab.alive else "") for slab in slabs]
     found += [f"left {name} x {more}" for name, more in (open_files() - files).items()]
     found += [f"left port {port}" for port in sorted(open_ports() - ports)]
@@ -392,10 +396,18 @@ def open_ports() -> set[int]:
     return found
 
 
-def play(case: Case, undisturbed: Undisturbed) -> tuple[list[str], list[tuple[str, float]]]:
-    """One run; what is wrong with it, and the seconds of each fault."""
+def play(case: Case, undisturbed: Undisturbed, *, apart: bool = False) -> tuple[list[str], list[tuple[str, float]]]:
+    """One run; what is wrong with it, and the seconds of each fault. ``apart``: some owners share no memory with the
+    others, nor with the ranks."""
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as name, nothing_left(folder := Path(name), wrong):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as host,
+        nothing_left(folder := Path(name), wrong),
+    ):
+        hosts = dict.fromkeys((f"optimizer {owner}" for owner in APART), Path(host)) if apart else {}
+        if apart:
+            (folder / "host").write_text(host)
         at_points = case.named(folder)
         disturber = Disturber(folder, case, at_points)
         disturber.start()
@@ -413,6 +425,7 @@ def play(case: Case, undisturbed: Undisturbed) -> tuple[list[str], list[tuple[st
                 threads=1,
                 faults=at_points,
                 run_dir=folder,
+                hosts=hosts,
             )
         except Exception as error:  # the campaign goes on
             wrong.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
@@ -454,6 +467,7 @@ def main() -> int:
     parser.add_argument("--run", type=int, help="only this run of the campaign")
     parser.add_argument("--json", type=Path, help="write the table there, too")
     parser.add_argument("--scale", action="store_true", help="mostly other numbers of owners, and faults meanwhile")
+    parser.add_argument("--apart", action="store_true", help="some owners share no memory with anybody else")
     parser.add_argument("--slope", action="store_true", help="what many steps with many deaths leave in memory")
     parser.add_argument("--steps", type=int, default=5000, help="of --slope")
     parser.add_argument("--kills", type=int, default=50, help="of --slope")
@@ -464,11 +478,12 @@ def main() -> int:
     undisturbed, seconds, failed = Undisturbed(), defaultdict(list), 0
     play(Case(1, ()), undisturbed)  # starts the server of processes, which stays
     for run in runs:
-        wrong, took = play(Case.draw(given.seed, run, given.each, scales=given.scale), undisturbed)
+        wrong, took = play(Case.draw(given.seed, run, given.each, scales=given.scale), undisturbed, apart=given.apart)
         for kind, each in took:
             seconds[kind].append(each)
         failed += bool(wrong)
-        replay = f"scripts/faults{' --scale' * given.scale} --seed {given.seed} --each {given.each} --run {run}"
+        kind = " --scale" * given.scale + " --apart" * given.apart
+        replay = f"scripts/faults{kind} --seed {given.seed} --each {given.each} --run {run}"
         print(f"{replay}: {len(took)} faults, " + ("equal" if not wrong else "; ".join(wrong[:6])), flush=True)
     rows = table(seconds)
     print("\n".join(rows))

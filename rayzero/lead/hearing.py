@@ -25,12 +25,14 @@ class Hearing:
         self.lasts = False  # ranks' calls wait
         self._over = False
 
-    def meet(self, rank: int, told: Told | None) -> None:
-        """A rank has attached. ``told``: None: it has told a former life of the lead nothing."""
+    def meet(self, rank: int, told: Told | None, *, succeeds: bool = False) -> None:
+        """A rank has attached. ``told``: None: it has told a former life of the lead nothing. ``succeeds``: the lead
+        had one: also if this rank, which has just begun, knows nothing of it, the others may."""
         self._met.add(rank)
-        if told is not None and not self._over:
-            self._told[rank] = told
+        if (succeeds or told is not None) and not self._over:
             self.lasts = True
+        if told is not None and self.lasts:
+            self._told[rank] = told
 
     def forget(self, rank: int) -> None:
         """A rank has died, and comes back."""

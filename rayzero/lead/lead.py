@@ -84,11 +84,13 @@ class StepLead:
 
     # ---- membership
 
-    def attach(self, rank: int, spec: ModelSpec, version: int = 0, told: Told | None = None) -> int:
+    def attach(
+        self, rank: int, spec: ModelSpec, version: int = 0, told: Told | None = None, *, succeeds: bool = False
+    ) -> int:
         """A rank has shaken hands with every owner. ``version``: the version that they start at. The first one makes
         owners act again on what a former life of the lead recorded, before a step is collected. ``told``: what the rank
-        has told that life; calls then wait until every rank has said it. Returns the step that is open, with which a
-        rank that comes back begins."""
+        has told that life; ``succeeds``: there was one. Calls then wait until every rank has said it. Returns the step
+        that is open, with which a rank that comes back begins."""
         with self._lock:
             if self._spec is None:
                 records = self._journal.restore()
@@ -98,7 +100,7 @@ class StepLead:
                     self._telling = []
                     self._lock.defer(self._redo, records)
             self._dead.discard(rank)
-            self._hearing.meet(rank, told)
+            self._hearing.meet(rank, told, succeeds=succeeds)
             self._end_hearing()
             self._check_left()
             return self._round.step

@@ -66,6 +66,15 @@ def finished(rank: int, *norms: Norm, attempt: int = 0) -> ToldAttempt:
     return ToldAttempt(reports=(report(rank, attempt=attempt),), norms=norms)
 
 
+def test_a_rank_that_has_just_begun_waits_for_the_others_to_be_heard(lead: StepLead, spec: ModelSpec) -> None:
+    """It knows nothing of the lead's former life; what it says before the others are heard counts."""
+    lead.attach(1, spec, succeeds=True)
+    first = lead.finish(report(1), None)
+    lead.attach(0, spec, told=of_step(finished(0)), succeeds=True)
+    again = lead.finish(report(0), None)
+    assert first.result(WAIT) == again.result(WAIT)
+
+
 def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec: ModelSpec) -> None:
     """Rank 0 has gone on to its finish; that rank 1 still waits in a mean is known only once rank 1 has said so."""
     lead.attach(0, spec, told=SILENT)

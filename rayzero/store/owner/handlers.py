@@ -130,7 +130,10 @@ class RankCalls:
         )
         self._model.take_spec(spec)
         told = translate.told_from_pb(request.told) if request.HasField("told") else None
-        step = self._connected_lead().attach(request.rank, spec, attached.version, told) if self._model.leads else 0
+        step = 0
+        if self._model.leads:
+            succeeds = self._model.shared is not None and self._model.shared.took_over
+            step = self._connected_lead().attach(request.rank, spec, attached.version, told, succeeds=succeeds)
         self._model.ranks.attached(request.rank, process, request.lease_s)
         return pb.AttachResponse(
             step=step,

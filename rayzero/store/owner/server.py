@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import grpc
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedError
 from rayzero.owner.service import ShardService
+from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
@@ -80,6 +81,7 @@ class OwnerServer:
         self._prepared: dict[int, PreparedMemory] = {}  # of the next epoch, by model. freed by: enter(), abandon()
         self._changing = threading.Lock()  # held while the next epoch is prepared, given up or entered
         self._given_up = threading.Event()  # ends what is prepared now
+        self._loops: dict[int, dict[int, list[LoopState]]] = {}  # by model: by rank, what was kept in the last epoch
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
         self._terms = ServerTerms(
             token=token,
@@ -106,6 +108,9 @@ class OwnerServer:
             raise StoreError(f"optimizer {self._owner} serves one prepared model, but was asked for model {number}")
         else:
             served = ServedModel(number, self._hosted[number], self._terms)
+        for rank, states in self._loops.get(number, {}).items():
+            for state in states:
+                served.loop_states.keep(rank, state)
         if self._addresses is not None:
             served.connect_peers(self._addresses)
         return ModelCalls(served)
@@ -208,10 +213,19 @@ class OwnerServer:
             self._drop_prepared()
             for number, spec in models.items():
                 source = partial(self._source, number, before, addresses)
+                self._loops[number] = self._loops_of(spec, before, after, source)
                 self._prepared[number] = prepare(spec, self._owner, before, after, hosted.share, hosted.threads, source)
             moved = sum(prepared.moved_bytes for prepared in self._prepared.values())
             leading = any(leads(prepared.control) for prepared in self._prepared.values())
             return Prepared(leads=leading, moved_bytes=moved)
+
+    def _loops_of(
+        self, spec: ModelSpec, before: Ownership, after: Ownership, source: Callable[[int], RemoteShards]
+    ) -> dict[int, list[LoopState]]:
+        """What the owners of this epoch keep of the loops of the ranks whose keeper this one is in the next: a rank
+        that is dead now cannot give it again."""
+        ranks = [rank for rank in range(spec.world_size) if rank % after.num_owners == self._owner]
+        return {rank: source(rank % before.num_owners).kept(rank) for rank in ranks}
 
     def _source(self, model: int, before: Ownership, addresses: Sequence[str], owner: int) -> RemoteShards:
         terms = self._terms
@@ -245,7 +259,7 @@ class OwnerServer:
     def _drop_prepared(self) -> None:
         for prepared in self._prepared.values():
             prepared.close()
-        self._prepared = {}
+        self._prepared, self._loops = {}, {}
 
     def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
         """The next epoch has begun. End everything of the last one, and serve what was prepared; nothing more if that

@@ -39,6 +39,7 @@ from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
+from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.wire import translate
@@ -366,14 +367,10 @@ class RemoteConnection:
 
     def _keep_again(self) -> None:
         """Give the loop's state to the owner that keeps it now."""
-        sent = [translate.loop_state_from_pb(kept.state) for kept in self._keeps if kept.HasField("state")]
-        if self._shared is not None and self._keeper.owner not in self._senders:
-            for state in sent:
-                self._shared.keep(state)
-            path, _ = self._shared.kept()
-            self._keeps = [] if path is None else [pb.KeepRequest(rank=self.rank, slab=path)]
-        elif self._shared is not None and not sent:
-            states = self._shared.kept()[1]
+        path, states = (None, []) if self._shared is None else self._shared.kept()
+        if path is not None and self._keeper.owner not in self._senders:
+            self._keeps = [pb.KeepRequest(rank=self.rank, slab=path)]
+        elif path is not None:
             self._keeps = [pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(each)) for each in states]
         for kept in self._keeps:
             self._keeper.ask("Keep", kept).result()
@@ -460,10 +457,11 @@ class RemoteConnection:
     # ---- the loop's state
 
     def keep(self, state: LoopState) -> Future[None]:
-        """See ``Connection.keep``. Owner ``rank`` mod K keeps it: it maps this rank's slab, or gets the bytes."""
+        """See ``Connection.keep``. Owner ``rank`` mod K keeps it: it maps this rank's slab, or gets the bytes. A rank
+        that shares memory writes its slab in any case: the next life finds it, also if that owner dies too."""
         link = self._keeper
+        new = None if self._shared is None else self._shared.keep(state)
         if self._shared is not None and link.owner not in self._senders:
-            new = self._shared.keep(state)
             if new is not None:  # rare: the owner maps it before this rank may die
                 self._keeps = [pb.KeepRequest(rank=self.rank, slab=new)]
                 link.ask("Keep", self._keeps[0]).result()
@@ -475,7 +473,17 @@ class RemoteConnection:
     def kept(self) -> list[LoopState]:
         """See ``Connection.kept``."""
         answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank)).result()
-        return [translate.loop_state_from_pb(state) for state in answer.states]
+        return [*self._left_here(), *map(translate.loop_state_from_pb, answer.states)]
+
+    def _left_here(self) -> list[LoopState]:
+        """The states that earlier lives of this rank have left in shared memory, if their keeper is elsewhere."""
+        if self._share is None or self._plan is None or self._keeper.owner not in self._senders:
+            return []
+        found = loop_slabs(self._plan, f"rank {self.rank}", self._share, lambda rank: rank == self.rank)
+        states = [state for slab in found.get(self.rank, []) for state in slab.states()]
+        for slab in found.get(self.rank, []):
+            slab.close()
+        return states
 
     @property
     def _keeper(self) -> OwnerLink:

@@ -4,12 +4,13 @@ outlives the rank, and reads it when the rank is gone."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rayzero.protocol.messages import LOOP_PARTS, LOOP_STEPS, LoopState
 from rayzero.slabs.header import lay_out_slab
-from rayzero.slabs.slab import Slab
+from rayzero.slabs.slab import Slab, list_slabs
 from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.signals import Cell
 from rayzero.store.shm.words import region
@@ -58,3 +59,16 @@ class LoopSlab:
     def close(self) -> None:
         """Unmap the slab; its maker removes it."""
         self.slab.close()
+
+
+def loop_slabs(plan: SharedPlan, who: str, directory: Path, of: Callable[[int], bool]) -> dict[int, list[LoopSlab]]:
+    """The loop slabs on this host of the ranks that ``of`` chooses, by rank, those of earlier lives first. ``who``: the
+    process that maps them, for messages. The caller closes them."""
+    found = defaultdict[int, list[LoopSlab]](list)
+    for slab in list_slabs(directory):
+        facts = slab.header.facts if slab.header is not None else None
+        if facts is None or (facts.run, facts.lineage) != (plan.spec.run, plan.spec.lineage):
+            continue
+        if facts.role == "loop" and of(facts.index):
+            found[facts.index].append(LoopSlab(plan.attach(str(slab.path), who, writable=False)))
+    return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}

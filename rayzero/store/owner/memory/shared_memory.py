@@ -167,6 +167,11 @@ class SharedOwner:
         self._loops = former_loops(plan, self.owner, self.directory)
         return former
 
+    @property
+    def took_over(self) -> bool:
+        """Whether this owner goes on from what a former life, or the owners of the last epoch, have left."""
+        return self._taken_over
+
     def offer(self) -> SharedPaths:
         """The files that a rank of this host has to map, after the service has attached."""
         assert self._memory is not None

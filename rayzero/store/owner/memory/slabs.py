@@ -19,7 +19,7 @@ from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import FoundSlab, Slab, list_slabs
-from rayzero.store.shm.loop_slab import LoopSlab
+from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.plan import RANK, SharedPlan
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
@@ -142,11 +142,8 @@ def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
 def former_loops(plan: SharedPlan, owner: int, directory: Path) -> dict[int, list[LoopSlab]]:
     """The loop slabs of the ranks whose states ``owner`` keeps, by rank, those of earlier lives first; of living ranks,
     too."""
-    num_owners, found = plan.shard_map.num_owners, defaultdict(list)
-    for slab, facts in of_lineage(plan.spec, directory):
-        if facts.role == "loop" and facts.index % num_owners == owner:
-            found[facts.index].append(LoopSlab(plan.attach(str(slab.path), f"optimizer {owner}", writable=False)))
-    return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}
+    num_owners = plan.shard_map.num_owners
+    return loop_slabs(plan, f"optimizer {owner}", directory, lambda rank: rank % num_owners == owner)
 
 
 class OwnerSlabs:

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import StoreError
+from rayzero.protocol.messages import LoopState
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
+from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,
     OWNER_SERVICE,
+    STORE_SERVICE,
     TlsFiles,
     break_of,
     from_status,
@@ -84,7 +87,16 @@ class RemoteShards:
 
         self._repeat("GiveShards", ask)
 
-    def _repeat(self, method: str, ask: Callable[[Any], T]) -> T:
+    def kept(self, rank: int) -> list[LoopState]:
+        """What the owner keeps of a rank's loop; blocks."""
+
+        def ask(call: Any) -> list[LoopState]:
+            answer = call(pb.GetKeptRequest(rank=rank), timeout=_QUICK_S, metadata=self._metadata)
+            return [translate.loop_state_from_pb(state) for state in answer.states]
+
+        return self._repeat("GetKept", ask, STORE_SERVICE)
+
+    def _repeat(self, method: str, ask: Callable[[Any], T], service: str = OWNER_SERVICE) -> T:
         """Make a call, and again while the link breaks. Raises the owner's error, or TransferError if the link is down
         for too long."""
         deadline, pauses = time.monotonic() + self._down_s, backoff()
@@ -92,7 +104,7 @@ class RemoteShards:
             self._require_wanted()
             with self._open() as channel:
                 try:
-                    return ask(methods(OWNER_SERVICE)[method].bind(channel))
+                    return ask(methods(service)[method].bind(channel))
                 except grpc.RpcError as error:
                     pause = next(pauses)
                     if not is_broken_link(error) or time.monotonic() + pause > deadline:
