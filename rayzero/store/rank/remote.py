@@ -23,7 +23,7 @@ from rayzero.errors import (
 )
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.malloc import keep_some_buffers
-from rayzero.protocol.messages import PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
+from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
@@ -473,7 +473,10 @@ class RemoteConnection:
     def kept(self) -> list[LoopState]:
         """See ``Connection.kept``."""
         answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank)).result()
-        return [*self._left_here(), *map(translate.loop_state_from_pb, answer.states)]
+        states = [*self._left_here(), *map(translate.loop_state_from_pb, answer.states)]
+        parts = {(state.step, state.part): state for state in states}
+        oldest = max((step for step, _ in parts), default=0) - LOOP_STEPS
+        return [state for (step, _), state in sorted(parts.items()) if step > oldest]
 
     def _left_here(self) -> list[LoopState]:
         """The states that earlier lives of this rank have left in shared memory, if their keeper is elsewhere."""
