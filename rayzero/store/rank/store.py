@@ -217,26 +217,14 @@ class RankStore:
         if content is not None:  # the usual case: nothing to wait for
             return self._settled(content)
         mapped = self.mapped(unit) is not None
-        there = self._epochs.make(lambda: self._wait_published(self._routes[unit], version))
-        return self._when_shown(unit, version, there) if mapped else there
+        return self._epochs.make(lambda: self._wait_published(self._routes[unit], version, mapped=mapped))
 
-    def _when_shown(self, unit: int, version: int, published: Future[int]) -> Future[int]:
-        """Done once the memory of a unit that was mapped has a version: if owners on another host have taken over
-        since the caller asked, it does not have what they publish."""
-        done: Future[int] = Future()
-
-        def show(content: list[int]) -> None:
-            memory = None if self._windows is None else self._windows.moved(unit)
-            if memory is None:
-                settle(done, content[0])
-            else:
-                chain(then(self.fetch(unit, version, COMPUTE, memory), lambda _: content[0]), done)
-
-        when_all([published], show, partial(fail, done))
-        return done
-
-    def _wait_published(self, route: _Route, version: int) -> Future[int]:
+    def _wait_published(self, route: _Route, version: int, *, mapped: bool) -> Future[int]:
+        """``mapped``: the unit was when the caller asked, who expects the version in that memory. If owners on another
+        host have taken over since, it does not have what they publish, so it is filled here."""
         unit = route.unit.index
+        if mapped and (memory := self._moved(unit)) is not None:
+            return then(self.fetch(unit, version, COMPUTE, memory), lambda _: version)
         done: Future[int] = Future()
 
         def look(_: object) -> None:
@@ -244,13 +232,24 @@ class RankStore:
             if content is not None:
                 settle(done, content)
                 return
-            # an owner is ending the run: only it knows whether it will still publish the version
+            # an owner is ending the run, or this epoch: only it, or the next one, knows whether the version will come
             asked = self.fetch(unit, version, COMPUTE, torch.empty(route.unit.numel, dtype=route.unit.dtype))
-            when_all([asked], lambda _: settle(done, version), partial(fail, done))
+            when_all([asked], show, partial(fail, done))
+
+        def show(_: object) -> None:
+            memory = self._moved(unit) if mapped else None
+            if memory is None:
+                settle(done, version)
+            else:
+                chain(then(self.fetch(unit, version, COMPUTE, memory), lambda _: version), done)
 
         waits = [way.published(f"{route.unit.name} v{version}", shards, version) for way, shards in route.parts]
         when_all(waits, look, partial(fail, done))
         return done
+
+    def _moved(self, unit: int) -> Tensor | None:
+        """The memory in which a unit was mapped that owners on another host have taken over; None: they have not."""
+        return None if self._windows is None else self._windows.moved(unit)
 
     def _settled(self, content: int) -> Future[int]:
         """A done future, shared by units with the same content version: making one costs more than this check."""
