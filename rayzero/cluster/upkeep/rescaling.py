@@ -196,9 +196,8 @@ class Rescaling:
         if len(nodes) == 1:
             return
         if self._zero.transport == "shm":
-            raise ConfigError(
-                f"zero.transport='shm' needs every process on one host, and these are on {len(nodes)} nodes"
-            )
+            where = count(len(nodes), "node")
+            raise ConfigError(f"zero.transport='shm' needs every process on one host, and these are on {where}")
         if not self._zero.keep_pushed:
             raise ConfigError(
                 "with zero.keep_pushed=false, ranks keep nothing of what they send to other hosts, so optimizers "
