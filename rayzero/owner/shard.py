@@ -159,11 +159,11 @@ class OwnedShard:
         if self.room is not None:
             self.room.restore()
         write_record(self.params, self.unit, self.shard, values.to(device="cpu", dtype=self.unit.dtype))
-        if self.room is not None:
-            self.room.give_back(used_bytes(self.params))
+        self.give_back_spare()
 
     def give_back_spare(self) -> None:
-        """Give the room back that a record does not need, which has come from another owner."""
+        """Give the room back that a record, which has just been written or has come from another owner, does not
+        need."""
         if self.room is not None:
             self.room.give_back(used_bytes(self.params))
 

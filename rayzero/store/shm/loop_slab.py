@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rayzero.protocol.messages import LOOP_PARTS, LOOP_STEPS, LoopState
 from rayzero.slabs.header import lay_out_slab
-from rayzero.slabs.slab import Slab, list_slabs
-from rayzero.store.shm.plan import RANK, SharedPlan
+from rayzero.slabs.slab import Slab
+from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.signals import Cell
 from rayzero.store.shm.words import region
 
@@ -65,10 +65,7 @@ def loop_slabs(plan: SharedPlan, who: str, directory: Path, of: Callable[[int], 
     """The loop slabs on this host of the ranks that ``of`` chooses, by rank, those of earlier lives first. ``who``: the
     process that maps them, for messages. The caller closes them."""
     found = defaultdict[int, list[LoopSlab]](list)
-    for slab in list_slabs(directory):
-        facts = slab.header.facts if slab.header is not None else None
-        if facts is None or (facts.run, facts.lineage) != (plan.spec.run, plan.spec.lineage):
-            continue
+    for slab, facts in of_lineage(plan.spec, directory):
         if facts.role == "loop" and of(facts.index):
             found[facts.index].append(LoopSlab(plan.attach(str(slab.path), who, writable=False)))
     return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}

@@ -33,7 +33,7 @@ from rayzero.protocol.ownership import Ownership, device_owners, owner_map
 from rayzero.slabs.arena import ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.mapping import PAGE
-from rayzero.slabs.slab import Slab
+from rayzero.slabs.slab import FoundSlab, Slab, list_slabs
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 
@@ -237,6 +237,12 @@ class SharedPlan:
         """The longest list of norm parts, or an error."""
         layout = self.spec.layout
         return _ERROR_BYTES + 32 * sum(len(layout.slices(shard)) for shard in layout.shards)
+
+
+def of_lineage(spec: ModelSpec, directory: Path) -> list[tuple[FoundSlab, SlabFacts]]:
+    """The slabs of a run and its lineage, of all its processes."""
+    found = [(slab, slab.header.facts) for slab in list_slabs(directory) if slab.header is not None]
+    return [(slab, facts) for slab, facts in found if (facts.run, facts.lineage) == (spec.run, spec.lineage)]
 
 
 def _piece(unit: UnitLayout, shard: Shard) -> Piece:

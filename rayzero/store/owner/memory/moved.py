@@ -10,8 +10,9 @@ from rayzero.errors import HandshakeError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.arena import REGION
 from rayzero.slabs.slab import Slab
-from rayzero.store.owner.memory.slabs import TENSORS, is_control, of_lineage
+from rayzero.store.owner.memory.slabs import TENSORS, is_control
 from rayzero.store.shm.places import SlabId, all_places
+from rayzero.store.shm.plan import of_lineage
 
 
 def free_moved(spec: ModelSpec, epoch: int, directory: Path, *, punched: str) -> int:

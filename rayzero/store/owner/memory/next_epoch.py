@@ -31,10 +31,10 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.memory.control_slab import ControlSlab
-from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control, of_lineage
+from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control
 from rayzero.store.shm import words
 from rayzero.store.shm.places import Places
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.plan import SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
 
 

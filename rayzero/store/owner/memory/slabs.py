@@ -18,10 +18,10 @@ from rayzero.protocol.messages import FormerShard, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
-from rayzero.slabs.slab import FoundSlab, Slab, list_slabs
+from rayzero.slabs.slab import Slab
 from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
-from rayzero.store.shm.plan import RANK, SharedPlan
+from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
 from rayzero.store.shm.words import Stamps
 
@@ -99,12 +99,6 @@ class FormerSlabs:
 def is_control(facts: SlabFacts, epoch: int) -> bool:
     """Whether a slab is an owner's control slab of this epoch."""
     return facts.role == "control" and facts.kernel != RANK and facts.epoch == epoch
-
-
-def of_lineage(spec: ModelSpec, directory: Path) -> list[tuple[FoundSlab, SlabFacts]]:
-    """The slabs of a run and its lineage, of all its processes."""
-    found = [(slab, slab.header.facts) for slab in list_slabs(directory) if slab.header is not None]
-    return [(slab, facts) for slab, facts in found if (facts.run, facts.lineage) == (spec.run, spec.lineage)]
 
 
 def former_ranks(plan: SharedPlan, who: str, directory: Path, step: int) -> Mapping[int, FormerRank]:
