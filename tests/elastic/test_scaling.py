@@ -229,15 +229,31 @@ def test_what_has_moved_to_another_host_takes_no_memory_here(tmp_path: Path) -> 
 
 def test_a_rank_that_waits_for_an_update_hears_first_that_its_owners_have_gone(tmp_path: Path) -> None:
     """They say so before the rank goes over to the next ones: then its wait ends in another way."""
-    late = tuple(Fault(f"rank {rank}", "rank.change", "delay", seconds=0.5) for rank in (0, 1))
-    faults = Faults(tmp_path, (Fault("optimizer 0", "owner.held", "delay", seconds=0.5), *late))
-    loop = functools.partial(train_and_measure, base=seeded(Layers, 5), folder=tmp_path, steps=6)
+    check_change_in_step_3(
+        tmp_path,
+        Fault(LEAD, "owner.held", "delay", seconds=0.5),
+        *(Fault(f"rank {rank}", "rank.change", "delay", seconds=0.5) for rank in (0, 1)),
+    )
+
+
+def test_an_owner_dies_on_another_host_as_ranks_push_again_to_it(tmp_path: Path) -> None:
+    check_change_in_step_3(
+        tmp_path, Fault(LEAD, "owner.held", "delay", seconds=0.5), Fault(NEW, "owner.landing"), max_failures=2
+    )
+
+
+def check_change_in_step_3(folder: Path, *planned: Fault, max_failures: int = 1) -> None:
+    """An owner on another host joins once all gradients of step 3 are pushed and before it is decided. All faults
+    strike, the first when the lead decides nothing more, and no bit changes."""
+    faults = Faults(folder, planned)
+    loop = functools.partial(train_and_measure, base=seeded(Layers, 5), folder=folder, steps=6)
     with another_host("optimizer 2") as hosts:
         here = functools.partial(loop, hosts=[SHARED_MEMORY], held=faults)
-        found = run_ranks(here, 2, 2, "shm", True, run_dir=tmp_path, max_failures=1, hosts=hosts, faults=faults)
+        found = run_ranks(here, 2, 2, "shm", True, run_dir=folder, max_failures=max_failures, hosts=hosts, faults=faults)
     plain = run_ranks(functools.partial(loop, hosts=[]), 2, 2)
     for (ours, _), (theirs, _) in zip(found, plain, strict=True):
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert [fault for index, fault in enumerate(planned) if faults.struck(index) is None] == []
 
 
 # ---- the same, while something happens to the processes

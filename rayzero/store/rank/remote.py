@@ -32,7 +32,7 @@ from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.owner_link import QUICK_S, Channel, OwnerLink, say_goodbye
+from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, OwnerLink, say_goodbye
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch
@@ -361,7 +361,7 @@ class RemoteConnection:
         for owner in self._senders:
             if not self._keep_pushed:
                 raise self._kept_nothing(self._links[owner])
-            self._push_again(plan, owner, self._links[owner].when_open().result(max(QUICK_S, self._stall_s)))
+            self._push_again_when_open(plan, self._links[owner])
         self._check_successors(answers)
         return self._joined(plan, answers, answers[lead].step, page_lock=False)
 
@@ -427,6 +427,18 @@ class RemoteConnection:
             f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
             "lacks some: start the run again"
         )
+
+    def _push_again_when_open(self, plan: SharedPlan, link: OwnerLink) -> None:
+        """``_push_again`` over whatever channel is open. If that breaks, all of it goes over the next one: who answers
+        there may be a successor, which drops what it has already. Raises StallError if the link stays down."""
+        deadline_s, channel = max(QUICK_S, self._stall_s), None
+        while True:
+            channel = self._all({link: link.when_open(after=channel)}, deadline_s)[0]
+            try:
+                self._push_again(plan, link.owner, channel)
+                return
+            except BrokenLinkError as error:
+                link.broke(channel, error)
 
     def _push_again(self, plan: SharedPlan, owner: int, channel: Channel) -> None:
         """Send the successor of an owner what it may lack of this rank's gradients. Those of decided steps go first: it

@@ -156,11 +156,18 @@ class WireTransfers:
             self._send_now(channel, "Stage", part, timeout_s)
 
     def _send_now(self, channel: Channel, method: str, part: Sending, timeout_s: float) -> None:
-        upload = Upload(part.messages(self._options.chunk_bytes))
-        try:
-            channel.answer(channel.start(method, upload, timeout_s + _bulk_deadline_s(part.size)))
-        finally:
-            upload.stop()
+        """Send a part over one channel, also again if its bytes are damaged. Whoever has the channel sees it break."""
+        for left in reversed(range(_ATTEMPTS)):
+            upload = Upload(part.messages(self._options.chunk_bytes))
+            try:
+                channel.answer(channel.start(method, upload, timeout_s + _bulk_deadline_s(part.size)))
+                break
+            except TransferError as error:
+                if isinstance(error, BrokenLinkError) or not left or self._closing.wait(_RETRY_PAUSE_S):
+                    raise
+                self._again(method.lower(), error)
+            finally:
+                upload.stop()
         for shard in part.shards:
             count_bytes(self._recorder, method.lower(), "grpc", shard.numel, part.values.dtype, codec=part.codec)
 
