@@ -249,7 +249,9 @@ def check_change_in_step_3(folder: Path, *planned: Fault, max_failures: int = 1)
     loop = functools.partial(train_and_measure, base=seeded(Layers, 5), folder=folder, steps=6)
     with another_host("optimizer 2") as hosts:
         here = functools.partial(loop, hosts=[SHARED_MEMORY], held=faults)
-        found = run_ranks(here, 2, 2, "shm", True, run_dir=folder, max_failures=max_failures, hosts=hosts, faults=faults)
+        found = run_ranks(
+            here, 2, 2, "shm", True, run_dir=folder, max_failures=max_failures, hosts=hosts, faults=faults
+        )
     plain = run_ranks(functools.partial(loop, hosts=[]), 2, 2)
     for (ours, _), (theirs, _) in zip(found, plain, strict=True):
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
