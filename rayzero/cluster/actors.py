@@ -105,9 +105,10 @@ class RunActors:
         self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
         self.coordinator: Any = None
         self.coordinator_life = ""
-        self.owners: dict[str, Any] = {}  # by name, in order of index
+        self.owners: dict[str, Any] = {}  # by name
         self.ranks: dict[str, Any] = {}
         self._serving: dict[str, Any] = {}  # owners, and ranks that have one beside them
+        self._num_beside = 0  # of the latter
         self._settings: dict[str, OwnerSettings] = {}  # of the same
         self._hosts: dict[str, str] = {}  # where the same listen
         self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
@@ -203,7 +204,7 @@ class RunActors:
         former: Former | None,
     ) -> None:
         plan = self._placement.plan
-        beside = plan.num_workers if beside_ranks is not None else 0
+        beside = self._num_beside = plan.num_workers if beside_ranks is not None else 0
         self._measure_bandwidth, self._exporters_bind = telemetry.measure_bandwidth, telemetry.bind
 
         def settings(owner: int, threads: int, device: str) -> OwnerSettings:
@@ -332,7 +333,11 @@ class RunActors:
         there = {settings.owner: self.members[who].node for who, settings in self._settings.items()}
         some = optimizer_name(0)
         settings = replace(
-            self._settings[some], owner=owner, num_owners=ownership.num_owners, ownership=ownership, succeeds=True
+            self._settings[some],
+            owner=owner,
+            num_owners=ownership.num_owners + self._num_beside,
+            ownership=ownership,
+            succeeds=True,
         )
         place = self._places.find(owner, node, there, {each.node: each.place for each in self._joining})
         exporter = self._exporter_of(owner, node) if self._exporters else None
@@ -353,9 +358,10 @@ class RunActors:
     def listen_at_nodes(self, addresses: Sequence[str]) -> tuple[str, ...]:
         """Let every owner be reached from other nodes. ``addresses``: those of now. Returns those that serve; blocks.
         Raises ConfigError if one does not answer."""
+        serving = [*map(optimizer_name, range(len(self.owners))), *map(rank_name, range(self._num_beside))]
         opened = {
-            who: control(actor.listen).remote(self.members[who].host)
-            for who, actor in self.owners.items()
+            who: control(self._serving[who].listen).remote(self.members[who].host)
+            for who in serving
             if self._hosts[who] == LOOPBACK
         }
         try:
@@ -365,7 +371,7 @@ class RunActors:
             raise ConfigError(f"an optimizer does not listen at its node's address: {why}; ask again") from error
         for who in found:
             self._hosts[who] = self.members[who].host
-        return tuple(found.get(who, address) for who, address in zip(self.owners, addresses, strict=True))
+        return tuple(found.get(who, address) for who, address in zip(serving, addresses, strict=True))
 
     def _exporter_of(self, owner: int, node: str) -> ExporterSettings:
         """The exporter of an owner that joins: where the others have ports of their own, the first one behind them."""

@@ -54,11 +54,10 @@ def _require_running(record: Mapping[str, Any]) -> None:
         raise ConfigError(f"run {record['run']!r} does not go on, because {gone}: only a run that goes on can change")
     try:
         config = record["config"]
-        ranks, failures = config["scaling"]["num_workers"], config["run"]["max_failures"]
-        zero = ZeroConfig.from_mapping(config["zero"])
+        zero, failures = ZeroConfig.from_mapping(config["zero"]), config["run"]["max_failures"]
     except (KeyError, TypeError, ConfigError) as error:
         raise ConfigError(f"the record of run {record['run']!r} does not say how it is configured: {error}") from error
-    reason = why_not(zero, ranks, failures)
+    reason = why_not(zero, failures)
     if reason is not None:
         raise ConfigError(f"the optimizers of run {record['run']!r} cannot change: {reason}")
 

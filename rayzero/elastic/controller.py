@@ -124,14 +124,16 @@ class Controller:
         outlived: int = 0,
         bound: frozenset[MemberId] = frozenset(),
         rank_life: int = 0,
+        beside: int = 0,
         ownership: Ownership | None = None,
     ) -> None:
-        """``addresses``: by owner. ``max_failures``: how many failures the run outlives in all; ``outlived``: how many
-        it has outlived before. ``bound``: members whose states die with their process; after their death nobody can
-        take their place. ``rank_life``: more than 0 in a run that continues another one. ``ownership``: who
-        owns what; None: it is the run's first epoch."""
+        """``addresses``: by owner; the last ``beside`` are of those beside ranks. ``max_failures``: how many failures
+        the run outlives in all; ``outlived``: how many it has outlived before. ``bound``: members whose states die with
+        their process; after their death nobody can take their place. ``rank_life``: more than 0 in a run that continues
+        another one. ``ownership``: who owns what; None: it is the run's first epoch."""
         self.addresses, self.epoch = tuple(addresses), 0
-        self.ownership = ownership or Ownership(len(self.addresses))
+        on_host = len(self.addresses) - beside
+        self.ownership = ownership or Ownership(on_host)
         self._wanted: Rescale | None = None  # the change that is asked for and has not begun
         self._reform: Reform | None = None  # the one under way
         self._unanswered: set[tuple[Process, Step]] = set()  # of attempts that are abandoned. [Note: late answers]
@@ -140,7 +142,8 @@ class Controller:
         self.exhausted = False  # because the run has outlived as many failures as it may
         self._bound = bound
         self._places = {MemberId(Kind.RANK, rank): _Place(rank_life) for rank in range(num_ranks)}
-        self._places |= {MemberId(Kind.OWNER, owner): _Place() for owner in range(len(addresses))}
+        self._places |= {MemberId(Kind.OWNER, owner): _Place() for owner in range(on_host)}
+        self._places |= {MemberId(Kind.BESIDE, rank): _Place() for rank in range(beside)}
         self._lives = {member: place.life for member, place in self._places.items()}  # the last one of each so far
 
     def life(self, member: MemberId) -> int:
@@ -208,7 +211,7 @@ class Controller:
             if place.state is _State.DEAD:
                 place.state = _State.STARTING
                 if member.kind is Kind.RANK:
-                    owners = tuple(other for other in self.running if other.kind is Kind.OWNER)
+                    owners = tuple(other for other in self.running if other.kind is not Kind.RANK)
                     actions.append(Lose(member.index, place.life, owners))
                 actions.append(Start(member, place.life))
         return actions
@@ -239,7 +242,7 @@ class Controller:
         knows = _State.CONNECTING, _State.RUNNING
         others = tuple(m for m, other in self._places.items() if other.state in knows and other is not place)
         if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
-            others = tuple(member for member in others if member.kind is Kind.OWNER)
+            others = tuple(member for member in others if member.kind is not Kind.RANK)
         place.state = _State.RUNNING
         return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._go_on()]
 
@@ -309,16 +312,18 @@ class Controller:
     def _begin_change(self) -> list[Action]:
         if self._wanted is None or self._unanswered or self.awaited:
             return []
-        change, self._wanted = reform.resolved(self._wanted, len(self.addresses)), None
+        on_host = self.ownership.num_owners
+        change, self._wanted = reform.resolved(self._wanted, on_host), None
         if change is None:
             return []
         new = [MemberId(Kind.OWNER, index) for index, former in enumerate(change.former) if former is None]
         self._reform = Reform(
             before=self.ownership,
             change=change,
-            old=tuple(self._process(MemberId(Kind.OWNER, index)) for index in range(len(self.addresses))),
+            old=tuple(self._process(MemberId(Kind.OWNER, index)) for index in range(on_host)),
             addresses=self.addresses,
             joining=tuple(Process(member, self._next_life(member)) for member in new),
+            beside=tuple(self._process(member) for member in self._places if member.kind is Kind.BESIDE),
         )
         return [*self._reform.begin()]
 
@@ -364,7 +369,7 @@ class Controller:
         """Stay in this epoch. ``again``: the change is tried once more, unless another one is asked for by now."""
         change, self._reform = self._reform, None
         assert change is not None
-        asked = change.old if change.step is not Step.START else ()
+        asked = (*change.old, *change.beside) if change.step is not Step.START else ()
         owners = tuple(process for process in asked if process.member in self.running)
         self._unanswered = {(process, change.step) for process in change.missing if process in owners}
         if again and self._wanted is None:

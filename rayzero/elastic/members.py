@@ -11,6 +11,7 @@ class Kind(StrEnum):
 
     RANK = "rank"
     OWNER = "optimizer"
+    BESIDE = "optimizer beside rank"  # an owner with states on that rank's device, which stays there as long as it
 
 
 @dataclass(frozen=True, slots=True, order=True)

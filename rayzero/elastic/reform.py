@@ -108,9 +108,10 @@ class Reform:
 
     before: Ownership
     change: Rescale
-    old: tuple[Process, ...]  # the owners before
-    addresses: tuple[str, ...]  # theirs
+    old: tuple[Process, ...]  # the owners before, but for those beside ranks
+    addresses: tuple[str, ...]  # of all owners before, those beside ranks last
     joining: tuple[Process, ...]  # owners that are new
+    beside: tuple[Process, ...] = ()  # owners beside ranks: the same before and after
     step: Step = Step.START
     missing: set[Process] = field(default_factory=set)  # that have not answered
     _gone: set[Process] = field(default_factory=set)  # that have died
@@ -152,13 +153,13 @@ class Reform:
     @property
     def new_addresses(self) -> tuple[str, ...]:
         """The owners' addresses after the change, once all new processes serve."""
-        known = dict(zip(self.old, self.addresses, strict=True)) | self._joined
-        return tuple(known[process] for process in self.new)
+        known = dict(zip((*self.old, *self.beside), self.addresses, strict=True)) | self._joined
+        return tuple(known[process] for process in (*self.new, *self.beside))
 
     def begin(self) -> list[Action]:
         """Start what is missing."""
         if not self.joining:
-            return self._go(Step.HOLD, self.old)
+            return self._go(Step.HOLD, (*self.old, *self.beside))
         self.missing = set(self.joining)
         return [Join(process.member, process.life, self.after) for process in self.joining]
 
@@ -168,7 +169,7 @@ class Reform:
             return []
         self._joined[owner] = address
         self.missing.discard(owner)
-        return [] if self.missing else self._go(Step.HOLD, self.old)
+        return [] if self.missing else self._go(Step.HOLD, (*self.old, *self.beside))
 
     def answered(self, process: Process, step: Step, answer: Any) -> list[Action]:
         """A process has done what it was asked."""
@@ -196,13 +197,13 @@ class Reform:
     def _next(self) -> list[Action]:
         match self.step:
             case Step.HOLD:
-                return self._go(Step.SETTLE, self.old)
+                return self._go(Step.SETTLE, (*self.old, *self.beside))
             case Step.SETTLE:
-                return self._go(Step.PREPARE, self.new, self.after, self._specs, self.addresses)
+                return self._go(Step.PREPARE, (*self.new, *self.beside), self.after, self._specs, self.addresses)
             case Step.PREPARE:
                 return self._go(Step.LET_STAND, sorted(self._leads))
             case Step.LET_STAND:
-                return self._go(Step.ENTER, (*self.old, *self.joining), self.after, self.new_addresses)
+                return self._go(Step.ENTER, (*self.old, *self.joining, *self.beside), self.after, self.new_addresses)
             case _:  # who goes over when is decided by whoever knows the ranks, and which owners serve
                 return []
 

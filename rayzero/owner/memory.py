@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.errors import StateLostError
+from rayzero.errors import StateLostError, StoreError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
 from rayzero.protocol.messages import FormerShard, ModelSpec, Pushed
@@ -56,6 +56,14 @@ class ShardRoom(Protocol):
     def give_back(self, used: int) -> None:
         """Give whole pages behind the first ``used`` bytes back to the kernel."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOnDevice:
+    """What an owner beside a rank has on its device when an epoch ends. Its shards are the same in the next one."""
+
+    tensors: Sequence[Mapping[int, Tensor]]  # masters and moments, as they were asked for: by shard, 1D
+    shards: Mapping[int, FormerShard]
 
 
 class HostMemory(Protocol):
@@ -168,12 +176,15 @@ class PrivateMemoryMaker:
 class DeviceMemory:
     """Masters and moments in a device's memory; published parameters stay on the host, where ranks read them.
 
-    Its shards have no journal, because their states end with the process."""
+    Its shards have no journal, because their states end with the process. From one epoch to the next, the process
+    itself keeps them."""
 
     apart = True
 
-    def __init__(self, host: HostMemory, device: torch.device) -> None:
-        self._host, self._device = host, device
+    def __init__(self, host: HostMemory, device: torch.device, left: LeftOnDevice | None = None) -> None:
+        """``left``: of the last epoch; None: it is the first one."""
+        self._host, self._device, self._left = host, device, left
+        self.tensors: list[Mapping[int, Tensor]] = []
         self.tier, self.state_tier = host.tier, "gpu" if device.type == "cuda" else "ram"
 
     def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
@@ -181,8 +192,15 @@ class DeviceMemory:
         return self._host.params(groups, dtype)
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
-        """See ``HostMemory.state``."""
-        return carve(sizes, dtype, device=self._device)
+        """See ``HostMemory.state``. Raises StoreError if other states were left."""
+        if self._left is None:
+            found: Mapping[int, Tensor] = carve(sizes, dtype, device=self._device)
+        else:
+            found = self._left.tensors[len(self.tensors)]
+            if [(key, values.numel(), values.dtype) for key, values in found.items()] != [(*s, dtype) for s in sizes]:
+                raise StoreError("the states on this device are not those of the shards that its owner has now")
+        self.tensors.append(found)
+        return dict(found)
 
     def journal(self, shard: int) -> None:
         """See ``HostMemory.journal``."""
@@ -191,13 +209,16 @@ class DeviceMemory:
         """See ``HostMemory.room``."""
         return self._host.room(shard)
 
-    def former(self, shard: int) -> None:
-        """See ``HostMemory.former``. Raises StateLostError if there is something: its masters and states are gone."""
+    def former(self, shard: int) -> FormerShard | None:
+        """See ``HostMemory.former``. Raises StateLostError if its masters and states are gone."""
+        if self._left is not None:
+            return self._left.shards.get(shard)
         if self._host.former(shard) is not None:
             raise StateLostError(
                 f"masters and states of shard {shard} were in the memory of a device, which ended with its process: "
                 "resume from a checkpoint"
             )
+        return None
 
     def first_version(self, version: int) -> int:
         """See ``HostMemory.first_version``."""
@@ -212,8 +233,8 @@ class DeviceMemory:
         self._host.close()
 
     def leave(self) -> None:
-        """See ``HostMemory.leave``: nobody else can."""
-        raise StateLostError("masters and states in the memory of a device end with their owner")
+        """See ``HostMemory.leave``. What is on the device is for this process alone (``LeftOnDevice``)."""
+        self._host.leave()
 
 
 def carve(

@@ -16,13 +16,13 @@ from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.gradients.squares import Squares, choose_squares
-from rayzero.owner.memory import DeviceMemory, HostMemory, MemoryMaker
+from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.update.elementwise import ElementwiseRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
-from rayzero.protocol.ownership import Ownership, device_owners, owner_map
+from rayzero.protocol.ownership import Ownership, owner_map
 from rayzero.quantities import count
 
 
@@ -62,12 +62,14 @@ def build_model(
     own_gradients: bool,
     measures_norms: bool,
     device: torch.device,
+    left: LeftOnDevice | None = None,
 ) -> OwnedModel:
     """Plan, check and allocate; take over what a former life of the owner has left, or restore from a checkpoint if the
     spec names one.
 
     ``maker``: allocates host memory. ``ownership``: see ``ShardService``. ``own_gradients``, ``measures_norms``: see
-    ``plan_owner``. ``device``: for the states of an owner beside a rank (``ShardMap.on_device``).
+    ``plan_owner``. ``device``: for the states of an owner beside a rank (``ShardMap.on_device``). ``left``: what it has
+    there since the last epoch.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
@@ -79,15 +81,16 @@ def build_model(
         check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
     elif memory_budget is not None:  # what it takes over is part of what its host has in use
         check_budget(plan, memory_budget, taken=memory_taken)
-    check_device(plan, device)
+    if left is None:
+        check_device(plan, device)
     memory = maker.make_memory(spec, rule.kernel, plan)
-    memory = DeviceMemory(memory, device) if on_device else memory
+    memory = DeviceMemory(memory, device, left) if on_device else memory
     shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory, spec.moments)
-    former = {index: left for index in shards if (left := memory.former(index)) is not None}
+    former = {index: found for index in shards if (found := memory.former(index)) is not None}
     version = 0
     if former:
         _take_over(shards, former, rule, spec.optimizer)
-        version = min(left.published for left in former.values())
+        version = min(found.published for found in former.values())
     elif spec.restore_from is not None:
         version = restore_checkpoint(spec.restore_from, shards, rule, spec.optimizer)
     return OwnedModel(
@@ -121,8 +124,6 @@ def _plan(
 
 def plan_change(spec: ModelSpec, owner: int, ownership: Ownership, *, measures_norms: bool) -> OwnerPlan:
     """What an owner needs in another epoch, if the owners can change. Raises UnsupportedError if they cannot."""
-    if device_owners(spec.world_size, spec.offload_fraction):
-        raise UnsupportedError("the owners of a run with offload_fraction below 1 cannot change")
     rule = choose_rule(spec)
     if not rule.state_kinds and any(unit.trainable for unit in spec.layout.units):
         raise UnsupportedError(

@@ -23,7 +23,7 @@ from rayzero.errors import (
 )
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.gradients.contributions import Contributions
-from rayzero.owner.memory import MemoryMaker, PrivateMemoryMaker
+from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
 from rayzero.owner.model import OwnedModel, build_model, check_same
 from rayzero.owner.publisher import Listener, Publisher
 from rayzero.owner.shard import OwnedShard, ShardState
@@ -93,19 +93,21 @@ class ShardService:
         recorder: Recorder | None = None,
         norms_every: int | None = None,
         device: torch.device = CPU,
+        left: LeftOnDevice | None = None,
     ) -> None:
         """``ownership``: who owns what by now; None: it is the run's first epoch. ``threads``: torch threads of the
         updater. ``memory_budget``: bytes this owner may allocate; None: the host's free memory. ``memory_taken``: bytes
         of the budget that other models use. ``memory``: allocates its tensors; None: private memory of this process.
         ``norms_every``: steps between measurements of norms by layer group; None: never. ``device``: where masters and
-        states lie if it is one of the owners beside ranks (``offload_fraction``)."""
+        states lie if it is one of the owners beside ranks (``offload_fraction``). ``left``: what it has there since the
+        last epoch."""
         self.owner = owner
         self.num_owners, self.ownership = num_owners, ownership
         self.recorder = recorder or NullRecorder()
         self.failed: Future[StoreError] = Future()  # set to the reason when the open step will never be decided
         self._memory_budget, self._memory_taken = memory_budget, memory_taken
         self._memory = memory or PrivateMemoryMaker()
-        self._norms_every, self._device = norms_every, device
+        self._norms_every, self._device, self._left = norms_every, device, left
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
         self._deciding = threading.Lock()  # serialises decisions, so that updates are queued in their order
@@ -142,7 +144,9 @@ class ShardService:
                     own_gradients=own_gradients,
                     measures_norms=self._norms_every is not None,
                     device=self._device,
+                    left=self._left,
                 )
+                self._left = None
                 self._start(model)
             else:
                 model = self._parts.model
@@ -429,6 +433,14 @@ class ShardService:
         self._unwatch()
         if self._parts is not None:
             self._parts.model.memory.leave()
+
+    def left_on_device(self) -> LeftOnDevice | None:
+        """What the next epoch's service of this process goes on with, after ``retire``; None: nothing is on a
+        device."""
+        model = None if self._parts is None else self._parts.model
+        if model is None or not isinstance(model.memory, DeviceMemory):
+            return None
+        return LeftOnDevice(model.memory.tensors, {index: owned.left() for index, owned in model.shards.items()})
 
     # ---- failures and the end
 

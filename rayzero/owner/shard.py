@@ -117,6 +117,11 @@ class OwnedShard:
             self.steps = [count for count, _ in left.slices]
             self.groups = tuple(group for _, group in left.slices)
 
+    def left(self) -> FormerShard:
+        """What ``take_over`` continues in the next epoch, where this process has kept the tensors."""
+        slices = tuple(self._journaled()) if self.trainable else ()
+        return FormerShard(published=self.published, content=self.content, applied=self.newest, slices=slices)
+
     def keep_slices(self) -> None:
         """``steps`` or ``groups`` were written: let them outlive the process."""
         if self.journal is not None:

@@ -31,6 +31,16 @@ class Ownership:
         """How many owners there are now, but for those on devices."""
         return len(self.changes[-1].former) if self.changes else self.first
 
+    @property
+    def before(self) -> Ownership:
+        """That of the epoch before; the first one has none."""
+        return Ownership(self.first, self.changes[:-1])
+
+    def number_of(self, former: int) -> int:
+        """The number in this epoch of an owner of the epoch before that stays: those on devices always come last."""
+        on_host = self.before.num_owners
+        return former if former < on_host else former - on_host + self.num_owners
+
     def then(self, change: Rescale) -> Ownership:
         """That of the next epoch."""
         return Ownership(self.first, (*self.changes, change))

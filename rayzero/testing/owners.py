@@ -122,7 +122,8 @@ def local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_tim
 class Service:
     """What all owners behind servers have in common."""
 
-    num_owners: int
+    num_owners: int  # all of them in the first epoch
+    beside: int = 0  # of them beside ranks, the last ones
     threads: int
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
@@ -133,7 +134,7 @@ class Service:
         """An owner's shards, in a later life those of its predecessor. ``ownership``: None in the first epoch."""
         return HostedModels(
             owner,
-            self.num_owners if ownership is None else ownership.num_owners,
+            self.num_owners if ownership is None else ownership.num_owners + self.beside,
             ownership=ownership,
             share=self.hosts.get(f"optimizer {owner} in life {life}", self.hosts.get(f"optimizer {owner}", self.share)),
             threads=self.threads,

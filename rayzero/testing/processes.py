@@ -105,18 +105,30 @@ class _Run:
         except BaseException:
             self.end()
             raise
-        self._controller = Controller(len(places), addresses, max_failures=max_failures, bound=self._bound)
+        beside = 0 if isinstance(owners, OwnersHere) else owners.service.beside
+        self._controller = Controller(
+            len(places), addresses, max_failures=max_failures, bound=self._bound, beside=beside
+        )
 
     @property
     def _bound(self) -> frozenset[MemberId]:
-        if isinstance(self._owners, OwnersHere) or not self._owners.bound:
+        if isinstance(self._owners, OwnersHere):
             return frozenset()
-        return frozenset(MemberId(Kind.OWNER, owner) for owner in range(self._owners.service.num_owners))
+        return frozenset(m for m in self._first_owners() if self._owners.bound or m.kind is Kind.BESIDE)
+
+    def _first_owners(self) -> list[MemberId]:
+        """The owners of the first epoch, in the order of their numbers."""
+        assert isinstance(self._owners, OwnerProcesses)
+        on_host, beside = self._owners.service.num_owners - self._owners.service.beside, self._owners.service.beside
+        return [
+            *(MemberId(Kind.OWNER, owner) for owner in range(on_host)),
+            *(MemberId(Kind.BESIDE, rank) for rank in range(beside)),
+        ]
 
     def _start_owners(self) -> tuple[str, ...]:
         if isinstance(self._owners, OwnersHere):
             return self._owners.addresses
-        owners = [Process(MemberId(Kind.OWNER, owner), 0) for owner in range(self._owners.service.num_owners)]
+        owners = [Process(member, 0) for member in self._first_owners()]
         for owner in owners:
             self._start(owner)
         addresses = tuple(self._first_word(owner) for owner in owners)
@@ -268,7 +280,7 @@ class _Run:
     def _start(self, process: Process, ownership: Ownership | None = None) -> None:
         member, life = process.member, process.life
         ours, theirs = self._server.Pipe()
-        be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member.index, life, ownership)
+        be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member, life, ownership)
         if self._faults is not None:
             be = partial(_arm, self._faults, member, life, be)
         child = self._server.Process(target=_child, args=(self._start_state, be, theirs))
@@ -282,9 +294,10 @@ class _Run:
         follows = isinstance(self._owners, OwnerProcesses)
         return partial(_be_rank, self._fn, self._places[rank], self._owners.reach, life, follows)
 
-    def _owner(self, owner: int, life: int, ownership: Ownership | None) -> Any:
+    def _owner(self, member: MemberId, life: int, ownership: Ownership | None) -> Any:
         assert isinstance(self._owners, OwnerProcesses)
-        return partial(serve_owner, self._owners.service, owner, life, ownership)
+        number = member.index if member.kind is Kind.OWNER else self._first_owners().index(member)
+        return partial(serve_owner, self._owners.service, number, life, ownership)
 
     # ---- end
 
@@ -292,15 +305,14 @@ class _Run:
         """End the processes that still run: at once what runs in the middle of a loop. A stopped process (SIGSTOP)
         reacts to nothing but the final kill."""
         well = len(self._outcomes) == len(self._places) and not any(outcome.error for outcome in self._outcomes)
-        for kind in (Kind.RANK, Kind.OWNER):  # ranks still have to leave the run
-            children = [child for process, child in self._children.items() if process.member.kind is kind]
-            children += self._parted if kind is Kind.OWNER else []
-            for process in self._children:
-                if process.member.kind is kind is Kind.OWNER:
-                    self._send(process, None)
+        for ranks in (True, False):  # ranks still have to leave the run
+            going = {p: child for p, child in self._children.items() if (p.member.kind is Kind.RANK) is ranks}
+            children = [*going.values(), *([] if ranks else self._parted)]
+            for process in () if ranks else going:
+                self._send(process, None)
             deadline = time.monotonic() + (_LEAVE_S if well else _END_S)
             for child in children:
-                if not well and kind is Kind.RANK:
+                if not well and ranks:
                     child.terminate()
             for child in children:
                 child.join(max(0.0, deadline - time.monotonic()))

@@ -111,7 +111,12 @@ def run_ranks(
     replaces = max_failures > 0
     homes = dict(hosts or {}) if share is not None else {}
     service = Service(
-        num_owners=num_optimizers + beside_ranks, threads=threads, share=share, hosts=homes, replaces_ranks=replaces
+        num_owners=num_optimizers + beside_ranks,
+        beside=beside_ranks,
+        threads=threads,
+        share=share,
+        hosts=homes,
+        replaces_ranks=replaces,
     )
     reach = ServedReach(
         token=service.token,

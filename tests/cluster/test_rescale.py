@@ -12,6 +12,7 @@ import pytest
 
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
+from rayzero.config import ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine import get_context
 from rayzero.store.shm.same_host import why_no_sharing
@@ -53,9 +54,11 @@ def scaled(config: dict[int, int]) -> None:
     train(None, before)
 
 
-def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed):
+@pytest.mark.parametrize("on_host", [1.0, 0.5], ids=["on the host", "half on devices"])
+def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed, on_host):
     said: list[str] = []
-    result = trainer(scaled, {2: 5, 12: 1, 24: 3}, on_phase=said.append).fit()
+    config = ZeroConfig(stall_timeout=60.0, shard_bytes="1KiB", offload_fraction=on_host)
+    result = trainer(scaled, {2: 5, 12: 1, 24: 3}, on_phase=said.append, zero_config=config).fit()
     assert same(result.path, undisturbed)
     assert losses(result.path) == losses(undisturbed)
     assert len(read_log(result.path)) == 2 * STEPS, "each row once"

@@ -18,7 +18,10 @@ from rayzero.elastic.controller import (
     Succeed,
     wait_before_restart,
 )
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.reform import Step
+from rayzero.layout.rescale import Rescale
+from rayzero.protocol.ownership import Ownership
 
 RANKS, OWNERS, FAILURES = 3, 2, 4
 FIRST = ("a0", "a1")
@@ -42,6 +45,26 @@ def test_a_dead_owner_is_succeeded_and_everybody_else_is_told() -> None:
     others = (rank(0), rank(1), rank(2), owner(0))
     assert run.ready(owner(1), 1, "b1") == [Connect(1, 1, ("a0", "b1"))]
     assert run.connected(1, 1) == [Succeed(1, "b1", 1, others)]
+
+
+def test_owners_beside_ranks_take_every_step_of_a_change_but_ranks_do_and_keep_their_places_at_the_end() -> None:
+    beside = tuple(Process(MemberId(Kind.BESIDE, index), 0) for index in range(RANKS))
+    run = Controller(RANKS, (*FIRST, "b0", "b1", "b2"), max_failures=FAILURES, beside=RANKS)
+    assert run.ownership == Ownership(2)
+    assert [action.member for action in run.scale(Rescale.to(3, 2))] == [owner(2)]
+    asked = run.ready(owner(2), 0, "a2")
+    steps = []
+    while steps[-1:] != [Step.CHANGE]:
+        (ask,) = asked
+        steps.append(ask.step)
+        took_part = {Step.LET_STAND: (), Step.CHANGE: ()}.get(ask.step, beside)
+        assert ask.processes[len(ask.processes) - len(took_part) :] == took_part
+        for process in ask.processes:
+            answer = ask.step is Step.PREPARE and process == Process(owner(0), 0)
+            asked = run.answered(process, ask.step, answer)
+    assert steps == [step for step in Step if step is not Step.START]
+    assert run.addresses == ("a0", "a1", "a2", "b0", "b1", "b2")
+    assert run.died(MemberId(Kind.RANK, 0), 0)[0] == Lose(0, 1, (*map(owner, range(3)), *(b.member for b in beside)))
 
 
 def test_owners_are_told_of_a_dead_rank_and_its_new_process_begins_at_once() -> None:

@@ -48,14 +48,18 @@ def train(
     wanted: Mapping[int, int],
     steps: int,
     avoid: tuple[str, ...] = (),
+    on_host: float = 1.0,
 ) -> Any:
     """``wanted``: by step, how many owners there are to be from about then on; before the last three steps, they
-    are. ``avoid``: owners whose places other processes take with the first change."""
+    are. ``avoid``: owners whose places other processes take with the first change. ``on_host``: the part of the
+    optimizer there."""
     torch.set_num_threads(1)
     (folder / "run").write_text(context.run)
     (folder / f"rank-{context.rank}").write_text(str(os.getpid()))
     model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
-    config = ZeroConfig(units=["Block"], shard_bytes="8KiB")  # each unit has shards of all owners
+    config = ZeroConfig(  # each unit has shards of all owners
+        units=["Block"], shard_bytes="8KiB", offload_fraction=on_host
+    )
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
     rayzero.track(loader=loader, seen=seen)
     batches = iter(loader)
@@ -107,9 +111,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def scaled(
-    folder: Path, wanted: Mapping[int, int], steps: int, avoid: tuple[str, ...] = (), owners: int = 2, **more: Any
+    folder: Path,
+    wanted: Mapping[int, int],
+    steps: int,
+    avoid: tuple[str, ...] = (),
+    owners: int = 2,
+    loop: Any = train,
+    **more: Any,
 ) -> Any:
-    loop = functools.partial(train, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps, avoid=avoid)
+    loop = functools.partial(loop, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps, avoid=avoid)
     found = run_ranks(loop, 2, owners, "shm", True, run_dir=folder, **more)
     assert [epoch for epoch, *_ in found] == [len(wanted)] * 2
     assert multiprocessing.active_children() == []
@@ -123,6 +133,16 @@ def scaled(
 @pytest.mark.parametrize("wanted", [{4: 3}, {4: 1}, {4: 5, 10: 1, 16: 3}], ids=["up", "down", "up, to one, up"])
 def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any, wanted: dict[int, int]) -> None:
     assert differences(scaled(tmp_path, wanted, 24, max_failures=1), undisturbed(24)) == []
+
+
+@pytest.mark.parametrize("on_host", [0.6, 0.0])
+def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
+    tmp_path: Path, undisturbed: Any, on_host: float
+) -> None:
+    loop = functools.partial(train, on_host=on_host)
+    config = ZeroConfig(offload_fraction=on_host)
+    found = scaled(tmp_path, {4: 5, 10: 1, 16: 3}, 24, loop=loop, config=config, max_failures=1)
+    assert differences(found, undisturbed(24)) == []
 
 
 # ---- to other hosts, from them, and back
@@ -382,6 +402,25 @@ def test_a_death_while_owners_change_changes_no_bit(
         assert faults.struck(index) is not None, f"{fault} has struck"
     if cell.stay is not None:
         assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        killed(3, True, (NEW, "owner.prepared")),
+        killed(1, True, (OTHER, "owner.settled")),
+        killed(3, False, (OTHER, "owner.entering")),
+        killed(3, False, ("rank 1", "rank.take-over")),
+        killed(1, False, ("rank 0", "rank.changed"), (LEAD, "owner.entered")),
+    ],
+    ids=lambda cell: ", ".join(map(str, cell.faults)),
+)
+def test_a_death_while_owners_change_touches_nothing_on_devices(cell: Cell, tmp_path: Path, undisturbed: Any) -> None:
+    loop, config = functools.partial(train, on_host=0.6), ZeroConfig(offload_fraction=0.6)
+    more = {"loop": loop, "config": config, "faults": Faults(tmp_path, cell.faults), "stall_timeout": 30.0}
+    assert differences(scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, **more), undisturbed(9)) == []
+    for index, fault in enumerate(cell.faults):
+        assert Faults(tmp_path, cell.faults).struck(index) is not None, f"{fault} has struck"
 
 
 MOVES = {

@@ -110,15 +110,29 @@ class RankWorker:
             if self._table is not None:
                 self._table.succeed(owner, address)
 
-    def carry_out(self, step: Step, arguments: Sequence[Any]) -> None:
-        """Go over to other owners: the addresses and the ownership of the next epoch. See ``OwnerTable.go_over``."""
-        assert step is Step.CHANGE, f"ranks take no part in {step}"
+    def listen(self, host: str) -> str:
+        """See ``ServedOwner.listen``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        return self._owner.listen(host)
+
+    def abandon(self) -> None:
+        """See ``OwnerServer.abandon``."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        self._owner.abandon()
+
+    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
+        """Take a step of a change of the owners. As a rank, go over to other ones: the addresses and the ownership of
+        the next epoch (``OwnerTable.go_over``). The other steps are those of the owner beside it."""
+        if step is not Step.CHANGE:
+            assert self._owner is not None, "there is no owner beside this rank"
+            return self._owner.carry_out(step, arguments)
         addresses, ownership = arguments
         with self._moving:
             self._owners, self._successors = (addresses, ownership), []
             over = None if self._table is None else self._table.go_over(addresses, ownership)
         if over is not None:
             over.result()  # a successor may be told of meanwhile, and it may need it
+        return None
 
     def load(self) -> Load:
         """What this rank has done so far."""

@@ -31,7 +31,7 @@ from rayzero.elastic.controller import (
 from rayzero.elastic.members import Kind, MemberId
 from rayzero.elastic.requests import take
 from rayzero.errors import RunFailedError
-from rayzero.protocol.ownership import Ownership
+from rayzero.protocol.ownership import Ownership, device_owners
 
 __all__ = ["Follower", "ownership_of"]
 
@@ -75,21 +75,26 @@ def _rank_life(start: StartPoint) -> int:
 
 def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
     """The names of all members' processes. Owners beside ranks are in the ranks' processes."""
-    names = {MemberId(Kind.RANK, rank): rank_name(rank) for rank in range(scaling.num_workers)}
-    for owner in range(num_owners):
-        beside = owner - scaling.num_optimizers
-        names[MemberId(Kind.OWNER, owner)] = rank_name(beside) if beside >= 0 else optimizer_name(owner)
-    return names
+    beside = num_owners - scaling.num_optimizers
+    return {
+        **{MemberId(Kind.RANK, rank): rank_name(rank) for rank in range(scaling.num_workers)},
+        **{MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(scaling.num_optimizers)},
+        **{MemberId(Kind.BESIDE, rank): rank_name(rank) for rank in range(beside)},
+    }
 
 
-def _bound(request: RunRequest, num_owners: int) -> frozenset[MemberId]:
+def _bound(request: RunRequest) -> frozenset[MemberId]:
     """The members whose part of the optimizer ends with their process."""
     bound: list[MemberId] = []
     if request.zero.shared_directory is None:
-        bound += [MemberId(Kind.OWNER, owner) for owner in range(num_owners)]
-    if num_owners > request.scaling.num_optimizers:
-        bound += [MemberId(Kind.RANK, rank) for rank in range(request.scaling.num_workers)]
+        bound += [MemberId(Kind.OWNER, owner) for owner in range(request.scaling.num_optimizers)]
+    for rank in range(_beside(request)):
+        bound += [MemberId(Kind.RANK, rank), MemberId(Kind.BESIDE, rank)]
     return frozenset(bound)
+
+
+def _beside(request: RunRequest) -> int:
+    return device_owners(request.scaling.num_workers, request.zero.host_fraction)
 
 
 class Follower:
@@ -106,7 +111,8 @@ class Follower:
             request.scaling.num_workers,
             journal.routing.addresses,
             max_failures=request.run.max_failures,
-            bound=_bound(request, len(journal.routing.addresses)),
+            bound=_bound(request),
+            beside=_beside(request),
             outlived=journal.outlived,
             rank_life=_rank_life(request.directory.start),
             ownership=ownership_of(request.directory.start),

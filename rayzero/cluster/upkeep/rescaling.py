@@ -13,11 +13,11 @@ import ray
 
 from rayzero.cluster.actors import ANSWER_S, START_S, Joining, RunActors, control
 from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
-from rayzero.cluster.run import Rescaled, Routing, optimizer_name
+from rayzero.cluster.run import Rescaled, Routing, optimizer_name, rank_name
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import Process
+from rayzero.elastic.members import Kind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.errors import ConfigError, RayZeroError
@@ -40,15 +40,19 @@ _SAID = {
 }
 
 
-def why_not(zero: ZeroConfig, num_ranks: int, max_failures: int) -> str | None:
+def why_not(zero: ZeroConfig, max_failures: int) -> str | None:
     """Why the owners of a run cannot change; None if they can."""
     if zero.shared_directory is None:
         return "with zero.transport='grpc' owners have memory of their own, which nobody else can take over"
-    if zero.host_fraction < 1:
-        return f"zero.offload_fraction below 1 keeps part of the optimizer beside {count(num_ranks, 'rank')}"
     if not max_failures:
         return "run.max_failures is 0, so its processes do not follow other optimizers"
     return None
+
+
+def _name(process: Process) -> str:
+    """The name of a member's actor: an owner beside a rank is in the rank's."""
+    member = process.member
+    return rank_name(member.index) if member.kind is Kind.BESIDE else str(member)
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ class Rescaling:
         self._placement = zero.placement  # that of the last change that named one
         self._perform, self._joined, self._parts, self._say, self._ended = perform, joined, parts, say, ended
         self._progress, self._died = progress, died
-        self._refusal = why_not(zero, scaling.num_workers, controller.max_failures)
+        self._refusal = why_not(zero, controller.max_failures)
         self._waiting: _Change | None = None  # asked for while another one was under way
         self._change: _Change | None = None
         self._joining: dict[Process, Joining] = {}
@@ -304,7 +308,7 @@ class Rescaling:
             case reform.Abandon(owners, _, why):
                 self._abandon(owners, why)
             case reform.Release(owner):
-                self._actors.tell(str(owner), "abandon")
+                self._actors.tell(_name(owner), "abandon")
             case reform.Part(processes):
                 self._part(processes)
 
@@ -316,7 +320,7 @@ class Rescaling:
             self._enter()
         for process in processes:
             if process not in self._handles:
-                self._handles[process] = self._actors.handle(str(process))
+                self._handles[process] = self._actors.handle(_name(process))
             call = control(self._handles[process].carry_out).remote(step, list(arguments))
             self._asked[call] = process, step
 
@@ -337,7 +341,7 @@ class Rescaling:
     def _abandon(self, owners: Sequence[Process], why: str) -> None:
         """Whoever has not answered yet still will, and is released then."""
         self._starts, self._watched, self._joining, self._handles, self._dead = {}, {}, {}, {}, set()
-        told = [self._actors.tell(str(owner), "abandon") for owner in owners]
+        told = [self._actors.tell(_name(owner), "abandon") for owner in owners]
         if told:  # before another attempt asks anything
             ray.wait(told, num_returns=len(told), timeout=ANSWER_S)
         self._actors.end_joining()

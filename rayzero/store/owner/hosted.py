@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from rayzero.memory.planner import check_budget
+from rayzero.owner.memory import LeftOnDevice
 from rayzero.owner.model import plan_change
 from rayzero.owner.service import CPU, ShardService
 from rayzero.protocol.messages import ModelSpec
@@ -49,6 +50,7 @@ class HostedModels:
         what a dead process of this owner has left there, or what was prepared for this epoch. For the other arguments
         see ``ShardService``."""
         self._succeeds, self._ownership = succeeds, ownership
+        self._left: dict[int, LeftOnDevice] = {}  # by model: what the last epoch's service has left. freed by: _make()
         self._prepared: dict[int, Slab] = {}  # control slabs, by model. freed by: _make(), close()
         self.owner, self.num_owners, self.share, self.threads = owner, num_owners, share, threads
         self._memory_budget = memory_budget
@@ -82,15 +84,16 @@ class HostedModels:
             recorder=LaterModelRecorder(self._recorder) if number else self._recorder,
             norms_every=None if number else self._norms_every,
             device=self._device,
+            left=self._left.pop(number, None),
         )
         return Hosted(service, shared)
 
     def check_change(self, specs: Sequence[ModelSpec], ownership: Ownership) -> None:
         """Raise UnsupportedError if the owners of these models cannot change, MemoryPlanError, with the sum, if this
         one may not take what it would own in the epoch of ``ownership``."""
-        taken = 0
+        taken, owner = 0, self.number_in(ownership)
         for spec in specs:
-            plan = plan_change(spec, self.owner, ownership, measures_norms=self._norms_every is not None)
+            plan = plan_change(spec, owner, ownership, measures_norms=self._norms_every is not None)
             if self._memory_budget is not None:
                 check_budget(plan, self._memory_budget, taken=taken)
             taken += plan.total
@@ -106,17 +109,20 @@ class HostedModels:
         made = self._models.made
         return made[-1].service.decided_steps if made else 0
 
-    @property
-    def ownership(self) -> Ownership:
-        """Who owns what by now, but for owners on devices; without one of those the run's first epoch is complete."""
-        return self._ownership or Ownership(self.num_owners)
+    def number_in(self, ownership: Ownership) -> int:
+        """This owner's number in the next epoch; whoever joins has it already."""
+        joins = self._ownership is not None and self._ownership.epoch == ownership.epoch
+        return self.owner if joins else ownership.number_of(self.owner)
 
     def enter(self, ownership: Ownership, prepared: Mapping[int, Slab]) -> None:
         """The next epoch has begun, and the parts of the last one are retired: make them anew. ``prepared``: for it, by
         model."""
         self._prepared = dict(prepared)
-        self._models.close()
-        self.num_owners += ownership.num_owners - self.ownership.num_owners
+        retired = enumerate(hosted.service.left_on_device() for hosted in self._models.close())
+        self._left = {number: left for number, left in retired if left is not None}
+        if self._ownership is None or self._ownership.epoch != ownership.epoch:
+            self.owner = ownership.number_of(self.owner)
+            self.num_owners += ownership.num_owners - ownership.before.num_owners
         self._ownership, self._succeeds = ownership, True
         self._models = ByModel(self._make)
 

@@ -17,7 +17,7 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedError
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
-from rayzero.protocol.ownership import Ownership, Prepared
+from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
@@ -205,7 +205,7 @@ class OwnerServer:
         hosted = self._require_hosted()
         if hosted.share is None:
             raise UnsupportedError(f"optimizer {self._owner} shares no memory, so nobody can take over what it has")
-        before = Ownership(after.first, after.changes[:-1])
+        before, owner = after.before, hosted.number_in(after)
         models = {number: spec_from_bytes(spec) for number, spec in specs.items()}
         hosted.check_change(list(models.values()), after)
         with self._changing:
@@ -213,19 +213,11 @@ class OwnerServer:
             self._drop_prepared()
             for number, spec in models.items():
                 source = partial(self._source, number, before, addresses)
-                self._loops[number] = self._loops_of(spec, before, after, source)
-                self._prepared[number] = prepare(spec, self._owner, before, after, hosted.share, hosted.threads, source)
+                self._loops[number] = _loops_of(spec, owner, before, after, source)
+                self._prepared[number] = prepare(spec, owner, before, after, hosted.share, hosted.threads, source)
             moved = sum(prepared.moved_bytes for prepared in self._prepared.values())
             leading = any(leads(prepared.control) for prepared in self._prepared.values())
             return Prepared(leads=leading, moved_bytes=moved)
-
-    def _loops_of(
-        self, spec: ModelSpec, before: Ownership, after: Ownership, source: Callable[[int], RemoteShards]
-    ) -> dict[int, list[LoopState]]:
-        """What the owners of this epoch keep of the loops of the ranks whose keeper this one is in the next: a rank
-        that is dead now cannot give it again."""
-        ranks = [rank for rank in range(spec.world_size) if rank % after.num_owners == self._owner]
-        return {rank: source(rank % before.num_owners).kept(rank) for rank in ranks}
 
     def _source(self, model: int, before: Ownership, addresses: Sequence[str], owner: int) -> RemoteShards:
         terms = self._terms
@@ -275,6 +267,7 @@ class OwnerServer:
                 calls.model.close(retires=True)
             prepared, self._prepared = self._prepared, {}
             hosted.enter(ownership, {number: each.enter() for number, each in prepared.items()})
+            self._owner = hosted.owner
             self._alone, self._addresses = None, tuple(addresses)
             if prepared:
                 self._models = ByModel(self._serve)
@@ -311,6 +304,16 @@ class OwnerServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def _loops_of(
+    spec: ModelSpec, owner: int, before: Ownership, after: Ownership, source: Callable[[int], RemoteShards]
+) -> dict[int, list[LoopState]]:
+    """What the owners of the present epoch keep of the loops of the ranks whose keeper ``owner`` is in the next: a rank
+    that is dead now cannot give it again."""
+    beside = device_owners(spec.world_size, spec.offload_fraction)
+    were, are = before.num_owners + beside, after.num_owners + beside
+    return {rank: source(rank % were).kept(rank) for rank in range(spec.world_size) if rank % are == owner}
 
 
 def _over(owner: int, epoch: int, present: int) -> EpochOverError:

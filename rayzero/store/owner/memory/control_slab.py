@@ -8,7 +8,7 @@ from torch import Tensor
 from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import LINE_BYTES, PLACE_BYTES, PLACES, SLICE_BYTES, SharedPlan
+from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE, PLACE_BYTES, PLACES, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.words import region
 
 
@@ -37,9 +37,9 @@ class ControlSlab:
         return self.words("places", self._line[shard.index] * PLACES * PLACE_BYTES, PLACES * PLACE_BYTES)
 
     def progress(self, shard: Shard) -> list[Tensor]:
-        """A shard's tile stamps and slices, if it is trained: each 1D uint8."""
+        """A shard's tile stamps and slices, if it is trained: each 1D uint8. On a device it has no stamps."""
         found = []
-        if shard.index in self._tiles:
+        if self._tiles.get(shard.index, ON_DEVICE) != ON_DEVICE:
             tiles = -(-shard.numel // STAMP)
             found.append(self.words("tiles", self._tiles[shard.index] * STAMP_BYTES, tiles * STAMP_BYTES))
         if shard.index in self._slices:

@@ -119,7 +119,7 @@ def prepare(
         except BaseException:
             PreparedMemory(slab, arrived).close()
             raise
-    new_here = [shard for shard, was in here.items() if was != owner or was not in there]
+    new_here = [shard for shard, was in here.items() if after.number_of(was) != owner or was not in there]
     return PreparedMemory(slab, arrived, sum(plan.shard_map.sizes[shard] for shard in new_here))
 
 
