@@ -64,7 +64,8 @@ def test_owners_beside_ranks_take_every_step_of_a_change_but_ranks_do_and_keep_t
             asked = run.answered(process, ask.step, answer)
     assert steps == [step for step in Step if step is not Step.START]
     assert run.addresses == ("a0", "a1", "a2", "b0", "b1", "b2")
-    assert run.died(MemberId(Kind.RANK, 0), 0)[0] == Lose(0, 1, (*map(owner, range(3)), *(b.member for b in beside)))
+    (lose, _) = run.died(rank(0), 0)
+    assert set(lose.owners) == {*map(owner, range(3)), *(each.member for each in beside)}
 
 
 def test_owners_are_told_of_a_dead_rank_and_its_new_process_begins_at_once() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -313,7 +314,14 @@ def _loops_of(
     that is dead now cannot give it again."""
     beside = device_owners(spec.world_size, spec.offload_fraction)
     were, are = before.num_owners + beside, after.num_owners + beside
-    return {rank: source(rank % were).kept(rank) for rank in range(spec.world_size) if rank % are == owner}
+    by_keeper = defaultdict[int, list[int]](list)
+    for rank in range(spec.world_size):
+        if rank % are == owner:
+            by_keeper[rank % were].append(rank)
+    found: dict[int, list[LoopState]] = {}
+    for keeper, ranks in by_keeper.items():
+        found |= source(keeper).kept(ranks)
+    return found
 
 
 def _over(owner: int, epoch: int, present: int) -> EpochOverError:

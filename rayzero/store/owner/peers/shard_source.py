@@ -87,12 +87,16 @@ class RemoteShards:
 
         self._repeat("GiveShards", ask)
 
-    def kept(self, rank: int) -> list[LoopState]:
-        """What the owner keeps of a rank's loop; blocks."""
+    def kept(self, ranks: Sequence[int]) -> dict[int, list[LoopState]]:
+        """What the owner keeps of these ranks' loops, by rank; blocks."""
 
-        def ask(call: Any) -> list[LoopState]:
-            answer = call(pb.GetKeptRequest(rank=rank), timeout=_QUICK_S, metadata=self._metadata)
-            return [translate.loop_state_from_pb(state) for state in answer.states]
+        def ask(call: Any) -> dict[int, list[LoopState]]:
+            requests = {rank: pb.GetKeptRequest(rank=rank) for rank in ranks}
+            asked = {
+                rank: call.future(request, timeout=_QUICK_S, metadata=self._metadata)
+                for rank, request in requests.items()
+            }
+            return {rank: list(map(translate.loop_state_from_pb, each.result().states)) for rank, each in asked.items()}
 
         return self._repeat("GetKept", ask, STORE_SERVICE)
 
