@@ -15,6 +15,7 @@ import torch
 
 from rayzero.errors import ConfigError
 from rayzero.lanes import CudaLane, Lane, ThreadLane, make_lane
+from rayzero.testing.simulated_lane import SimulatedLane
 
 CUDA = pytest.param(
     CudaLane,
@@ -22,7 +23,16 @@ CUDA = pytest.param(
 )
 
 
-@pytest.fixture(params=[ThreadLane, lambda: ThreadLane(overlap=False), CUDA], ids=["threads", "inline", "streams"])
+LANES = {
+    "threads": ThreadLane,
+    "inline": lambda: ThreadLane(overlap=False),
+    "simulated, late": lambda: SimulatedLane(0),
+    "simulated": lambda: SimulatedLane(1),
+    "streams": CUDA,
+}
+
+
+@pytest.fixture(params=LANES.values(), ids=LANES)
 def lane(request: pytest.FixtureRequest) -> Lane:
     made: Callable[[], Lane] = request.param
     return made()
