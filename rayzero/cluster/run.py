@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rayzero.elastic.members import Kind, MemberId
+
 __all__ = [
     "DISCOVERY_PATH",
     "NAMESPACE",
@@ -45,6 +47,11 @@ def rank_name(rank: int) -> str:
 def optimizer_name(owner: int) -> str:
     """An optimizer actor's name in messages."""
     return f"optimizer {owner}"
+
+
+def actor_name(member: MemberId) -> str:
+    """The name of the actor that a member is in. An owner beside a rank is in the rank's."""
+    return rank_name(member.index) if member.kind is Kind.BESIDE else str(member)
 
 
 class RunState(StrEnum):

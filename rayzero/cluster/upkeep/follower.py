@@ -16,7 +16,7 @@ from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
-from rayzero.cluster.run import Recovery, Report, Rescaled, Routing, RunState, optimizer_name, rank_name
+from rayzero.cluster.run import Recovery, Report, Rescaled, Routing, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.autoscaling import Autoscaling
 from rayzero.cluster.upkeep.replacement import Replacement
@@ -75,12 +75,13 @@ def _rank_life(start: StartPoint) -> int:
 
 def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
     """The names of all members' processes. Owners beside ranks are in the ranks' processes."""
-    beside = num_owners - scaling.num_optimizers
-    return {
-        **{MemberId(Kind.RANK, rank): rank_name(rank) for rank in range(scaling.num_workers)},
-        **{MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(scaling.num_optimizers)},
-        **{MemberId(Kind.BESIDE, rank): rank_name(rank) for rank in range(beside)},
+    there = {
+        Kind.RANK: scaling.num_workers,
+        Kind.OWNER: scaling.num_optimizers,
+        Kind.BESIDE: num_owners - scaling.num_optimizers,
     }
+    members = [MemberId(kind, index) for kind, number in there.items() for index in range(number)]
+    return {member: actor_name(member) for member in members}
 
 
 def _bound(request: RunRequest) -> frozenset[MemberId]:

@@ -13,7 +13,7 @@ import ray
 from rayzero.cluster.actors import ANSWER_S, START_S, RunActors, failure_from_ray
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.nodes.session import ray_answers
-from rayzero.cluster.run import Recovery, Routing, optimizer_name
+from rayzero.cluster.run import Recovery, Routing, actor_name, optimizer_name
 from rayzero.cluster.supervision import Failure, OneCause, death_of
 from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
 from rayzero.cluster.upkeep.rescaling import Rescaling
@@ -289,7 +289,7 @@ class Replacement:
                     self._begin(action)
                 case Kill(process, why):
                     log.warning("%s cannot go on with other owners and is killed: %s", process, why)
-                    ray.kill(self._actors.handle(str(process)))
+                    ray.kill(self._actors.handle(actor_name(process.member)))
                 case _:
                     assert self._rescaling is not None, "only they change owners"
                     self._rescaling.perform(action)

@@ -13,11 +13,11 @@ import ray
 
 from rayzero.cluster.actors import ANSWER_S, START_S, Joining, RunActors, control
 from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
-from rayzero.cluster.run import Rescaled, Routing, optimizer_name, rank_name
+from rayzero.cluster.run import Rescaled, Routing, actor_name, optimizer_name
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import Kind, Process
+from rayzero.elastic.members import Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.errors import ConfigError, RayZeroError
@@ -47,12 +47,6 @@ def why_not(zero: ZeroConfig, max_failures: int) -> str | None:
     if not max_failures:
         return "run.max_failures is 0, so its processes do not follow other optimizers"
     return None
-
-
-def _name(process: Process) -> str:
-    """The name of a member's actor: an owner beside a rank is in the rank's."""
-    member = process.member
-    return rank_name(member.index) if member.kind is Kind.BESIDE else str(member)
 
 
 @dataclass(slots=True)
@@ -308,7 +302,7 @@ class Rescaling:
             case reform.Abandon(owners, _, why):
                 self._abandon(owners, why)
             case reform.Release(owner):
-                self._actors.tell(_name(owner), "abandon")
+                self._actors.tell(actor_name(owner.member), "abandon")
             case reform.Part(processes):
                 self._part(processes)
 
@@ -320,7 +314,7 @@ class Rescaling:
             self._enter()
         for process in processes:
             if process not in self._handles:
-                self._handles[process] = self._actors.handle(_name(process))
+                self._handles[process] = self._actors.handle(actor_name(process.member))
             call = control(self._handles[process].carry_out).remote(step, list(arguments))
             self._asked[call] = process, step
 
@@ -341,7 +335,7 @@ class Rescaling:
     def _abandon(self, owners: Sequence[Process], why: str) -> None:
         """Whoever has not answered yet still will, and is released then."""
         self._starts, self._watched, self._joining, self._handles, self._dead = {}, {}, {}, {}, set()
-        told = [self._actors.tell(_name(owner), "abandon") for owner in owners]
+        told = [self._actors.tell(actor_name(owner.member), "abandon") for owner in owners]
         if told:  # before another attempt asks anything
             ray.wait(told, num_returns=len(told), timeout=ANSWER_S)
         self._actors.end_joining()
