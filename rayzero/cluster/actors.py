@@ -330,7 +330,7 @@ class RunActors:
     def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
         """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
         answers once it serves, as ``start_owner``'s."""
-        there = {settings.owner: self.members[who].node for who, settings in self._settings.items()}
+        there = {self._settings[who].owner: self.members[who].node for who in self.owners}
         some = optimizer_name(0)
         settings = replace(
             self._settings[some],

@@ -249,10 +249,6 @@ def running(folder: Path, **config: dict[str, Any]) -> None:
     [
         ({"zero": {"transport": "grpc"}}, "with zero.transport='grpc' owners have memory of their own"),
         ({"run": {"max_failures": 0}}, "run.max_failures is 0, so its processes do not follow other optimizers"),
-        (
-            {"zero": {"offload_fraction": 0.5}},
-            "zero.offload_fraction below 1 keeps part of the optimizer beside 2 ranks",
-        ),
     ],
 )
 def test_scale_refuses_a_run_whose_optimizers_cannot_change(tmp_path, config, message):

@@ -1,7 +1,8 @@
 """A user's script whose optimizers move to a node that joins, and back. Run by tests in a process of its own.
 
-``moved_run.py STORAGE STEPS [moves]``: two ranks and two optimizers. With "moves", before step 2 it waits for a second
-node, and asks for them there; before step 8 for three beside the ranks, before step 14 for one that is not there.
+``moved_run.py STORAGE STEPS [moves FRACTION]``: two ranks and two optimizers, with that fraction of the states. With
+"moves", before step 2 it waits for a second node, and asks for them there; before step 8 for three beside the ranks,
+before step 14 for one that is not there.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> None:
     rayzero.ZeroTrainer(
         train,
         train_loop_config={"steps": int(steps), "storage": storage, "moves": "moves" in more},
-        zero_config=rayzero.ZeroConfig(shard_bytes="16KiB"),
+        zero_config=rayzero.ZeroConfig(shard_bytes="1KiB", offload_fraction=float(more[1]) if more else 1.0),
         scaling_config=rayzero.ScalingConfig(
             num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1
         ),

@@ -102,9 +102,8 @@ class RankWorker:
         return self.hello(), "", None if exporter is None else self.open_exporter(exporter, coordinator)
 
     def succeed(self, owner: int, address: str) -> None:
-        """An owner has died; its successor is at ``address``."""
-        if self._owner is not None:
-            self._owner.succeed(owner, address)
+        """An owner has died; its successor is at ``address``: for the rank. While owners change, it hears of that later
+        than the owner beside it (``succeed_beside``)."""
         with self._moving:
             self._successors.append((owner, address))
             if self._table is not None:
@@ -119,6 +118,11 @@ class RankWorker:
         """See ``OwnerServer.abandon``."""
         assert self._owner is not None, "there is no owner beside this rank"
         self._owner.abandon()
+
+    def succeed_beside(self, owner: int, address: str) -> None:
+        """The same, for the owner beside this rank."""
+        assert self._owner is not None, "there is no owner beside this rank"
+        self._owner.succeed(owner, address)
 
     def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
         """Take a step of a change of the owners. As a rank, go over to other ones: the addresses and the ownership of

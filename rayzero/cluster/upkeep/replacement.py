@@ -279,7 +279,8 @@ class Replacement:
                 case Succeed(index, address, _, others):
                     recovering = self._recovering[MemberId(Kind.OWNER, index)]
                     for other in others:
-                        call = self._actors.tell(self._names[other], "succeed", index, address)
+                        method = "succeed_beside" if other.kind is Kind.BESIDE else "succeed"
+                        call = self._actors.tell(self._names[other], method, index, address)
                         self._telling[call] = recovering
                         recovering.telling.add(call)
                     if self._succeeded is not None:
