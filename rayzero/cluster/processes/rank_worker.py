@@ -102,8 +102,8 @@ class RankWorker:
         return self.hello(), "", None if exporter is None else self.open_exporter(exporter, coordinator)
 
     def succeed(self, owner: int, address: str) -> None:
-        """An owner has died; its successor is at ``address``: for the rank. While owners change, it hears of that later
-        than the owner beside it (``succeed_beside``)."""
+        """Tell the rank that an owner has died, and that its successor is at ``address``. The owner beside the rank is
+        told by ``succeed_beside``: while owners change, it enters the next epoch before the rank does."""
         with self._moving:
             self._successors.append((owner, address))
             if self._table is not None:
@@ -120,7 +120,7 @@ class RankWorker:
         self._owner.abandon()
 
     def succeed_beside(self, owner: int, address: str) -> None:
-        """The same, for the owner beside this rank."""
+        """Tell the owner beside this rank what ``succeed`` tells the rank."""
         assert self._owner is not None, "there is no owner beside this rank"
         self._owner.succeed(owner, address)
 
