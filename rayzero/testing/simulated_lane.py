@@ -136,7 +136,7 @@ class SimulatedLane:
             self._orders.order(direction, self._orders.record(_HOST))
             if self._checks:
                 for operation in work.operations:
-                    operation.check(self._orders, direction, f"{operation.name} of copy {label!r}")
+                    operation.check(self._orders, work)
             return SimulatedEvent(self, work, self._orders.record(direction))
 
     def now(self) -> Event:
@@ -303,13 +303,13 @@ class _Operation:
     def name(self) -> str:
         return str(self.function).removeprefix("aten.")
 
-    def check(self, orders: HappensBefore, stream: str, what: str) -> None:
+    def check(self, orders: HappensBefore, work: _Work) -> None:
         """Note its accesses; see ``HappensBefore.access``."""
-        work = _Work("out", ())
+        what = f"{self.name} of copy {work.label!r}"
         for found, writes in ((self.reads, False), (self.writes, True)):
             for each in found:
                 tensor = each.tensor(work) if isinstance(each, _Weak) else each
-                orders.access(stream, tensor, writes=writes, what=what)
+                orders.access(work.direction, tensor, writes=writes, what=what)
 
     def run(self, work: _Work) -> None:
         """Make it."""

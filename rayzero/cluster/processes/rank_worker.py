@@ -78,6 +78,11 @@ class RankWorker:
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
+    @property
+    def _beside(self) -> ServedOwner:
+        assert self._owner is not None, "there is no owner beside this rank"
+        return self._owner
+
     def hello(self) -> Member:
         """Who and where this is."""
         return this_process(rank_name(self._rank))
@@ -89,13 +94,11 @@ class RankWorker:
 
     def serve(self, host: str) -> str:
         """Start serving as the owner beside this rank; see ``ServedOwner.serve``."""
-        assert self._owner is not None, "there is no owner beside this rank"
-        return self._owner.serve(host)
+        return self._beside.serve(host)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """See ``ServedOwner.connect_peers``."""
-        assert self._owner is not None, "there is no owner beside this rank"
-        self._owner.connect_peers(addresses)
+        self._beside.connect_peers(addresses)
 
     def take_place(self, exporter: ExporterSettings | None, coordinator: Any) -> tuple[Member, str, Target | None]:
         """Begin in the place of a rank that has died: who this is, no address, and its exporter."""
@@ -111,25 +114,21 @@ class RankWorker:
 
     def listen(self, host: str) -> str:
         """See ``ServedOwner.listen``."""
-        assert self._owner is not None, "there is no owner beside this rank"
-        return self._owner.listen(host)
+        return self._beside.listen(host)
 
     def abandon(self) -> None:
         """See ``OwnerServer.abandon``."""
-        assert self._owner is not None, "there is no owner beside this rank"
-        self._owner.abandon()
+        self._beside.abandon()
 
     def succeed_beside(self, owner: int, address: str) -> None:
         """Tell the owner beside this rank what ``succeed`` tells the rank."""
-        assert self._owner is not None, "there is no owner beside this rank"
-        self._owner.succeed(owner, address)
+        self._beside.succeed(owner, address)
 
     def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
         """Take a step of a change of the owners. As a rank, go over to other ones: the addresses and the ownership of
         the next epoch (``OwnerTable.go_over``). The other steps are those of the owner beside it."""
         if step is not Step.CHANGE:
-            assert self._owner is not None, "there is no owner beside this rank"
-            return self._owner.carry_out(step, arguments)
+            return self._beside.carry_out(step, arguments)
         addresses, ownership = arguments
         with self._moving:
             self._owners, self._successors = (addresses, ownership), []
@@ -145,8 +144,7 @@ class RankWorker:
 
     def lose(self, rank: int, life: int) -> None:
         """See ``ServedOwner.lose``."""
-        assert self._owner is not None, "there is no owner beside this rank"
-        self._owner.lose(rank, life)
+        self._beside.lose(rank, life)
 
     def stop_owner(self) -> None:
         """End the owner beside this rank, if there is one: after every rank's loop. Idempotent."""

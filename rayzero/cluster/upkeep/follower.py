@@ -73,12 +73,12 @@ def _rank_life(start: StartPoint) -> int:
     return 0 if start.continuation is None else start.continuation.life
 
 
-def _names(scaling: ScalingConfig, num_owners: int) -> dict[MemberId, str]:
+def _names(request: RunRequest) -> dict[MemberId, str]:
     """The names of all members' processes. Owners beside ranks are in the ranks' processes."""
     there = {
-        Kind.RANK: scaling.num_workers,
-        Kind.OWNER: scaling.num_optimizers,
-        Kind.BESIDE: num_owners - scaling.num_optimizers,
+        Kind.RANK: request.scaling.num_workers,
+        Kind.OWNER: request.scaling.num_optimizers,
+        Kind.BESIDE: _beside(request),
     }
     members = [MemberId(kind, index) for kind, number in there.items() for index in range(number)]
     return {member: actor_name(member) for member in members}
@@ -138,7 +138,7 @@ class Follower:
         self._replacement = Replacement(
             actors,
             self._controller,
-            _names(request.scaling, len(journal.routing.addresses)),
+            _names(request),
             loops=self._loops,
             stall_timeout=request.zero.stall_timeout,
             wake=lambda: coordinator.rouse.remote(),
