@@ -45,9 +45,9 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,18 @@ class Case:
                 drawn.append(disturbance(draw, min(owners, WITH_SHARDS)))
         return cls(first, tuple(drawn))
 
-    def named(self, folder: Path) -> named.Faults:
-        """The faults at points: fault i is that of the ith disturbance which has one."""
+    def named(self, folder: Path, apart: Sequence[int] = ()) -> named.Faults:
+        """The faults at points: fault i is that of the ith disturbance which has one. ``apart``: owners that receive
+        gradients over gRPC."""
         found = [each.fault for each in self.disturbances]
+        for index, fault in enumerate(found):
+            if (
+                fault is not None
+                and fault.point == "owner.receive"
+                and fault.member in [f"optimizer {i}" for i in apart]
+            ):
+                act = fault.act if fault.act in named.POINTS["owner.landing"].acts else "kill"
+                found[index] = replace(fault, point="owner.landing", act=act)
         return named.Faults(folder, tuple(fault for fault in found if fault is not None), waits=True)
 
 
@@ -408,7 +417,7 @@ def play(case: Case, undisturbed: Undisturbed, *, apart: bool = False) -> tuple[
         hosts = dict.fromkeys((f"optimizer {owner}" for owner in APART), Path(host)) if apart else {}
         if apart:
             (folder / "host").write_text(host)
-        at_points = case.named(folder)
+        at_points = case.named(folder, APART if apart else ())
         disturber = Disturber(folder, case, at_points)
         disturber.start()
         results = None

@@ -13,17 +13,10 @@ from torch import Tensor
 from rayzero.errors import StateLostError, StoreError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
-from rayzero.protocol.messages import FormerShard, ModelSpec, Pushed
+from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.messages import FormerShard, ModelSpec
 
 Sizes = Sequence[tuple[int, int]]  # (key, elements)
-
-
-@dataclass(frozen=True, slots=True)
-class FormerRank:
-    """What a dead rank has left in its own memory."""
-
-    gradients: Mapping[int, Tensor]  # by unit: 1D, read-only
-    pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there)
 
 
 class ShardJournal(Protocol):

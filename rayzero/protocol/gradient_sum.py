@@ -11,7 +11,8 @@ planned; 16-bit memory refuses the second one with an error that names the setti
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ from rayzero.layout.model_layout import ALIGN, SlotSlice, UnitLayout, aligned
 from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
 
 _WIDE = 1 << 16  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class FormerRank:
+    """What a dead rank has left in its own memory."""
+
+    gradients: Mapping[int, Tensor]  # by unit: 1D, read-only
+    pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there)
 
 
 def gradient_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:

@@ -97,7 +97,7 @@ def run_ranks(
     settings = config or ZeroConfig()
     beside_ranks = device_owners(world_size, settings.host_fraction)
     if faults is not None:
-        here = num_optimizers + beside_ranks if max_failures else 0
+        here = num_optimizers if max_failures else 0
         faults.check(world_size, here if run_dir is None or not max_failures else None)
     if callable(transport):
         owners = _reached_by(transport)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import multiprocessing
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import STEP
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
 from rayzero.testing import Transport, run_ranks
 from rayzero.testing.faults import Fault, Faults
 
@@ -79,8 +81,15 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 class Disturbed:
     """A run of ranks and owners that are processes, with faults."""
 
-    def __init__(self, folder: Path, *faults: Fault, transport: Transport = "shm", stall_timeout: float = 30.0) -> None:
-        self.folder, self.faults = folder, Faults(folder, faults)
+    def __init__(
+        self,
+        folder: Path,
+        *faults: Fault,
+        transport: Transport = "shm",
+        stall_timeout: float = 30.0,
+        hosts: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.folder, self.faults, self.hosts = folder, Faults(folder, faults), dict(hosts or {})
         self.transport: Transport = transport
         self.stall_timeout = stall_timeout
         self.deaths = Counter(fault.member for fault in faults if fault.act in ("kill", "stop"))
@@ -97,6 +106,7 @@ class Disturbed:
             stall_timeout=self.stall_timeout,
             max_failures=max(1, self.deaths.total()),
             faults=self.faults,
+            hosts=self.hosts,
         )
         assert [life for life, *_ in found] == [self.deaths[f"rank {rank}"] for rank in range(RANKS)]
         return found
@@ -115,4 +125,13 @@ class Disturbed:
         assert multiprocessing.active_children() == []
         named = self.folder / "run"  # if a loop began
         run = named.read_text() if named.exists() else ""
-        assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []
+        for directory in {SHARED_MEMORY, *self.hosts.values()}:
+            there = [slab for slab in list_slabs(directory) if slab.header is not None]
+            assert [slab.path for slab in there if slab.header.facts.run == run] == []
+
+
+@contextmanager
+def another_host(*members: str) -> Iterator[dict[str, Path]]:
+    """Shared memory that only these members have."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as folder:
+        yield dict.fromkeys(members, Path(folder))

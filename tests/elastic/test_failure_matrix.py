@@ -4,17 +4,25 @@ processes, tests/cluster/ what only Ray has."""
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.models import seeded
+from engine.test_comeback import Small
+from torch import nn
 
+import rayzero
+from rayzero.engine.context import RankContext
 from rayzero.errors import RayZeroError, RunFailedError, StateLostError
+from rayzero.slabs.slab import list_slabs
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.testing import Transport
-from rayzero.testing.faults import Fault, FaultError
+from rayzero.testing import Transport, run_ranks
+from rayzero.testing.faults import Fault, FaultError, Faults
 
-from .disturbed import Disturbed, differences, undisturbed
+from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train, undisturbed
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
@@ -197,6 +205,71 @@ def test_a_fault_changes_no_bit(
     disturbed = Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0)
     assert differences(disturbed.results(), expected) == []
     disturbed.check(caplog.messages)
+
+
+BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN = killed("optimizer 1", "owner.decided", 2), killed("rank 1", "rank.rejoin")
+ELSEWHERE = {
+    "the-owner": (BEFORE_ADAM,),
+    "the-owner-and-a-rank": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN),
+    "the-owner-and-both-ranks": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN, killed("rank 0", "rank.rejoin")),
+    "the-owner-a-rank-and-its-next-life": (
+        BEFORE_ADAM,
+        BEFORE_IT_PUSHES_AGAIN,
+        killed("rank 1", "rank.attached", 1, 1),
+    ),
+    "the-owner-a-rank-and-the-successor": (
+        BEFORE_ADAM,
+        BEFORE_IT_PUSHES_AGAIN,
+        killed("optimizer 1", "owner.apply", 1, 1),
+    ),
+    "everybody": (
+        BEFORE_ADAM,
+        killed("optimizer 0", "lead.tell", 2),
+        BEFORE_IT_PUSHES_AGAIN,
+        killed("rank 0", "rank.rejoin"),
+    ),
+}
+
+
+@pytest.mark.parametrize("faults", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_again(
+    faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also from ranks that have died since: it is in the memory that they shared with an owner of their host."""
+    with another_host("optimizer 1") as hosts:
+        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0)
+        assert differences(disturbed.results(), expected) == []
+        disturbed.check(caplog.messages)
+
+
+def test_what_dead_ranks_had_pushed_takes_no_memory_once_it_is_applied(tmp_path: Path, expected: Any) -> None:
+    """Each death would otherwise cost the host the size of all gradients until the run ends."""
+    faults = Faults(tmp_path, tuple(killed("rank 1", "rank.pushed", 4, life) for life in range(3)))
+    loop = functools.partial(train_and_list, base=seeded(Small, 3), folder=tmp_path)
+    found = run_ranks(loop, RANKS, OWNERS, "shm", True, max_failures=3, faults=faults)
+    assert [life for _, (life, *_) in found] == [0, 3]
+    assert differences([result for _, result in found], expected) == []
+    assert [incarnations for incarnations, _ in found] == [{0: 1, 1: 1}] * RANKS
+
+
+def train_and_list(context: RankContext, base: nn.Module, folder: Path) -> Any:
+    """Train; how many lives' gradients are on this host at the end, by rank, and the results."""
+    results = train(context, base, folder)
+    lives = defaultdict[int, set[int]](set)
+    for slab in list_slabs():
+        if slab.header is not None and (slab.header.facts.run, slab.header.facts.role) == (context.run, "grads"):
+            lives[slab.header.facts.index].add(slab.header.facts.incarnation)
+    rayzero.mean_over_ranks(0.0)
+    return {rank: len(each) for rank, each in sorted(lives.items())}, results
+
+
+def test_what_a_dead_rank_had_in_no_shared_memory_ends_the_run_by_name(tmp_path: Path) -> None:
+    """It shares memory with nobody, so what it had pushed ends with it, and its owner had not applied it."""
+    with another_host("rank 1") as hosts:
+        disturbed = Disturbed(tmp_path, BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN, hosts=hosts, stall_timeout=20.0)
+        with pytest.raises(StateLostError, match=r"optimizer 1 has died before it had applied step 1.*ranks \[1\]"):
+            disturbed.results()
+        disturbed.check_nothing_left()
 
 
 def test_an_owner_that_dies_before_the_run_begins_ends_it_by_name(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rayzero.config import ZeroConfig
 from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import ConfigError
 from rayzero.owner.service import ShardService
@@ -64,6 +65,9 @@ def test_a_run_refuses_faults_of_members_that_are_no_processes_of_it(tmp_path: P
         run_ranks(print, 2, 2, "grpc", True, faults=faults)
     with pytest.raises(ConfigError, match=r"member is 'optimizer 1'; the run has 1 optimizer$"):
         run_ranks(print, 2, 1, "grpc", True, max_failures=1, faults=faults)
+    beside_ranks = ZeroConfig(offload_fraction=0.5)  # owners that have another name
+    with pytest.raises(ConfigError, match=r"member is 'optimizer 1'; the run has 1 optimizer$"):
+        run_ranks(print, 2, 1, "grpc", True, config=beside_ranks, max_failures=1, faults=faults)
 
 
 def test_a_fault_strikes_the_nth_time_and_never_again_in_any_life(collect: list[str], tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ import functools
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from rayzero.testing.faults import Fault, Faults
 
-from .disturbed import MOMENTS, differences
+from .disturbed import MOMENTS, another_host, differences
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
@@ -149,13 +147,6 @@ def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
 
 
 THERE = "optimizer 0", "optimizer 1"
-
-
-@contextmanager
-def another_host(*members: str) -> Iterator[dict[str, Path]]:
-    """Shared memory that only these members have."""
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as folder:
-        yield dict.fromkeys(members, Path(folder))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ class RankCalls:
         attached = await self._model.compute(
             partial(service.attach, request.rank, spec, own_gradients=shares, comes_back=comes_back)
         )
+        if request.lost_before:
+            service.lost_before(request.rank, request.lost_before)
         self._model.take_spec(spec)
         told = translate.told_from_pb(request.told) if request.HasField("told") else None
         step = 0

@@ -111,8 +111,10 @@ class HostedModels:
 
     def number_in(self, ownership: Ownership) -> int:
         """This owner's number in the next epoch; whoever joins has it already."""
-        joins = self._ownership is not None and self._ownership.epoch == ownership.epoch
-        return self.owner if joins else ownership.number_of(self.owner)
+        return self.owner if self._joins(ownership) else ownership.number_of(self.owner)
+
+    def _joins(self, ownership: Ownership) -> bool:
+        return self._ownership is not None and self._ownership.epoch == ownership.epoch
 
     def enter(self, ownership: Ownership, prepared: Mapping[int, Slab]) -> None:
         """The next epoch has begun, and the parts of the last one are retired: make them anew. ``prepared``: for it, by
@@ -120,7 +122,7 @@ class HostedModels:
         self._prepared = dict(prepared)
         retired = enumerate(hosted.service.left_on_device() for hosted in self._models.close())
         self._left = {number: left for number, left in retired if left is not None}
-        if self._ownership is None or self._ownership.epoch != ownership.epoch:
+        if not self._joins(ownership):
             self.owner = ownership.number_of(self.owner)
             self.num_owners += ownership.num_owners - ownership.before.num_owners
         self._ownership, self._succeeds = ownership, True

@@ -21,8 +21,8 @@ from rayzero.errors import (
     StateLostError,
     UnsupportedError,
 )
-from rayzero.layout.model_layout import Shard
 from rayzero.memory.malloc import keep_some_buffers
+from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -37,8 +37,10 @@ from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
+from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
+from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
@@ -167,6 +169,8 @@ class RemoteConnection:
         self._lead: RemoteLead | None = None  # after attach
         self._greeted = False  # an owner may know this rank, so leave() tells all of them
         self._plan: SharedPlan | None = None  # after attach
+        self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
+        self._came_back: int | None = None  # the step with which it did, while memory of its former lives is there
         self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
         self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
         self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
@@ -193,7 +197,10 @@ class RemoteConnection:
                 self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
-            self._plan = plan
+            former, self._came_back = (self._former(plan, step), step) if self.life else (NOTHING, None)
+            self._repeats, self._plan = self._repeated(plan, former), plan
+            for owner in self._senders if self.life else ():
+                self._push_again_when_open(self._links[owner])
             self._check_successors(answers)
         return self._joined(plan, answers, step, page_lock)
 
@@ -345,6 +352,7 @@ class RemoteConnection:
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
         self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
         self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shared is not None
+        self._came_back = before._came_back
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
         answers = self._shake_hands(plan.spec, (lead, told))
@@ -356,12 +364,12 @@ class RemoteConnection:
             memories = {owner: translate.paths_from_pb(files) for owner, files in offers.items()}
             self._shared.enter(plan, memories, self._board)
             self._share_memory(self._shared, offers, back_at=answers[lead].step if self.life else None)
-        self._plan = plan
+        self._repeats, self._plan = self._repeated(plan), plan
         self._keep_again()
         for owner in self._senders:
             if not self._keep_pushed:
                 raise self._kept_nothing(self._links[owner])
-            self._push_again_when_open(plan, self._links[owner])
+            self._push_again_when_open(self._links[owner])
         self._check_successors(answers)
         return self._joined(plan, answers, answers[lead].step, page_lock=False)
 
@@ -405,8 +413,8 @@ class RemoteConnection:
         if offered is not None:
             channel.answer(channel.start("Share", self._sharing, deadline_s))
         self._wires[link.owner].stage_again(channel, self._stall_s)
-        if offered is None and self._plan is not None:
-            self._push_again(self._plan, link.owner, channel)
+        if offered is None and self._repeats is not None:
+            self._repeats.send(link.owner, channel)
 
     def _check_successors(self, answers: Sequence[Any]) -> None:
         """Raise StateLostError if an owner has died since it answered, and its successor has other memory.
@@ -428,38 +436,40 @@ class RemoteConnection:
             "lacks some: start the run again"
         )
 
-    def _push_again_when_open(self, plan: SharedPlan, link: OwnerLink) -> None:
-        """``_push_again`` over whatever channel is open. If that breaks, all of it goes over the next one: who answers
-        there may be a successor, which drops what it has already. Raises StallError if the link stays down."""
+    def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
+        """What owners elsewhere may have to get again; None: nothing is kept for them."""
+        if self._gradients is None:
+            return None
+        return RepeatedPushes(plan, self._gradients, self._wires, self._board, self._order, self._stall_s, former)
+
+    def _former(self, plan: SharedPlan, step: int) -> FormerRank:
+        """What this rank had pushed of the last decided step before it died: an owner elsewhere that has died too may
+        not have applied it. If nothing is left, those owners are told. ``step``: the open one."""
+        if self._shared is not None and self._keep_pushed:
+            left = former_ranks(plan, f"rank {self.rank}", self._shared.directory, step - 1).get(self.rank)
+            if left is not None:
+                return left
+        assert self._attaching is not None
+        self._attaching.lost_before = step
+        deadline_s = max(QUICK_S, self._stall_s)
+        links = [self._links[owner] for owner in self._senders]
+        self._all(
+            {link: link.ask("Attach", _to_owner(self._attaching, link.owner), deadline_s) for link in links}, deadline_s
+        )
+        return NOTHING
+
+    def _push_again_when_open(self, link: OwnerLink) -> None:
+        """Send again what an owner may lack, over whatever channel is open. If that breaks, all of it goes over the
+        next one: who answers there may be a successor, which drops what it has already. Raises StallError if the link
+        stays down."""
         deadline_s, channel = max(QUICK_S, self._stall_s), None
-        while True:
+        while self._repeats is not None:
             channel = self._all({link: link.when_open(after=channel)}, deadline_s)[0]
             try:
-                self._push_again(plan, link.owner, channel)
+                self._repeats.send(link.owner, channel)
                 return
             except BrokenLinkError as error:
                 link.broke(channel, error)
-
-    def _push_again(self, plan: SharedPlan, owner: int, channel: Channel) -> None:
-        """Send the successor of an owner what it may lack of this rank's gradients. Those of decided steps go first: it
-        takes no others before it has redone the decisions."""
-        assert self._gradients is not None
-        by_unit: dict[int, list[Shard]] = {}
-        for shard in plan.shards_of(owner):
-            by_unit.setdefault(shard.unit, []).append(shard)
-        lacking = []
-        for unit in sorted(by_unit.keys() & self._gradients.flats.keys()):
-            pushed = self._gradients.pushed(unit)
-            if pushed is not None:
-                self._order.go_on(owner, unit, (pushed.step, pushed.attempt), pushed.count)
-            indices = [shard.index for shard in by_unit[unit]]
-            if pushed is not None and self._board.content(indices, pushed.step + 1) is None:
-                lacking.append((pushed.step, pushed.attempt, unit))
-        for step, attempt, unit in sorted(lacking):
-            now, sums = self._gradients.copy(unit, by_unit[unit])
-            if now is not None and (now.step, now.attempt) == (step, attempt):  # newer ones go by themselves
-                shape = plan.spec.layout.units[unit]
-                self._wires[owner].push_again(channel, shape, by_unit[unit], now, sums, self._stall_s)
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
@@ -473,6 +483,9 @@ class RemoteConnection:
         that shares memory writes its slab in any case: the next life finds it, also if that owner dies too."""
         link = self._keeper
         new = None if self._shared is None else self._shared.keep(state)
+        if self._shared is not None and self._came_back is not None and state.step >= self._came_back + 3:
+            self._shared.remove_former_lives()  # a step is decided behind theirs, so all that they pushed is applied
+            self._came_back = None
         if self._shared is not None and link.owner not in self._senders:
             if new is not None:  # rare: the owner maps it before this rank may die
                 self._keeps = [pb.KeepRequest(rank=self.rank, slab=new)]

@@ -3,7 +3,6 @@ have left there."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,18 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.layout.model_layout import Shard
-from rayzero.owner.memory import FormerRank, Sizes
-from rayzero.protocol.messages import FormerShard, ModelSpec, SharedPaths
+from rayzero.owner.memory import Sizes
+from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.messages import FormerShard, ModelSpec
 from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
+from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
-from rayzero.store.shm.words import Stamps
 
 TENSORS = ("params", "state")  # the roles of slabs with tensors
 
@@ -99,38 +99,6 @@ class FormerSlabs:
 def is_control(facts: SlabFacts, epoch: int) -> bool:
     """Whether a slab is an owner's control slab of this epoch."""
     return facts.role == "control" and facts.kernel != RANK and facts.epoch == epoch
-
-
-def former_ranks(plan: SharedPlan, who: str, directory: Path, step: int) -> Mapping[int, FormerRank]:
-    """What dead ranks have pushed of ``step``, by rank. If several lives of a rank have, only the last one counts.
-    ``who``: the process that maps it, for messages."""
-    lives: dict[int, dict[int, dict[str, list[Path]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for slab, facts in of_lineage(plan.spec, directory):
-        if not slab.alive and (facts.role == "grads" or (facts.role, facts.kernel) == ("control", RANK)):
-            lives[facts.index][facts.incarnation][facts.role].append(slab.path)
-    found = {}
-    for rank, slabs in lives.items():
-        for incarnation in sorted(slabs, reverse=True):
-            control, grads = slabs[incarnation]["control"], slabs[incarnation]["grads"]
-            if not control or len(grads) < len(plan.gradients().slabs):
-                continue  # it died while it made them
-            left = _former_rank(plan, who, SharedPaths(str(control[0]), tuple(map(str, grads))))
-            if any(pushed.step == step for _, pushed in left.pushed):
-                found[rank] = left
-                break
-    return found
-
-
-def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
-    control = plan.attach(files.control, who, writable=False)
-    slabs = [plan.attach(path, who, writable=False, life=control.header.facts) for path in files.tensors]
-    slabs.sort(key=lambda slab: slab.header.facts.number)
-    arena = Arena(plan.gradients(), slabs)
-    gradients = {key: arena.tensor(key) for key in arena.plan.places if isinstance(key, int)}
-    left = FormerRank(gradients, Stamps(control, plan).news())
-    for slab in (control, *slabs):
-        slab.close()  # the tensors keep what is mapped
-    return left
 
 
 def former_loops(plan: SharedPlan, owner: int, directory: Path) -> dict[int, list[LoopSlab]]:

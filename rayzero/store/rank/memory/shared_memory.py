@@ -23,10 +23,11 @@ from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import SHARED_MEMORY, Slab
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.plan import RANK, SharedPlan, rank_incarnation
+from rayzero.store.shm.plan import RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Stamps, bell_of, cells_of
@@ -67,7 +68,7 @@ class SharedRank:
         """Allocate the rank's gradient memory. ``page_lock``: lock it and the owners' parameters, for copies to and
         from a CUDA device. ``life``: how often the rank has died and come back. Raises MemoryPlanError if there is no
         room."""
-        self.rank, self._plan, self._page_lock, self._directory = rank, plan, page_lock, directory
+        self.rank, self._plan, self._page_lock, self.directory = rank, plan, page_lock, directory
         self._loop: LoopSlab | None = None  # made at the first keep
         self._locks: list[PageLock] = []
         gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
@@ -182,7 +183,7 @@ class SharedRank:
         grown = self._loop is None or not self._loop.takes(state)
         if grown:
             before = self._loop
-            self._loop = LoopSlab.create(self._plan, self.rank, self._incarnation, len(state.content), self._directory)
+            self._loop = LoopSlab.create(self._plan, self.rank, self._incarnation, len(state.content), self.directory)
             if before is not None:
                 for older in before.states():
                     self._loop.write(older)
@@ -194,6 +195,10 @@ class SharedRank:
     def kept(self) -> tuple[str | None, list[LoopState]]:
         """The path of the slab of the rank's loop, and the states in it; None if there is none."""
         return (None, []) if self._loop is None else (str(self._loop.slab.path), list(self._loop.states()))
+
+    def remove_former_lives(self) -> None:
+        """Remove what this rank's former lives have left here, once nobody needs what they had pushed."""
+        remove_former_lives(self._plan.spec, self.rank, life_of(self._incarnation), self.directory)
 
     def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
         """Ask the lead; None where shared memory does not reach it, or does not hold the question."""
