@@ -199,8 +199,8 @@ class RemoteConnection:
             self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
             former, self._came_back = (self._former(plan, step), step) if self.life else (NOTHING, None)
             self._repeats, self._plan = self._repeated(plan, former), plan
-            for owner in self._senders if self.life else ():
-                self._push_again_when_open(self._links[owner])
+            if self.life:
+                self._push_again()
             self._check_successors(answers)
         return self._joined(plan, answers, step, page_lock)
 
@@ -369,7 +369,7 @@ class RemoteConnection:
         for owner in self._senders:
             if not self._keep_pushed:
                 raise self._kept_nothing(self._links[owner])
-            self._push_again_when_open(self._links[owner])
+        self._push_again()
         self._check_successors(answers)
         return self._joined(plan, answers, answers[lead].step, page_lock=False)
 
@@ -458,7 +458,14 @@ class RemoteConnection:
         )
         return NOTHING
 
-    def _push_again_when_open(self, link: OwnerLink) -> None:
+    def _push_again(self) -> None:
+        """Send again what owners elsewhere may lack, to all of them at once; blocks."""
+        sending = [self._pushes.submit(self._push_again_to, self._links[owner]) for owner in self._senders]
+        futures.wait(sending)
+        for each in sending:
+            each.result()
+
+    def _push_again_to(self, link: OwnerLink) -> None:
         """Send again what an owner may lack, over whatever channel is open. If that breaks, all of it goes over the
         next one: who answers there may be a successor, which drops what it has already. Raises StallError if the link
         stays down."""

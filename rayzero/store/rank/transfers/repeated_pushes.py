@@ -14,7 +14,7 @@ from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.owner_link import Channel
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
-from rayzero.store.rank.transfers.wire import WireTransfers
+from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.shm.plan import SharedPlan
 
 NOTHING = FormerRank({}, ())
@@ -46,30 +46,31 @@ class RepeatedPushes:
         shards: dict[int, list[Shard]] = {}
         for shard in self._plan.shards_of(owner):
             shards.setdefault(shard.unit, []).append(shard)
-        for unit, pushed in self._of_decided_steps(shards):
-            self._send(owner, channel, shards[unit], pushed, self._former.gradients[unit])
+        former = [(unit, pushed) for unit, pushed in self._former.pushed if self._lacks(shards.get(unit, []), pushed)]
         lacking = []
         for unit in sorted(shards.keys() & self._gradients.flats.keys()):
             newest = self._gradients.pushed(unit)
             if newest is not None:
                 self._order.go_on(owner, unit, (newest.step, newest.attempt), newest.count)
-                if self._is_lacking(shards[unit], newest):
+                if self._lacks(shards[unit], newest):
                     lacking.append((newest.step, newest.attempt, unit))
-        for step, attempt, unit in sorted(lacking):
-            now, sums = self._gradients.copy(unit, shards[unit])
-            if now is not None and (now.step, now.attempt) == (step, attempt):  # newer ones go by themselves
-                self._send(owner, channel, shards[unit], now, sums)
 
-    def _of_decided_steps(self, shards: dict[int, list[Shard]]) -> Iterator[tuple[int, Pushed]]:
-        return (
-            (unit, pushed)
-            for unit, pushed in self._former.pushed
-            if unit in shards and self._is_lacking(shards[unit], pushed)
-        )
+        def pushes() -> Iterator[PushedUnit]:
+            for unit, pushed in former:
+                yield self._pushed(unit, shards[unit], pushed, self._former.gradients[unit])
+            for step, attempt, unit in sorted(lacking):
+                now, sums = self._gradients.copy(unit, shards[unit])
+                if now is not None and (now.step, now.attempt) == (step, attempt):  # newer ones go by themselves
+                    yield self._pushed(unit, shards[unit], now, sums)
 
-    def _is_lacking(self, shards: list[Shard], pushed: Pushed) -> bool:
-        return self._board.content([shard.index for shard in shards], pushed.step + 1) is None
+        if former or lacking:
+            units = [*(unit for unit, _ in former), *(unit for *_, unit in lacking)]
+            size = sum(4 * shard.numel for unit in units for shard in shards[unit])  # as fp32, at most
+            self._wires[owner].push_again(channel, pushes, size, self._timeout_s)
 
-    def _send(self, owner: int, channel: Channel, shards: list[Shard], pushed: Pushed, sums: Tensor) -> None:
-        shape = self._plan.spec.layout.units[shards[0].unit]
-        self._wires[owner].push_again(channel, shape, shards, pushed, sums, self._timeout_s)
+    def _lacks(self, shards: list[Shard], pushed: Pushed) -> bool:
+        """Whether a shard among those of an owner may lack what was pushed of it."""
+        return bool(shards) and self._board.content([shard.index for shard in shards], pushed.step + 1) is None
+
+    def _pushed(self, unit: int, shards: list[Shard], pushed: Pushed, sums: Tensor) -> PushedUnit:
+        return PushedUnit(unit=self._plan.spec.layout.units[unit], shards=shards, pushed=pushed, sums=sums)

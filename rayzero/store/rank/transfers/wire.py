@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rayzero.codecs import RAW, Codec, codec_for
@@ -64,6 +65,16 @@ class WireOptions:
     def push_codec(self, unit: UnitLayout) -> Codec:
         """How a unit's gradients travel."""
         return codec_for(self.wire_compression, unit.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushedUnit:
+    """What a rank has pushed of a unit, for one owner."""
+
+    unit: UnitLayout
+    shards: list[Shard]  # the owner's
+    pushed: Pushed
+    sums: Tensor  # the sum of the pushes: 1D, unit.numel elements, the dtype it is kept in
 
 
 class _Progress:
@@ -153,14 +164,25 @@ class WireTransfers:
         """Send the values of a write that is not made yet to the owner's successor; see ``push_again``."""
         part = self._staged
         if part is not None:
-            self._send_now(channel, "Stage", part, timeout_s)
+            self._send_now(channel, "Stage", lambda: iter([part]), timeout_s + _bulk_deadline_s(part.size))
 
-    def _send_now(self, channel: Channel, method: str, part: Sending, timeout_s: float) -> None:
-        """Send a part over one channel, also again if its bytes are damaged. Whoever has the channel sees it break."""
+    def _send_now(
+        self, channel: Channel, method: str, parts: Callable[[], Iterator[Sending]], deadline_s: float
+    ) -> None:
+        """Send parts in one stream over one channel, also again if their bytes are damaged. ``parts``: makes each when
+        its turn comes. Whoever has the channel sees it break."""
+        sent: list[tuple[int, torch.dtype, Codec]] = []  # of each shard
+
+        def messages() -> Iterator[bytes]:
+            for part in parts():
+                yield from part.messages(self._options.chunk_bytes)
+                sent.extend((shard.numel, part.values.dtype, part.codec) for shard in part.shards)
+
         for left in reversed(range(_ATTEMPTS)):
-            upload = Upload(part.messages(self._options.chunk_bytes))
+            sent.clear()
+            upload = Upload(messages())
             try:
-                channel.answer(channel.start(method, upload, timeout_s + _bulk_deadline_s(part.size)))
+                channel.answer(channel.start(method, upload, deadline_s))
                 break
             except TransferError as error:
                 if isinstance(error, BrokenLinkError) or not left or self._closing.wait(_RETRY_PAUSE_S):
@@ -168,8 +190,8 @@ class WireTransfers:
                 self._again(method.lower(), error)
             finally:
                 upload.stop()
-        for shard in part.shards:
-            count_bytes(self._recorder, method.lower(), "grpc", shard.numel, part.values.dtype, codec=part.codec)
+        for numel, dtype, codec in sent:
+            count_bytes(self._recorder, method.lower(), "grpc", numel, dtype, codec=codec)
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
@@ -199,13 +221,19 @@ class WireTransfers:
         )
 
     def push_again(
-        self, channel: Channel, unit: UnitLayout, shards: list[Shard], pushed: Pushed, sums: Tensor, timeout_s: float
+        self, channel: Channel, pushes: Callable[[], Iterator[PushedUnit]], size_bytes: int, timeout_s: float
     ) -> None:
-        """Send what this rank has pushed of a unit to the owner's successor, over a channel to it; blocks.
+        """Send what this rank has pushed to an owner that may lack it, in one stream over a channel to it; blocks.
 
-        ``sums``: the sum of the pushes (1D, unit.numel elements, the dtype it is kept in). A push that is not part of a
-        longer sum goes as it went before, in the same encoding. ``timeout_s``: seconds to add to those that the bytes
-        may take. Raises as ``Channel.answer`` does."""
+        pushes: makes each unit's when its turn comes. A push that is not part of a longer sum goes as it went before,
+            in the same encoding.
+        size_bytes: of all of them, at most. timeout_s: seconds to add to those that the bytes may take.
+
+        Raises as ``Channel.answer`` does."""
+        self._send_now(channel, "Push", lambda: map(self._again_of, pushes()), timeout_s + _bulk_deadline_s(size_bytes))
+
+    def _again_of(self, again: PushedUnit) -> Sending:
+        unit, pushed, sums = again.unit, again.pushed, again.sums
         alone = pushed.count == 1 and sums.dtype is unit.dtype
         contribution = Contribution(
             step=pushed.step,
@@ -216,8 +244,7 @@ class WireTransfers:
             presence=pushed.presence,
             sum_of=0 if alone else pushed.count,
         )
-        part = self._push_of(Gather(1), unit, shards, contribution, sums)
-        self._send_now(channel, "Push", part, timeout_s)
+        return self._push_of(Gather(1), unit, again.shards, contribution, sums)
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
