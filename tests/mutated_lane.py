@@ -34,7 +34,7 @@ class MutatedLane(SimulatedLane):
             changed["after"] = [self._first]
         event = super().issue(direction, copy, **changed)
         assert isinstance(event, SimulatedEvent)
-        return event if self._waits else Unwaited(event.lane, event.work, event.stamp)
+        return event if self._waits else Unwaited(event.lane, event.work, event.stamp, event.at)
 
     def run_out(self) -> None:
         """Make what is still queued, whatever becomes of it."""

@@ -57,6 +57,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     where a rank has prepared several models, they include the others'. Raises UnsupportedError for a model that was not
     prepared."""
     engine = engine_of(model)
+    engine.cache.times.count()
     found = read_stats(engine)
     if reset:
         restart_stats(engine)
@@ -116,7 +117,7 @@ def restart_stats(engine: Engine) -> None:
     engine.clock.restart()
     engine.passes.restart()
     engine.since.restart()
-    engine.cache.arrived.restart()
+    engine.cache.times.arrived.restart()
     engine.cache.evictions = 0
     engine.step_state.sent.restart()
     engine.residency.restart_peak()
@@ -147,7 +148,7 @@ def _tokens(engine: Engine) -> TokenStats:
 def _link(engine: Engine, counts: Counts, direction: str) -> LinkStats:
     link, fetch = engine.transfers.link, direction == "fetch"
     return LinkStats(
-        copies=(engine.cache.arrived if fetch else engine.step_state.sent).value,
+        copies=(engine.cache.times.arrived if fetch else engine.step_state.sent).value,
         sent_bytes=int(counts.total(TRANSFER_BYTES, direction=direction)),
         original_bytes=int(counts.total(TRANSFER_RAW_BYTES, direction=direction)),
         limit=None if link is None else link.to_device if fetch else link.to_host,

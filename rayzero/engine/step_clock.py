@@ -93,7 +93,7 @@ class StepClock:
         self._committed: float | None = None  # when the last step was
         self._published = 0.0  # when the newest of its weights were published
         self._exposed = 0.0  # seconds waited for them
-        self.waiting = 0.0  # seconds of all waits; only grows
+        self.waiting = 0.0  # seconds that the host was blocked; only grows
         self.restart()
 
     def restart(self) -> None:
@@ -132,16 +132,24 @@ class StepClock:
 
     def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
         """Record a wait of ``seconds`` that ended ``ago`` seconds before now. ``cause``: a key of ``_WAITS``."""
+        self.exposed(cause, seconds)
+        self.blocked(cause, seconds, ago=ago)
+
+    def exposed(self, cause: str, seconds: float) -> None:
+        """The computation stood for ``seconds``, which a device may tell later."""
         self._recorder.add(EXPOSED_WAIT_SECONDS, seconds, cause=cause)
         self.waits[cause].add(seconds)
+        if cause == "optimizer":
+            self._exposed += seconds
+
+    def blocked(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
+        """The host was blocked for ``seconds``, until ``ago`` seconds before now: no phase of its step has them."""
         self.waiting += seconds
         if self._recorder.spans.wanted:
             end = self._clock() - ago
             self._recorder.spans.add("wait", cause, end - seconds, end, self.step)
         self._spent[self._phase] -= seconds
         self._spent[_WAITS[cause]] += seconds
-        if cause == "optimizer":
-            self._exposed += seconds
 
     def committing(self) -> None:
         """The step is committed now, so the overlap of the last update is known."""

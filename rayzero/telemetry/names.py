@@ -142,7 +142,7 @@ EXPOSED_WAIT_SECONDS = _counter(
     unit="s",
     labels=("cause",),
     roles=(RANK,),
-    help="Seconds that this rank's loop waited. cause: fetch (bytes in flight), optimizer (update not published yet), "
+    help="Seconds that this rank's loop waited, or on CUDA its computing stream for units. cause: fetch (bytes in flight), optimizer (update not published yet), "
     "push (gradients not landed yet), norm (other ranks), mean (other ranks, in mean_over_ranks).",
 )
 OVERLAP_RATIO = _gauge(
@@ -177,7 +177,7 @@ PREFETCH_REQUESTS = _counter(
     labels=("result",),
     roles=(RANK,),
     help="Uses of a unit that was not up. result: hit (its bytes had arrived), late (they were in flight), miss (they "
-    "had not been requested).",
+    "had not been requested); on CUDA as the device came to the use.",
 )
 PREFETCH_DROPPED = _counter(
     name="rayzero_prefetch_dropped_total",

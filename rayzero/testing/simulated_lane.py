@@ -12,6 +12,10 @@ waits. So a missing wait gives wrong bits with some seed, and a ``RaceError`` wi
 allocator, device memory that nobody holds until its copy has run, and that is not in ``holds``, is gone by then:
 ``FreedError``.
 
+Every stream has a clock of its own. A copy takes its bytes / ``link`` seconds there, however late it is made, and
+begins when its stream and what it waits for are ready. The computing stream's is the thread's clock, which jumps when
+it waits for a copy that would not have ended by then.
+
 What it cannot play: work of the computing stream that is late itself (the check of orders finds what depends on it),
 CUDA graphs, pageable memory, and operations that pass torch's dispatcher by (native kernels).
 """
@@ -51,7 +55,7 @@ class SimulatedEvent:
     lane: SimulatedLane
     work: _Work | None  # None: of the computing stream, which has passed it
     stamp: Stamp
-    at: float = 0.0  # seconds of the performance counter, of the computing stream
+    at: float  # seconds of its stream's clock
 
     def finished(self) -> bool:
         """See ``Event``."""
@@ -86,19 +90,24 @@ class _Work:
     holds: list[Tensor] = field(default_factory=list)  # until it has run
     label: str = ""
     nbytes: int = 0
-    began: float = 0.0
-    ended: float = 0.0  # 0: it has not run
+    began: float = 0.0  # on its stream's clock
+    ended: float = 0.0
+    has_run: bool = False
 
 
 class SimulatedLane:
     """See ``Lane``. Thread-safe."""
 
-    def __init__(self, seed: int = 0) -> None:
-        """``seed``: of the scheduler. Every third one makes all copies at the last moment."""
+    def __init__(self, seed: int = 0, *, link: float = 10e9, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``seed``: of the scheduler. Every third one makes all copies at the last moment. ``link``: bytes per second
+        in each direction. ``clock``: of the thread that computes, seconds."""
         self.device = torch.device("cpu")
         self._draws = random.Random(seed)
         self._eager = (0.0, 0.3, 0.8)[seed % 3]  # how likely a call makes a copy that nobody waits for
         self._queues: dict[Direction, deque[_Work]] = {"in": deque(), "out": deque()}
+        self._link, self._clock = link, clock
+        self._ahead = 0.0  # seconds that the computing stream has stood
+        self._free_at: dict[Direction, float] = {"in": 0.0, "out": 0.0}
         self._orders = HappensBefore()
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._lock = threading.RLock()
@@ -124,12 +133,16 @@ class SimulatedLane:
             events = [self.now()] if after is None else list(after)
             assert all(isinstance(event, SimulatedEvent) for event in events), "events of another lane"
             work = _Work(direction, events, holds=list(holds), label=label)  # type: ignore[arg-type]
+            work.began = work.ended = max(
+                self._time(), self._free_at[direction], *(each.at for each in work.after), 0.0
+            )
             self._issuing = work
             try:
-                with self._at_work(), torch.no_grad(), _Recording(work):
+                with self._at_work(), torch.no_grad(), _Recording(work, self._link):
                     work.nbytes = nbytes if copy() is not False else 0
             finally:
                 self._issuing = None
+                self._free_at[direction] = work.ended
                 self._queues[direction].append(work)
             for event in work.after:
                 self._orders.order(direction, event.stamp)
@@ -137,24 +150,30 @@ class SimulatedLane:
             if self._checks:
                 for operation in work.operations:
                     operation.check(self._orders, work)
-            return SimulatedEvent(self, work, self._orders.record(direction))
+            return SimulatedEvent(self, work, self._orders.record(direction), work.ended)
 
     def now(self) -> Event:
         """See ``Lane``."""
         with self._lock:
-            if self._issuing is not None:
-                return SimulatedEvent(self, self._issuing, self._orders.record(self._issuing.direction))
+            if (work := self._issuing) is not None:
+                return SimulatedEvent(self, work, self._orders.record(work.direction), work.ended)
             self._orders.order(_COMPUTE, self._orders.record(_HOST))
-            return SimulatedEvent(self, None, self._orders.record(_COMPUTE), time.perf_counter())
+            return SimulatedEvent(self, None, self._orders.record(_COMPUTE), self._time())
+
+    def _time(self) -> float:
+        """Of the computing stream."""
+        return self._clock() + self._ahead
+
+    def _stand_until(self, at: float) -> None:
+        self._ahead += max(0.0, at - self._time())
 
     def seconds(self, start: Event, stop: Event) -> float | None:
         """See ``Lane``."""
         assert isinstance(start, SimulatedEvent)
         assert isinstance(stop, SimulatedEvent)
-        if any(event.work is not None and not event.work.ended for event in (start, stop)):
+        if any(event.work is not None and not event.work.has_run for event in (start, stop)):
             return None
-        began = start.at if start.work is None else start.work.began
-        return (stop.at if stop.work is None else stop.work.ended) - began
+        return stop.at - start.at
 
     def spans(self) -> list[Span]:
         """See ``Lane``."""
@@ -165,12 +184,14 @@ class SimulatedLane:
         with self._lock:
             self._run_all(direction)
             self._orders.order(_COMPUTE, self._orders.record(direction))
+            self._stand_until(self._free_at[direction])
 
     def drain(self, direction: Direction) -> None:
         """See ``Lane``."""
         with self._lock:
             self._run_all(direction)
             self._orders.order(_HOST, self._orders.record(direction))
+            self._stand_until(self._free_at[direction])
 
     def capturing(self) -> bool:
         """Never."""
@@ -216,7 +237,7 @@ class SimulatedLane:
     def _finished(self, event: SimulatedEvent) -> bool:
         with self._lock:
             self._schedule()
-            done = event.work is None or event.work.ended > 0
+            done = event.work is None or event.work.has_run
             if done:
                 self._orders.order(_HOST, event.stamp)
             return done
@@ -226,8 +247,10 @@ class SimulatedLane:
             if self._issuing is None:
                 self._run_until(event)
                 self._orders.order(_COMPUTE, event.stamp)
+                self._stand_until(event.at)
             elif event.work is not self._issuing:  # a stream waits inside a copy
                 self._issuing.after = [*self._issuing.after, event]
+                self._issuing.ended = max(self._issuing.ended, event.at)
                 self._orders.order(self._issuing.direction, event.stamp)
 
     def _join(self, event: SimulatedEvent) -> None:
@@ -244,7 +267,7 @@ class SimulatedLane:
             self._run_next(self._draws.choice([d for d, queue in self._queues.items() if queue]))
 
     def _run_until(self, event: SimulatedEvent) -> None:
-        while event.work is not None and event.work is not self._issuing and not event.work.ended:
+        while event.work is not None and event.work is not self._issuing and not event.work.has_run:
             self._run_next(event.work.direction)
 
     def _run_all(self, direction: Direction) -> None:
@@ -255,13 +278,12 @@ class SimulatedLane:
         work = self._queues[direction].popleft()
         for event in work.after:
             self._run_until(event)
-        work.began = time.perf_counter()
         try:
             with self._at_work():
                 for operation in work.operations:
                     operation.run(work)
         finally:
-            work.ended = time.perf_counter()
+            work.has_run = True
             work.operations, work.holds, work.after = [], [], []
         if work.nbytes:
             self._spans.append(Span(direction, work.label, work.began, work.ended, work.nbytes))
@@ -327,9 +349,10 @@ class _Operation:
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes a copy apart. What it reads (out) or writes (in) on the device it must not keep alive."""
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, work: _Work, link: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._work, self._own = work, set[int]()  # addresses of memory that the copy itself has made
+        self._work, self._link = work, link
+        self._own = set[int]()  # addresses of memory that the copy itself has made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -352,6 +375,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func._schema.returns:
             result = writes[0] if len(func._schema.returns) == 1 else tuple(writes)
         arguments, keywords = tree_map_only(Tensor, kept, (args, kwargs))
+        self._work.ended += sum(each.nbytes for each in (writes or made)) / self._link
         self._work.operations.append(
             _Operation(func, arguments, keywords, made, [*map(kept, reads)], [*map(kept, writes)])
         )

@@ -54,12 +54,11 @@ def test_a_quantile_is_one_of_the_values() -> None:
     assert quantile([7.0], 0.9) == 7.0
 
 
-def paced(uses: list[tuple[str, float]], fetches: list[float]) -> PrefetchPace:
-    """A pace that saw uses (phase, time) and fetches (seconds)."""
-    times = iter([at for _, at in uses])
-    pace = PrefetchPace(clock=lambda: next(times))
-    for phase, _ in uses:
-        pace.used(Phase(phase))
+def paced(computed: list[tuple[str, float]], fetches: list[float]) -> PrefetchPace:
+    """A pace that was told of computing (phase, seconds) and fetches (seconds)."""
+    pace = PrefetchPace()
+    for phase, seconds in computed:
+        pace.computed(Phase(phase), seconds)
     for fetch in fetches:
         pace.fetched(fetch)
     return pace
@@ -67,26 +66,13 @@ def paced(uses: list[tuple[str, float]], fetches: list[float]) -> PrefetchPace:
 
 def test_nothing_measured_is_the_limit() -> None:
     assert paced([], []).depth(16) == 16
-    assert paced([("forward", 0.0), ("forward", 1.0)], []).depth(16) == 16
+    assert paced([("forward", 1.0)], []).depth(16) == 16
     assert paced([], [1.0]).depth(16) == 16
 
 
 def test_the_faster_phase_and_the_slower_fetches_count() -> None:
-    uses = [("forward", 0.0), ("forward", 1.0), ("forward", 2.0), ("backward", 2.5), ("backward", 6.5)]
-    assert paced(uses, [0.1] * 5 + [2.5] * 5).depth(16) == 3  # 1.0 between forward uses, 2.5 for nine of ten fetches
-
-
-def test_waits_and_what_lies_between_passes_are_not_compute() -> None:
-    times = iter([0.0, 3.0, 100.0, 101.0])
-    pace = PrefetchPace(clock=lambda: next(times))
-    pace.used(Phase.FORWARD)
-    pace.waited(2.0)
-    pace.used(Phase.FORWARD)  # 1 s of compute
-    pace.pause()
-    pace.used(Phase.FORWARD)
-    pace.used(Phase.FORWARD)  # 1 s
-    pace.fetched(4.0)
-    assert pace.depth(16) == 4
+    computed = [("forward", 1.0), ("forward", 1.0), ("backward", 4.0)]
+    assert paced(computed, [0.1] * 5 + [2.5] * 5).depth(16) == 3  # 2.5 for nine of ten fetches
 
 
 # ---- what a wait is put down to ---------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_the_depth_follows_what_was_measured_up_to_the_setting(adaptive: bool, s
     base = seeded(lambda: Net(num_layers=6))
     config = tight(base, prefetch_buffer_size=3, prefetch_adaptive=adaptive)
     model, optimizer = prepared(base, config)
-    pace = optimizer.engine.cache._pace
+    pace = optimizer.engine.cache.times.pace
     assert (pace is not None) is adaptive
     train(model, optimizer, range(3))
     if pace is None:

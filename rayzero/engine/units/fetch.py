@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.engine.units.residency import UnitBuffer
-from rayzero.lanes import Event
+from rayzero.lanes import Event, Lane
 from rayzero.telemetry.spans import Over, nothing
 
 
@@ -40,6 +40,25 @@ class Request(Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class DeviceCopy:
+    """A copy to a device that is issued, and two events in it."""
+
+    event: Event | None = None  # its end; None until it is issued
+    began: Event | None = None  # None until it is queued
+    ended: Event | None = None
+
+    def has_run(self, lane: Lane) -> bool:
+        """Whether its seconds are known."""
+        return self.began is not None and self.ended is not None and lane.seconds(self.began, self.ended) is not None
+
+    def seconds(self, lane: Lane) -> float:
+        """How long the copy itself took, once it has run."""
+        assert self.began is not None
+        assert self.ended is not None
+        return lane.seconds(self.began, self.ended) or 0.0
+
+
+@dataclass(eq=False, slots=True)
 class Fetching:
     """A fetch in flight. Owns its buffer until somebody waits for it or drops it.
 
@@ -51,7 +70,7 @@ class Fetching:
     request: Request | None  # None: the buffer is the owners' memory, so nothing is requested
     buffer: UnitBuffer
     ahead: bool  # True: prefetched; False: requested when it was needed
-    ready: Future[Event | None] | None = None  # CUDA: ``done``, with the end of the copy where there is one
+    ready: Future[DeviceCopy | None] | None = None  # CUDA: ``done``, with the copy where there is one
     _asked: float = 0.0
     _published_at: float | None = None
     _done_at: float | None = None
@@ -77,9 +96,8 @@ class Fetching:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from when the bytes were both requested and published until they were there.
-
-        None if no bytes had to be copied."""
+        """The host's seconds from when the bytes were both requested and published until they were there, or until
+        their copy to the device was issued. None if no bytes had to be copied."""
         held = isinstance(self.request, Renewal) and not self.request.renewed
         if self.request is None or held or self._done_at is None:
             return None
@@ -101,19 +119,25 @@ class Fetching:
 
     def join(self) -> None:
         """Block until the device has stopped writing to the buffer. The fetch must be done."""
-        if (copied := self._copied()) is not None:
-            copied.join()
+        if (copied := self.copied) is not None and copied.event is not None:
+            copied.event.join()
 
-    def _copied(self) -> Event | None:
-        """The event at the end of the copy to the device; None if there was no copy or the fetch failed."""
+    @property
+    def on_device(self) -> bool:
+        """Whether the bytes go on to a device."""
+        return self.ready is not None
+
+    @property
+    def copied(self) -> DeviceCopy | None:
+        """The copy to the device; None if there was none or the fetch failed. The fetch must be done."""
         return None if self.ready is None or self.ready.exception() is not None else self.ready.result()
 
     def wait(self) -> Waited:
         """Block until the bytes are there, on the device too if it has one."""
         waited = self._wait()
         self._arrived()
-        if (copied := self._copied()) is not None:
-            copied.wait()
+        if (copied := self.copied) is not None and copied.event is not None:
+            copied.event.wait()
         return waited
 
     def _wait(self) -> Waited:

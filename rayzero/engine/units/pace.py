@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
 from rayzero.engine.units.schedule import Phase
@@ -35,31 +33,17 @@ class PrefetchPace:
     Knows durations; not units, budgets or who fetches. Counts per fetch, not per byte: a small unit's seconds are
     mostly latency, which scaled by bytes would predict hours for a large unit."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._fetches: deque[float] = deque(maxlen=_RECENT)
         self._gaps: dict[Phase, deque[float]] = {phase: deque(maxlen=_RECENT) for phase in Phase}
-        self._last: tuple[Phase, float] | None = None  # phase and time of the last use
 
-    def used(self, phase: Phase) -> None:
-        """A unit's use begins now."""
-        now = self._clock()
-        if self._last is not None and self._last[0] is phase:
-            self._gaps[phase].append(now - self._last[1])
-        self._last = (phase, now)
-
-    def waited(self, seconds: float) -> None:
-        """The use waited for ``seconds``, which do not count as compute."""
-        if self._last is not None:
-            self._last = (self._last[0], self._last[1] + seconds)
+    def computed(self, phase: Phase, seconds: float) -> None:
+        """The next use in a phase came after ``seconds`` of computing, waits not included."""
+        self._gaps[phase].append(seconds)
 
     def fetched(self, seconds: float) -> None:
         """A unit was filled ``seconds`` after it was both requested and published."""
         self._fetches.append(seconds)
-
-    def pause(self) -> None:
-        """The time until the next use is not compute: data loading, a step, an evaluation."""
-        self._last = None
 
     def depth(self, limit: int) -> int:
         """How many units ahead to prefetch: at most ``limit``, and ``limit`` before anything was measured.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, failed, settled
-from rayzero.engine.units.fetch import Fetching, Renewal
+from rayzero.engine.units.fetch import DeviceCopy, Fetching, Renewal
 from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
 from rayzero.lanes.link_speed import LinkSpeed, measure_link
@@ -56,6 +56,7 @@ class UnitTransfers:
         self._store = store
         self._staging = staging
         self._thread = ThreadLane()  # gathers or announces gradients, in push order
+        self.lane: Lane = self._thread  # copies units; its clock is the computation's
         self.link: LinkSpeed | None = None  # set by measure_link
 
     def fetch(
@@ -154,7 +155,7 @@ class DeviceTransfers(UnitTransfers):
         """``mapped``: unit -> its parameters in the owners' memory, which the store has page-locked, until owners on
         another host take it over."""
         super().__init__(store, staging)
-        self._lane = lane
+        self.lane = lane
         self._mapped = mapped
         self._arriving = BufferPool(pinned=staging.pinned)  # bounded by the prefetches, which the device budget bounds
         self._copied: list[tuple[Event, Buffer]] = []  # freed by: _reap, once the copy has run
@@ -172,30 +173,33 @@ class DeviceTransfers(UnitTransfers):
     ) -> Fetching:
         """See ``UnitTransfers``."""
         self._reap()
-        free = self._lane.now()
+        free = self.lane.now()
         host, staged = self._source(unit)
         arrival, request = self._ask(unit, version, host, published, held)
-        ready: Future[Event | None] = Future()
+        ready: Future[DeviceCopy | None] = Future()
+        copied = DeviceCopy()
+
+        def copy() -> None:
+            copied.began = self.lane.now()
+            buffer.flat.copy_(host, non_blocking=True)
+            copied.ended = self.lane.now()
 
         def arrived(answer: Future[None]) -> None:
             try:
                 answer.result()
-                copied = None
                 if not isinstance(request, Renewal) or request.renewed:
-                    copied = self._lane.issue(
-                        "in", lambda: buffer.flat.copy_(host, non_blocking=True), after=[free], label=unit.name
-                    )
+                    copied.event = self.lane.issue("in", copy, after=[free], label=unit.name)
             except Exception as exc:  # must not end the store's thread; the rank's wait raises it
                 if staged is not None:
                     staged.release()
                 ready.set_exception(exc)
                 return
-            if staged is not None and copied is not None:
+            if staged is not None and copied.event is not None:
                 with self._lock:
-                    self._copied.append((copied, staged))
+                    self._copied.append((copied.event, staged))
             elif staged is not None:
                 staged.release()
-            ready.set_result(copied)
+            ready.set_result(None if copied.event is None else copied)
 
         arrival.add_done_callback(arrived)
         return Fetching(version, published, done=ready, request=request, buffer=buffer, ahead=ahead, ready=ready)
@@ -232,9 +236,9 @@ class DeviceTransfers(UnitTransfers):
         target = _target(self._store, self._staging, unit, contribution, (), at_once=False)
         if target is None:
             return None
-        gathered = torch.empty(unit.numel, dtype=unit.dtype, device=self._lane.device)
+        gathered = torch.empty(unit.numel, dtype=unit.dtype, device=self.lane.device)
         gather_into(gathered, unit, grads)
-        copied = self._lane.issue(
+        copied = self.lane.issue(
             "out", lambda: target.flat.copy_(gathered, non_blocking=True), holds=[gathered], label=unit.name
         )
         landed: Future[None] = Future()
@@ -250,8 +254,8 @@ class DeviceTransfers(UnitTransfers):
         """See ``UnitTransfers``. Call it before the step's finish, after which owners may overwrite what a copy reads,
         and before the store closes and frees what a copy writes."""
         if self._mapped:
-            self._lane.drain("in")
-        self._lane.drain("out")
+            self.lane.drain("in")
+        self.lane.drain("out")
 
     def allocated(self) -> dict[tuple[str, str], int]:
         """See ``UnitTransfers``."""
@@ -265,7 +269,7 @@ class DeviceTransfers(UnitTransfers):
     def close(self) -> None:
         """See ``UnitTransfers``."""
         super().close()
-        self._lane.close()
+        self.lane.close()
 
 
 def _held(pool: BufferPool) -> int:

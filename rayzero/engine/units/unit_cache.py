@@ -28,12 +28,13 @@ from torch import Tensor
 from rayzero.codecs.record import codec_of
 from rayzero.config import ZeroConfig
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.fetch import Fetching, Waited
+from rayzero.engine.units.fetch import Fetching
 from rayzero.engine.units.pace import PrefetchPace
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
+from rayzero.engine.units.use_times import UseTimes
 from rayzero.engine.units.writes import WrittenUnits
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
@@ -44,18 +45,13 @@ from rayzero.telemetry.names import (
     PINNED_UNITS,
     PREFETCH_DEPTH,
     PREFETCH_DROPPED,
-    PREFETCH_GROUP_LATE_SECONDS,
     PREFETCH_INFLIGHT_BYTES,
-    PREFETCH_LATE_SECONDS,
-    PREFETCH_LEAD_SECONDS,
-    PREFETCH_REQUESTS,
     PREFETCH_WINDOW_BYTES,
     PREFETCH_WINDOW_LIMIT_BYTES,
     VERSION_LAG,
 )
 from rayzero.telemetry.recorder import Reading, Recorder
 from rayzero.telemetry.spans import nothing
-from rayzero.telemetry.tally import CopyTally
 
 log = logging.getLogger(__name__)
 
@@ -107,14 +103,14 @@ class UnitCache:
         self._check = check
         self._prefetches = config.async_prefetch and config.overlap_computation
         self.most_ahead = config.prefetch_buffer_size if self._prefetches else 0  # units; a depth's bound
-        self._pace = PrefetchPace() if config.prefetch_adaptive else None
+        pace = PrefetchPace() if config.prefetch_adaptive else None
+        self.times = UseTimes(transfers.lane, pace, clock, recorder, groups)
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
         self._dropped: list[Fetching] = []  # dropped fetches that still write. freed by: _reap
         self._up = 0  # units that are not SHARDED
         self._current: int | None = None  # the last unit used
         self._wraps = False  # whether another forward follows before the step
-        self.arrived = CopyTally()  # of units that were then used
         self.evictions = 0  # units resharded because others needed their room
         self.depth = 0
         self.allowed = self.most_ahead  # depth that memory pressure leaves
@@ -129,8 +125,7 @@ class UnitCache:
         if unit.index != self._current and unit.index not in self._root:
             self._current = unit.index
             self.schedule.used(phase, unit.index)
-            if self._pace is not None:
-                self._pace.used(phase)
+            self.times.used(phase)
             if self._up < len(self._units):
                 if unit.state is UnitState.SHARDED:
                     self._fetch(unit, ahead=False)  # before any prefetch
@@ -145,7 +140,7 @@ class UnitCache:
             self._fetch(unit, ahead=False)
         fetching = unit.fetching
         assert fetching is not None
-        there = fetching.done.done()
+        there, began = fetching.done.done(), self.times.now()
         try:
             waited = unit.wait_unsharded()
         except BaseException:
@@ -153,28 +148,7 @@ class UnitCache:
             raise
         self.writes.put_back(unit)
         self._note("unshard", unit.name)
-        self._count_use(unit, fetching, there, waited)
-
-    def _count_use(self, unit: ParamUnit, fetching: Fetching, there: bool, waited: Waited) -> None:
-        result = "miss" if not fetching.ahead else "hit" if there else "late"
-        self._recorder.add(PREFETCH_REQUESTS, 1, result=result)
-        if result == "hit":
-            self._recorder.observe(PREFETCH_LEAD_SECONDS, fetching.lead)
-        else:
-            self._recorder.add(PREFETCH_GROUP_LATE_SECONDS, waited.total, group=self._groups[unit.index])
-        if result == "late":
-            self._recorder.observe(PREFETCH_LATE_SECONDS, waited.total)
-        if waited.optimizer:
-            self._clock.waited("optimizer", waited.optimizer, ago=waited.fetch)
-        if waited.fetch:
-            self._clock.waited("fetch", waited.fetch)
-        seconds = fetching.seconds
-        if seconds is not None:
-            self.arrived.add(unit.size_bytes, seconds if fetching.ready is None else None)
-        if self._pace is not None:
-            self._pace.waited(waited.total)
-            if seconds is not None:
-                self._pace.fetched(seconds)
+        self.times.waited(unit.layout, fetching, there, waited, began)
 
     def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
         """Request a unit; a prefetch (``ahead``) only if there is room. Returns whether it was requested."""
@@ -427,19 +401,20 @@ class UnitCache:
             self._reap(wait=False)
         self.adapt(most_ahead)
         self.prefetch_first()
-        if self._pace is not None:
-            self._pace.pause()
+        self.times.pause()
 
     def adapt(self, most_ahead: Callable[[int], int]) -> None:
         """Set the prefetch depth by memory pressure and the measured pace; see ``begin_pass``."""
         if self.most_ahead:
             self.allowed = most_ahead(self.most_ahead)
-            self._set_depth(self.allowed if self._pace is None else self._pace.depth(self.allowed))
+            pace = self.times.pace
+            self._set_depth(self.allowed if pace is None else pace.depth(self.allowed))
 
     def forget(self) -> None:
         """Predict uses and times from scratch, as before the first pass."""
         self.schedule = UnitSchedule(len(self._units), always=self._root)
-        self._pace = PrefetchPace() if self._pace is not None else None
+        if self.times.pace is not None:
+            self.times.pace = PrefetchPace()
         self.allowed = self.most_ahead
         self._set_depth(self.most_ahead)
 
@@ -461,6 +436,7 @@ class UnitCache:
 
     def advance(self) -> None:
         """The step's finish is sent: read units at the next version."""
+        self.times.count()
         self.version += 1
         self._wraps = False
         self.schedule.begin_pass()

@@ -1,0 +1,158 @@
+"""Measures how long uses of units wait, and what they compute in between: from that follows how far to fetch ahead.
+
+[Note: two clocks] The host issues a use long before a CUDA device comes to it. So what counts as a wait there is how
+long the computing stream stood: the time between two of its events, around the use's wait. A copy takes two events of
+its own stream. All are read once the device has passed them, which is some uses later, and nothing ever blocks for
+that. What the host itself was blocked for counts in the phases of its step (step_clock.py), on the CPU in both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rayzero.engine.step_clock import StepClock
+from rayzero.engine.units.fetch import Fetching, Waited
+from rayzero.engine.units.pace import PrefetchPace
+from rayzero.engine.units.schedule import Phase
+from rayzero.lanes import Event, Lane
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.telemetry.names import (
+    PREFETCH_GROUP_LATE_SECONDS,
+    PREFETCH_LATE_SECONDS,
+    PREFETCH_LEAD_SECONDS,
+    PREFETCH_REQUESTS,
+)
+from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.tally import CopyTally
+
+_AT_ONCE_S = 2e-5  # on a device: what two events without a wait between them are apart, with a margin
+
+
+@dataclass(slots=True)
+class _Stop:
+    """The computation goes on after it has waited for a unit."""
+
+    unit: UnitLayout
+    fetching: Fetching
+    was_there: bool  # the host did not have to wait
+    host: Waited
+    lead: float  # since when it was there, on the host's clock
+    began: Event
+    ended: Event
+
+
+@dataclass(slots=True)
+class _Gap:
+    """From the begin of one use to that of the next one."""
+
+    phase: Phase
+    began: Event
+    ended: Event | None = None
+    stops: list[_Stop] = field(default_factory=list)  # within
+
+
+class UseTimes:
+    """The waits of one rank's uses, in their order.
+
+    Knows events and seconds; not which units are up. Methods run on the computing thread."""
+
+    def __init__(
+        self, lane: Lane, pace: PrefetchPace | None, clock: StepClock, recorder: Recorder, groups: Sequence[str]
+    ) -> None:
+        """``lane``: copies units; its clock is that of the computation. ``pace``: is told what was measured; None:
+        nobody is. ``groups``: by unit, labels in metrics."""
+        self.arrived = CopyTally()  # of units that were then used
+        self.pace = pace
+        self._lane, self._clock, self._recorder, self._groups = lane, clock, recorder, groups
+        self._gap: _Gap | None = None  # that is open
+        self._pending: deque[_Stop | _Gap] = deque()  # not all of their events have passed
+
+    def used(self, phase: Phase) -> None:
+        """A unit's use begins now, the first one's or another one's than before."""
+        if self.pace is None:
+            return
+        now = self._lane.now()
+        if self._gap is not None and self._gap.phase is phase:
+            self._gap.ended = now
+            self._pending.append(self._gap)
+        self._gap = _Gap(phase, now)
+        self.count()
+
+    def pause(self) -> None:
+        """The time until the next use is not compute: data loading, a step, an evaluation."""
+        self._gap = None
+
+    def now(self) -> Event:
+        """The begin of a wait."""
+        return self._lane.now()
+
+    def waited(self, unit: UnitLayout, fetching: Fetching, was_there: bool, host: Waited, began: Event) -> None:
+        """A use has waited for a unit since ``began``: the host for ``host``, a device for as long as it will find."""
+        for cause, seconds, ago in (("optimizer", host.optimizer, host.fetch), ("fetch", host.fetch, 0.0)):
+            if seconds:
+                self._clock.blocked(cause, seconds, ago=ago)
+        stop = _Stop(unit, fetching, was_there, host, fetching.lead - host.total, began, self._lane.now())
+        self._pending.append(stop)
+        if self._gap is not None:
+            self._gap.stops.append(stop)
+        self.count()
+
+    def count(self) -> None:
+        """Count what is known by now."""
+        while self._pending and self._is_known(self._pending[0]):
+            match self._pending.popleft():
+                case _Stop() as stop:
+                    self._count_stop(stop)
+                case _Gap(phase, began, ended, stops):
+                    assert self.pace is not None
+                    assert ended is not None
+                    self.pace.computed(phase, self._seconds(began, ended) - sum(map(self._stood, stops)))
+
+    def _is_known(self, each: _Stop | _Gap) -> bool:
+        assert each.ended is not None
+        if isinstance(each, _Stop) and each.fetching.copied is not None:
+            return self._lane.seconds(each.began, each.ended) is not None and each.fetching.copied.has_run(self._lane)
+        return self._lane.seconds(each.began, each.ended) is not None
+
+    def _seconds(self, began: Event, ended: Event) -> float:
+        seconds = self._lane.seconds(began, ended)
+        assert seconds is not None, "both have passed"
+        return seconds
+
+    def _stood(self, stop: _Stop) -> float:
+        """How long the computation stood."""
+        if not stop.fetching.on_device:
+            return stop.host.total
+        stood = self._seconds(stop.began, stop.ended)
+        return stood if stood > _AT_ONCE_S else 0.0
+
+    def _count_stop(self, stop: _Stop) -> None:
+        fetching, stood = stop.fetching, self._stood(stop)
+        copied = 0.0 if fetching.copied is None else fetching.copied.seconds(self._lane)
+        at_once = not stood if fetching.on_device else stop.was_there
+        result = "miss" if not fetching.ahead else "hit" if at_once else "late"
+        self._recorder.add(PREFETCH_REQUESTS, 1, result=result)
+        if result == "hit":
+            ended = None if fetching.copied is None else fetching.copied.ended
+            self._recorder.observe(
+                PREFETCH_LEAD_SECONDS, max(0.0, stop.lead if ended is None else self._seconds(ended, stop.began))
+            )
+        else:
+            self._recorder.add(PREFETCH_GROUP_LATE_SECONDS, stood, group=self._groups[stop.unit.index])
+        if result == "late":
+            self._recorder.observe(PREFETCH_LATE_SECONDS, stood)
+        self._expose(stop, stood, copied)
+        if (seconds := fetching.seconds) is not None:
+            self.arrived.add(stop.unit.size_bytes, seconds + copied)
+            if self.pace is not None:
+                self.pace.fetched(seconds + copied)
+
+    def _expose(self, stop: _Stop, stood: float, copied: float) -> None:
+        """Put down what the computation stood for: the last part to the bytes, the rest to the update before them."""
+        fetch = min(stood, stop.host.fetch + copied)
+        optimizer = min(stop.host.optimizer, stood - fetch)
+        for cause, seconds in (("optimizer", optimizer), ("fetch", stood - optimizer)):
+            if seconds:
+                self._clock.exposed(cause, seconds)
