@@ -42,11 +42,11 @@ def error_line(make: Callable[[], Any]) -> str:
 # ---- defaults and values ----------------------------------------------------------------------------------------
 
 
-def test_defaults_are_those_of_the_specification() -> None:
+def test_defaults_are_those_of_the_specification_and_limits_those_of_the_machine() -> None:
     config = ZeroConfig()
     assert (config.offload_params, config.offload_grads, config.offload_optimizer_states) == (True, True, True)
-    assert (config.cpu_memory_budget, config.gpu_param_memory_budget) == (32 * GIB, 2 * GIB)
-    assert (config.max_gpu_memory_mb, config.max_cpu_memory_mb) == (8192, 65536)
+    assert (config.cpu_memory_budget, config.gpu_param_memory_budget) == (None, 2 * GIB)
+    assert (config.max_gpu_memory_mb, config.max_cpu_memory_mb) == (None, None)
     assert (config.prefetch_buffer_size, config.async_prefetch) == (16, True)
     assert (config.overlap_computation, config.pin_cpu_memory) == (True, True)
     assert config.cpu_compression is CpuCompressionMethod.NONE
@@ -136,6 +136,7 @@ def test_memory_strategies() -> None:
 
 
 def test_effective_budget_counts_uncompressed_bytes() -> None:
+    assert ZeroConfig().effective_cpu_memory_budget is None, "what the host has"
     config = ZeroConfig(cpu_memory_budget=1000)
     assert config.effective_cpu_memory_budget == 1000
     assert config.with_compression("fp16").effective_cpu_memory_budget == 2000
@@ -145,7 +146,7 @@ def test_effective_budget_counts_uncompressed_bytes() -> None:
 
 @given(st.integers(1, 1 << 50))
 def test_effective_budget_is_exact_where_fp32_would_round(budget: int) -> None:
-    config = ZeroConfig(cpu_memory_budget=budget, max_cpu_memory_mb=1 << 40)
+    config = ZeroConfig(cpu_memory_budget=budget)
     assert config.effective_cpu_memory_budget == budget
     assert config.with_compression("int8").effective_cpu_memory_budget == budget * 256 // 65
 

@@ -40,8 +40,8 @@ def test_a_line_has_unit_and_default_as_python_or_yaml_write_them() -> None:
     assert "      memory_per_worker: bytes or None = None  Bytes of host" in told
     assert "      placement_timeout: seconds = 30.0  Seconds to wait" in told
     settings = describe_settings(RecipeConfig)
-    assert any(line.startswith("zero.cpu_memory_budget: bytes = 32GiB  Bytes of host") for line in settings)
-    assert any(line.startswith("zero.max_cpu_memory_mb: MiB = 65536  ") for line in settings)
+    assert any(line.startswith("zero.gpu_param_memory_budget: bytes = 2GiB  Bytes of gath") for line in settings)
+    assert any(line.startswith("zero.max_cpu_memory_mb: MiB or null = null  ") for line in settings)
     assert any(line.startswith("scaling.memory_per_worker: bytes or null = null  ") for line in settings)
     assert any(line.startswith('zero.precision: "fp32" | "bf16" | "fp16" = "fp32"  ') for line in settings)
     assert any(line.startswith("run.telemetry.enabled: bool = true  ") for line in settings)
@@ -66,7 +66,8 @@ from pathlib import Path
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 
 zero = ZeroConfig(cpu_memory_budget="4GiB", gpu_param_memory_budget=1 << 30, precision="bf16", units=["Block"])
-budget: int = zero.cpu_memory_budget
+budget: int = zero.gpu_param_memory_budget
+allowed: int | None = zero.cpu_memory_budget
 scaling = ScalingConfig(num_workers=2, memory_per_worker="1GiB", memory_per_optimizer=None)
 reserved: int | None = scaling.memory_per_worker
 run = RunConfig(name="demo", storage_path=Path("runs"), resume=Path("x"), telemetry=TelemetryConfig(port=0))

@@ -136,7 +136,7 @@ class RunActors:
         other_ranks: bool = False,
         keep: KeptStates | None = None,
         former: Former | None = None,
-        owner_memory: int,
+        owner_memory: int | None,
         share: Path | None,
         slab_dir: Path,
         telemetry: TelemetryConfig,
@@ -148,8 +148,9 @@ class RunActors:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         routing table.
 
-        owner_memory: bytes each owner may allocate. share: directory of shared memory, None: none. slab_dir: where it
-        would be. beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
+        owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
+        none. slab_dir: where it would be. beside_ranks: the device on which owners beside the ranks have their states;
+        None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
         library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
@@ -196,7 +197,7 @@ class RunActors:
 
     def _plan_owners(
         self,
-        memory: int,
+        memory: int | None,
         share: Path | None,
         telemetry: TelemetryConfig,
         beside_ranks: str | None,

@@ -66,8 +66,9 @@ class ZeroConfig(ConfigModel):
     activation_host_budget: Size | None = None
     """Bytes of host memory that offloaded activations may take; the rest stays on the device. None: no limit."""
 
-    cpu_memory_budget: Size = 32 * GIB
-    """Bytes of host memory each owner's plan may use (parameters, master, moments, gradient landing, staging)."""
+    cpu_memory_budget: Size | None = None
+    """Bytes of host memory each owner's plan may use (parameters, master, moments, gradient landing, staging). None:
+    what its host, its cgroup and slab_dir have room for when it starts."""
 
     gpu_param_memory_budget: Size = 2 * GIB
     """Bytes of gathered parameters on a rank's device, prefetches included; a larger unit is admitted when alone."""
@@ -80,12 +81,13 @@ class ZeroConfig(ConfigModel):
     """True: the prefetch depth follows measured fetch and compute times: the fewest units that still arrive in time.
     False: it is always prefetch_buffer_size."""
 
-    max_gpu_memory_mb: Mebibytes = 8192
+    max_gpu_memory_mb: Mebibytes | None = None
     """MiB of device memory that count as full, beside what the device has: pressure is what torch has allocated over
-    this."""
+    this. None: only the device itself counts."""
 
-    max_cpu_memory_mb: Mebibytes = 65536
-    """MiB of host memory that count as full, beside RAM and cgroup: pressure is the process's RSS over this."""
+    max_cpu_memory_mb: Mebibytes | None = None
+    """MiB of host memory that count as full, beside RAM, cgroup and slab_dir: pressure is the process's RSS over this.
+    None: only these count."""
 
     async_prefetch: Flag = True
     """True: units are fetched before they are used. False: a unit is fetched only at its use."""
@@ -215,12 +217,12 @@ class ZeroConfig(ConfigModel):
             activation_min_bytes: int | str = ...,
             activation_device_budget: int | str | None = ...,
             activation_host_budget: int | str | None = ...,
-            cpu_memory_budget: int | str = ...,
+            cpu_memory_budget: int | str | None = ...,
             gpu_param_memory_budget: int | str = ...,
             prefetch_buffer_size: int = ...,
             prefetch_adaptive: bool = ...,
-            max_gpu_memory_mb: int = ...,
-            max_cpu_memory_mb: int = ...,
+            max_gpu_memory_mb: int | None = ...,
+            max_cpu_memory_mb: int | None = ...,
             async_prefetch: bool = ...,
             overlap_computation: bool = ...,
             pin_cpu_memory: bool = ...,
@@ -280,8 +282,8 @@ class ZeroConfig(ConfigModel):
             ("gpu_param_memory_budget", "max_gpu_memory_mb"),
             ("cpu_memory_budget", "max_cpu_memory_mb"),
         ):
-            wanted, allowed = getattr(self, budget) // MIB, getattr(self, limit)
-            if wanted > allowed:
+            wanted, allowed = getattr(self, budget), getattr(self, limit)
+            if wanted is not None and allowed is not None and (wanted := wanted // MIB) > allowed:
                 raise ValueError(
                     f"{budget} is {wanted} MiB but {limit} allows {allowed} MiB; raise {limit} or lower {budget}"
                 )
@@ -303,8 +305,11 @@ class ZeroConfig(ConfigModel):
         return self.cpu_compression.ratio()
 
     @property
-    def effective_cpu_memory_budget(self) -> int:
-        """Bytes of fp32 weights that fit in ``cpu_memory_budget`` under ``cpu_compression``, rounded down."""
+    def effective_cpu_memory_budget(self) -> int | None:
+        """Bytes of fp32 weights that fit in ``cpu_memory_budget`` under ``cpu_compression``, rounded down; None if it
+        is None."""
+        if self.cpu_memory_budget is None:
+            return None
         return math.floor(self.cpu_memory_budget / Fraction(str(self.compression_ratio)))
 
     def require_supported(self) -> None:
@@ -327,20 +332,20 @@ class ZeroConfig(ConfigModel):
         """A new config with ``offload_optimizer_states`` set."""
         return self.replace(offload_optimizer_states=enabled)
 
-    def with_cpu_memory_budget(self, budget: int | str) -> Self:
-        """A new config with ``cpu_memory_budget`` set (bytes, or text such as "64GiB")."""
+    def with_cpu_memory_budget(self, budget: int | str | None) -> Self:
+        """A new config with ``cpu_memory_budget`` set (bytes, or text such as "64GiB"; None: what the host has)."""
         return self.replace(cpu_memory_budget=budget)
 
     def with_gpu_param_memory_budget(self, budget: int | str) -> Self:
         """A new config with ``gpu_param_memory_budget`` set (bytes, or text such as "4GiB")."""
         return self.replace(gpu_param_memory_budget=budget)
 
-    def with_max_gpu_memory_mb(self, limit: int) -> Self:
-        """A new config with ``max_gpu_memory_mb`` set (MiB)."""
+    def with_max_gpu_memory_mb(self, limit: int | None) -> Self:
+        """A new config with ``max_gpu_memory_mb`` set (MiB; None: what the device has)."""
         return self.replace(max_gpu_memory_mb=limit)
 
-    def with_max_cpu_memory_mb(self, limit: int) -> Self:
-        """A new config with ``max_cpu_memory_mb`` set (MiB)."""
+    def with_max_cpu_memory_mb(self, limit: int | None) -> Self:
+        """A new config with ``max_cpu_memory_mb`` set (MiB; None: what the host has)."""
         return self.replace(max_cpu_memory_mb=limit)
 
     def with_prefetch_buffer_size(self, depth: int) -> Self:

@@ -68,8 +68,8 @@ class Pressure:
 class PressureLimits:
     """What full means where no kernel says so."""
 
-    max_cpu_memory_mb: int  # MiB of the process's resident set
-    max_gpu_memory_mb: int  # MiB that torch has allocated on the device
+    max_cpu_memory_mb: int | None = None  # MiB of the process's resident set; None: only the machine's limits count
+    max_gpu_memory_mb: int | None = None  # MiB that torch has allocated on the device; None: the same
     slab_dir: Path | None = None  # its file system holds shared memory; None: there is none
 
 
@@ -77,9 +77,12 @@ def read_pressure(device: torch.device, limits: PressureLimits) -> Pressure:
     """Measure a rank's resources now. Page cache that the kernel drops first, and blocks that torch keeps free, do not
     count as used."""
     own, host = read_memory(device), read_host_pressure(limits.slab_dir)
-    shares = {Resource.MAX_CPU: own.cpu_used / (limits.max_cpu_memory_mb * MIB)}
+    shares = {}
+    if limits.max_cpu_memory_mb is not None:
+        shares[Resource.MAX_CPU] = own.cpu_used / (limits.max_cpu_memory_mb * MIB)
     if device.type == "cuda":
         shares[Resource.DEVICE] = _device_share(device)
+    if device.type == "cuda" and limits.max_gpu_memory_mb is not None:
         shares[Resource.MAX_GPU] = own.gpu_used / (limits.max_gpu_memory_mb * MIB)
     return Pressure(shares={**host.shares, **_bounded(shares)}, stalls=host.stalls)
 

@@ -293,9 +293,10 @@ def _leaving(layout: ModelLayout) -> int:
 
 
 def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:
-    """Raise MemoryPlanError, with the sum, if an owner needs more than ``cpu_memory_budget``."""
-    for owner in run.owners:
-        check_budget(owner, zero.cpu_memory_budget)
+    """Raise MemoryPlanError, with the sum, if an owner needs more than ``cpu_memory_budget``, where that is set."""
+    if (budget := zero.cpu_memory_budget) is not None:
+        for owner in run.owners:
+            check_budget(owner, budget)
 
 
 def check_fits(run: RunBytes, hardware: Hardware) -> None:

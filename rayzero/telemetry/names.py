@@ -142,7 +142,8 @@ EXPOSED_WAIT_SECONDS = _counter(
     unit="s",
     labels=("cause",),
     roles=(RANK,),
-    help="Seconds that this rank's loop waited, or on CUDA its computing stream for units. cause: fetch (bytes in flight), optimizer (update not published yet), "
+    help="Seconds that this rank's loop waited, or on CUDA its computing stream for units. cause: fetch (bytes in "
+    "flight), optimizer (update not published yet), "
     "push (gradients not landed yet), norm (other ranks), mean (other ranks, in mean_over_ranks).",
 )
 OVERLAP_RATIO = _gauge(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayzero.config import AutoMemoryStrategy
 from rayzero.memory.pressure import (
     MemoryReading,
     Pressure,
@@ -21,6 +22,7 @@ from rayzero.memory.pressure import (
     read_pressure,
 )
 from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, parse_stalls
+from rayzero.memory.strategy import Relief, measures
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -46,6 +48,31 @@ def test_pressure_is_that_of_the_fuller_side_and_at_most_one(
     limits = PressureLimits(max_cpu_memory_mb=2048, max_gpu_memory_mb=1024)
     shares = read_pressure(torch.device("cuda"), limits).shares
     assert max(shares[Resource.MAX_CPU], shares[Resource.MAX_GPU]) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "collects"), [(PressureLimits(), False), (PressureLimits(max_gpu_memory_mb=8192), True)]
+)
+def test_a_large_device_is_not_full_before_it_is_unless_a_limit_says_so(
+    limits: PressureLimits, collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card of 80 GiB, of which torch has 10."""
+    monkeypatch.setattr("rayzero.memory.pressure.read_memory", lambda _: MemoryReading(cpu_used=0, gpu_used=10 << 30))
+    monkeypatch.setattr("rayzero.memory.pressure._device_share", lambda _: 10 / 80)
+    monkeypatch.setattr("rayzero.memory.pressure.read_host_pressure", lambda _: Pressure(shares={Resource.HOST: 0.2}))
+    found = read_pressure(torch.device("cuda"), limits)
+    relief = Relief.of_rank(cuda=True, own_buffers=True)
+    asked = measures(AutoMemoryStrategy.AGGRESSIVE, found.shares, 16, relief)
+    assert (asked.collect, asked.depth < 16) == (collects, collects)
+    assert found.shares[Resource.DEVICE] == 0.125
+
+
+def test_a_full_machine_counts_without_any_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayzero.memory.pressure.tightest_cgroup", lambda: HostLimits(available=1, total=10, source=""))
+    found = read_pressure(CPU, PressureLimits(slab_dir=Path("/dev/shm")))
+    assert found.fullest is Resource.CGROUP
+    assert set(found.shares) == {Resource.HOST, Resource.CGROUP, Resource.SHM}
+    assert measures(AutoMemoryStrategy.AGGRESSIVE, found.shares, 16, Relief()).collect
 
 
 def test_a_rank_without_a_device_reads_what_the_host_has() -> None:

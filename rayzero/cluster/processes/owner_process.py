@@ -26,7 +26,7 @@ class OwnerSettings:
     owner: int
     num_owners: int
     threads: int  # that compute updates
-    memory_budget: int  # bytes its plan may use
+    memory_budget: int | None  # bytes its plan may use; None: what its host has
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
