@@ -233,12 +233,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--without", nargs="*", default=[], help="contestants to leave out")
+    parser.add_argument("--only-limits", action="store_true", help="measure host memory and the link, and end")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here (torch.cuda.is_available() is False); --device cpu --sizes tiny tries it")
     rules = Rules(rounds=args.rounds, steps=args.steps, patience_s=0.0)
     limits = measure_limits(args.device, 1024 if args.device == "cuda" else 16)
+    if args.only_limits:
+        print(json.dumps(asdict(limits)))
+        return
     apart = check(args.device, "small" if args.device == "cuda" else "tiny", args.threads, args.without)
     facts = about() | {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
     facts |= {"threads": args.threads, "limits": asdict(limits), "loss_apart": apart, "rules": asdict(rules)}

@@ -1,6 +1,6 @@
 """Measures HybridDeviceOptimizer against one CPU optimizer per tensor with copies inside step(): see README.md here.
 
-python benchmarks/hybrid.py [--layers 500] [--width 64] [--threads 1] [--rounds 9] [--json]
+python benchmarks/hybrid.py [--layers 500] [--width 64] [--threads 1] [--rounds 9] [--device cuda] [--json]
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class OneOptimizerATensor:
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.param_groups = [{"params": params, **ADAMW}]
-        self.copies = [nn.Parameter(param.detach().clone()) for param in params]
-        self.grads = [torch.empty_like(copy) for copy in self.copies]
+        self.on_cuda = params[0].is_cuda
+        self.copies = [nn.Parameter(_host(param.detach(), self.on_cuda).copy_(param.detach())) for param in params]
+        self.grads = [_host(copy, self.on_cuda) for copy in self.copies]
         self.optimizers = [torch.optim.AdamW([copy], fused=True, **ADAMW) for copy in self.copies]
         self.state: dict[Tensor, Any] = {}
 
@@ -42,6 +43,8 @@ class OneOptimizerATensor:
         for param, copy, grad in zip(self.params, self.copies, self.grads, strict=True):
             grad.copy_(param.grad, non_blocking=True)
             copy.grad = grad
+        if self.on_cuda:
+            torch.cuda.current_stream().synchronize()
         for param, copy, optimizer in zip(self.params, self.copies, self.optimizers, strict=True):
             optimizer.step()
             param.copy_(copy, non_blocking=True)
@@ -56,6 +59,10 @@ class OneOptimizerATensor:
     def zero_grad(self) -> None:
         for param in self.params:
             param.grad = None
+
+
+def _host(like: Tensor, pinned: bool) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
 
 
 class NoOffload(torch.optim.AdamW):
@@ -81,27 +88,33 @@ CONTESTANTS: dict[str, Callable[[list[Tensor]], Any]] = {
 class Player:
     """A contestant and its model."""
 
-    def __init__(self, name: str, layers: int, width: int) -> None:
+    def __init__(self, name: str, layers: int, width: int, device: str) -> None:
         torch.manual_seed(0)
         linears = [nn.Linear(width, width) for _ in range(layers)]
-        self.model = nn.Sequential(*[part for linear in linears for part in (linear, nn.Tanh())])
+        self.model = nn.Sequential(*[part for linear in linears for part in (linear, nn.Tanh())]).to(device)
         self.optimizer = CONTESTANTS[name](list(self.model.parameters()))
-        self.x = torch.randn(16, width)
+        self.x = torch.randn(16, width).to(device)
+        self.settle = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def whole(self) -> float:
-        """Seconds of forward, backward and step. As in a loop, the host may still be working when they end."""
+        """Seconds of forward, backward and step. As in a loop, the host may still be working when they end; the device
+        may not."""
+        self.settle()
         begin = time.perf_counter()
         self.optimizer.zero_grad()
         self.model(self.x).square().mean().backward()
         self.optimizer.step()
+        self.settle()
         return time.perf_counter() - begin
 
     def alone(self) -> float:
         """Seconds of a step, from ready gradients until every parameter is back."""
         self.optimizer.wait()
+        self.settle()
         begin = time.perf_counter()
         self.optimizer.step()
         self.optimizer.wait()
+        self.settle()
         return time.perf_counter() - begin
 
     def weights(self) -> list[Tensor]:
@@ -109,10 +122,10 @@ class Player:
         return [param.detach().clone() for param in self.model.parameters()]
 
 
-def measure(layers: int, width: int, rounds: int, repeats: int) -> dict[str, Any]:
+def measure(layers: int, width: int, rounds: int, repeats: int, device: str) -> dict[str, Any]:
     """Let all contestants play in turn, round by round; returns the figures, and whether their weights have equal
     bits."""
-    players = {name: Player(name, layers, width) for name in CONTESTANTS}
+    players = {name: Player(name, layers, width, device) for name in CONTESTANTS}
     for player in players.values():
         player.whole(), player.whole()
     times: dict[str, dict[str, list[float]]] = {name: {"alone": [], "whole": []} for name in players}
@@ -164,10 +177,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads; several wait for each other under load")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=3, help="repeats of each in a round; the best counts")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = measure(options.layers, options.width, options.rounds, options.repeats)
+    found = measure(options.layers, options.width, options.rounds, options.repeats, options.device)
     if options.json:
         print(json.dumps(found, indent=2))
         return

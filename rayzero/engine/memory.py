@@ -107,8 +107,7 @@ class RankMemory:
         if self._heap.peak:
             yield Reading(HEAP_BYTES, self._heap.peak, {"kind": "peak"})
         if on_gpu:
-            pinned = sum(size for (_, tier), size in held.items() if tier == "pinned")
-            yield Reading(PINNED_BYTES, locked_bytes() + pinned, {})
+            yield Reading(PINNED_BYTES, locked_bytes(), {})
             yield from _allocator(self.device)
 
     def free(self, cache: UnitCache | None, activations: ActivationOffload | None) -> dict[str, Freed]:

@@ -2,6 +2,9 @@
 
 [Note: groups of 8] Up to 8 ranks this is plain rank order. The rank's number decides its group, not which ranks are
 present, so that one day a relay on a node of 8 can add its ranks first without changing a bit.
+
+[Note: over the link] A copy between host and device that changes the dtype converts on the side that it comes from: 16
+bits from the host would cross as 32. So what crosses keeps its dtype, and the device converts it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ class RankSum:
         self._total = torch.zeros(tile, device=device)
         self._group = torch.zeros(tile, device=device)
         self._wide = torch.zeros(tile, device=device)
+        self._came: dict[torch.dtype, Tensor] = {}  # for parts from elsewhere. [Note: over the link]
 
     def sum(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> Tensor:
         """The 1D fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty). Gradients are 1D with
@@ -31,7 +35,7 @@ class RankSum:
         The result may be the only rank's own memory, so do not write to it. It is valid until the next call."""
         if len(ranks) == 1:
             only = gradients[ranks[0]][start:stop]
-            return only if self._ready(only) else self._total[: stop - start].copy_(only)
+            return only if self._ready(only) else self._widen(self._total[: stop - start], only)
         total, group = self._total[: stop - start], self._group[: stop - start]
         for index, (_, members) in enumerate(groupby(ranks, key=lambda rank: rank // GROUP)):
             parts = [gradients[rank][start:stop] for rank in members]
@@ -47,12 +51,24 @@ class RankSum:
         return summed.data_ptr() == self._total.data_ptr()
 
     def _sum_group(self, out: Tensor, parts: list[Tensor]) -> None:
-        out.copy_(parts[0])
+        self._widen(out, parts[0])
         for part in parts[1:]:
             if not self._ready(part):
-                part = self._wide[: part.numel()].copy_(part)  # add_ of mixed dtypes would allocate
+                part = self._widen(self._wide[: part.numel()], part)  # add_ of mixed dtypes would allocate
             out.add_(part)
+
+    def _widen(self, out: Tensor, part: Tensor) -> Tensor:
+        """Copy a part into ``out``, which is fp32 and where the sum is. Page-locked memory is read until the device has
+        come to it."""
+        if not self._is_here(part) and part.dtype is not torch.float32:
+            if part.dtype not in self._came:
+                self._came[part.dtype] = torch.empty_like(self._total, dtype=part.dtype)
+            part = self._came[part.dtype][: part.numel()].copy_(part, non_blocking=True)
+        return out.copy_(part, non_blocking=True)
 
     def _ready(self, part: Tensor) -> bool:
         """Whether a part is fp32 and on the device of the sum."""
-        return part.dtype is torch.float32 and part.device == self._total.device
+        return part.dtype is torch.float32 and self._is_here(part)
+
+    def _is_here(self, part: Tensor) -> bool:
+        return part.device == self._total.device

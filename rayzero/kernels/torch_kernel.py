@@ -28,7 +28,7 @@ from rayzero.kernels.stamps import STAMP, TileStamps
 Tile = tuple[Segment, int, int]  # a segment, and the first and last (excluded) of its elements in the shard
 
 TILE = 1 << 18  # elements: 1-4 MiB of scratch per thread stay in cache between passes; smaller tiles make more calls
-DEVICE_TILE = 1 << 21  # on a device: 32 MiB of scratch, and copies over the link that are long enough
+DEVICE_TILE = 1 << 21  # on a device: up to 44 MiB of scratch, and copies over the link that are long enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ class _Hand:
         self._sum = RankSum(tile, device)
         self._scaled = torch.zeros(tile, device=device)
         self._step = torch.zeros((), device=device)  # torch's kernels read the step count from a tensor
+        self._rounded: Tensor | None = None  # parameters for elsewhere: [Note: over the link] in rank_sum.py
 
     @torch.no_grad()
     def work(self, update: _Update) -> None:
@@ -185,7 +186,15 @@ class _Hand:
         master = memory.master[start:stop]
         self._adam(memory, master, grad, segment, start, stop)
         if memory.params is not None:
-            memory.params[start:stop].copy_(master)
+            self._publish(memory.params[start:stop], master)
+
+    def _publish(self, params: Tensor, master: Tensor) -> None:
+        """Round a tile's master into the published parameters, of the master's device or the host."""
+        if params.device != master.device and params.dtype is not master.dtype:
+            if self._rounded is None or self._rounded.dtype is not params.dtype:
+                self._rounded = torch.empty_like(self._scaled, dtype=params.dtype)
+            master = self._rounded[: params.numel()].copy_(master)
+        params.copy_(master, non_blocking=True)
 
     def _adam(self, memory: AdamMemory, master: Tensor, grad: Tensor, segment: Segment, start: int, stop: int) -> None:
         largest = [memory.max_exp_avg_sq[start:stop]] if memory.max_exp_avg_sq is not None else []

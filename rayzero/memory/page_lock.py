@@ -1,5 +1,7 @@
-"""Page-locks host memory that exists already, by registering it with the CUDA driver, so that CUDA can copy from and to
-it by itself."""
+"""Page-locks host memory by registering it with the CUDA driver, so that CUDA can copy from and to it by itself.
+
+[Note: torch's own] ``pin_memory=True`` takes the next power of two, up to twice what was asked for, and keeps what is
+freed. A range that this module maps and registers takes whole pages, and goes back when its last tensor does."""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rayzero.errors import MemoryPlanError
+from rayzero.memory.mapping import Mapping, whole_pages
 from rayzero.quantities import format_bytes
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly: CUDA runtime API, cudaHostRegister
@@ -22,6 +26,18 @@ _locked: dict[int, int] = {}  # of this process: address -> bytes
 def locked_bytes() -> int:
     """How many bytes this process has registered now."""
     return sum(list(_locked.values()))
+
+
+def host_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Zeroed host memory, 1D. ``pinned``: page-locked. [Note: torch's own] Raises MemoryPlanError if the driver
+    refuses. Freed with its last tensor, and if it is page-locked, once the device has ended what is queued."""
+    if not pinned or not numel:
+        return torch.zeros(numel, dtype=dtype)
+    mapping = Mapping.fresh(whole_pages(numel * dtype.itemsize))
+    runtime = _register(mapping.address, mapping.size, read_only=False)
+    last = weakref.finalize(mapping.keeper, _unregister_idle, runtime, mapping.address)  # runs before it is unmapped
+    last.atexit = False
+    return mapping.tensor(0, numel, dtype)
 
 
 def beyond_limit(params: int, gradients: int, limit: int) -> str | None:
@@ -47,19 +63,31 @@ class PageLock:
     def __init__(self, address: int, size: int, keeper: object, *, read_only: bool) -> None:
         """``size``: bytes. ``keeper``: keeps the range mapped. ``read_only``: the range is mapped without the right to
         write; not every device can register such memory. Raises MemoryPlanError if the driver refuses."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if read_only else 0))
-        if int(status) != 0:
-            raise MemoryPlanError(
-                f"CUDA refused to page-lock {format_bytes(size)} of shared memory (error {int(status)}); "
-                "raise the limit (ulimit -l), or set pin_cpu_memory=False"
-            )
-        _locked[address] = size
+        runtime = _register(address, size, read_only=read_only)
         self._release = weakref.finalize(self, _unregister, runtime, address, keeper)
 
     def release(self) -> None:
         """Unregister the range. Call it after the last copy. Idempotent."""
         self._release()
+
+
+def _register(address: int, size: int, *, read_only: bool) -> Any:
+    """Register a range; returns CUDA's runtime."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if read_only else 0))
+    if int(status) != 0:
+        raise MemoryPlanError(
+            f"CUDA refused to page-lock {format_bytes(size)} of host memory (error {int(status)}); "
+            "raise the limit (ulimit -l), or set pin_cpu_memory=False"
+        )
+    _locked[address] = size
+    return runtime
+
+
+def _unregister_idle(runtime: Any, address: int) -> None:
+    """Unregister a range whose last tensor is gone; a copy that is queued may still use it."""
+    torch.cuda.synchronize()
+    _unregister(runtime, address, None)
 
 
 def _unregister(runtime: Any, address: int, keeper: object) -> None:

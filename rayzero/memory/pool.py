@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rayzero.errors import ConfigError
 from rayzero.memory.budget import Lease, MemoryBudget
+from rayzero.memory.page_lock import host_zeros
 
 _GRAIN = 512  # bytes; buffers are whole multiples, because device allocators round to these anyway
 
@@ -174,8 +175,9 @@ class BufferPool:
         if self.budget.limit is not None:
             self._trim(max(0, self.budget.limit - self._leased - size))
         self._allocated += size
-        whole = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
-        return _Memory(whole, size)
+        if self.pinned:
+            return _Memory(host_zeros(size, torch.uint8, pinned=True), size)
+        return _Memory(torch.empty(size, dtype=torch.uint8, device=self.device), size)
 
     def _count(self, size: int, sign: int) -> None:
         self._leased += sign * size

@@ -230,10 +230,8 @@ class DeviceMemory:
         self._host.leave()
 
 
-def carve(
-    sizes: Sizes, dtype: torch.dtype, *, pinned: bool = False, device: torch.device | None = None
-) -> dict[int, Tensor]:
-    """One zeroed block cut into 1D tensors. ``pinned``: page-locked (CUDA). ``device``: None is the host."""
-    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, pin_memory=pinned, device=device)
+def carve(sizes: Sizes, dtype: torch.dtype, *, device: torch.device | None = None) -> dict[int, Tensor]:
+    """One zeroed block cut into 1D tensors. ``device``: None is the host."""
+    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, device=device)
     ends = accumulate(numel for _, numel in sizes)
     return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}

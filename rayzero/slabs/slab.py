@@ -31,11 +31,11 @@ from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
+from rayzero.memory.mapping import PAGE, Mapping, punch_hole
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.planner import no_room
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
 from rayzero.slabs.hold import held_in, is_free, remove_dead_holds
-from rayzero.slabs.mapping import PAGE, Mapping, punch_hole
 
 SHARED_MEMORY = Path("/dev/shm")
 SLAB_BYTES = 1 << 30  # several smaller files, so that several threads fill them

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import StoreClosedError, UnsupportedError
+from rayzero.memory.mapping import PAGE, Mapping, whole_pages
 from rayzero.memory.page_lock import PageLock
-from rayzero.slabs.mapping import PAGE, Mapping, whole_pages
 from rayzero.slabs.slab import Slab
 
 

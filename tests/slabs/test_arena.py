@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.memory.mapping import PAGE
 from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
 from rayzero.slabs.header import SlabFacts
-from rayzero.slabs.mapping import PAGE
 from rayzero.slabs.slab import Slab
 
 FACTS = SlabFacts(run="r", role="state", index=0, number=4, incarnation=1, layout_digest="d", kernel="k")

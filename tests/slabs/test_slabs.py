@@ -28,6 +28,7 @@ from rayzero.errors import (
     StoreError,
     UnsupportedError,
 )
+from rayzero.memory.mapping import PAGE
 from rayzero.slabs.header import (
     SlabFacts,
     SlabHeader,
@@ -36,7 +37,6 @@ from rayzero.slabs.header import (
     header_bytes,
     lay_out_slab,
 )
-from rayzero.slabs.mapping import PAGE
 from rayzero.slabs.slab import SHARED_MEMORY, Slab, create_slabs, list_slabs, sweep
 
 MIB = 1 << 20

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from rayzero.errors import RayZeroError
+from rayzero.errors import MemoryPlanError, RayZeroError
 from rayzero.lanes import Event
+from rayzero.memory.page_lock import host_zeros
 
 _SMALLEST = 4096  # bytes
 
@@ -214,7 +215,7 @@ class HostPool:
         if self._pin and (self._pinned_cap is None or self._pinned + size <= self._pinned_cap):
             try:
                 return self._allocate(size, True), True
-            except RuntimeError as error:
+            except (MemoryPlanError, RuntimeError) as error:
                 self._pin = False
                 _warn_pageable(f"page-locking {size:,} bytes failed ({error})")
         elif self._pin:
@@ -253,7 +254,7 @@ class HostPool:
 
 
 def _torch_bytes(nbytes: int, pinned: bool) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return host_zeros(nbytes, torch.uint8, pinned=True) if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _warn_pageable(why: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rayzero.hybrid.split import Piece
 from rayzero.layout.model_layout import aligned
+from rayzero.memory.page_lock import host_zeros
 
 Shape = tuple[int, ...]
 
@@ -53,8 +54,8 @@ class Bucket:
         self.offsets = [end - aligned(piece.numel) for end, piece in zip(ends, pieces, strict=True)]
         self.numel = ends[-1]
         same = working is dtype
-        self.master = torch.zeros(self.numel, dtype=working, pin_memory=pin_params and same)
-        self.params = self.master if same else torch.zeros(self.numel, dtype=dtype, pin_memory=pin_params)
+        self.master = host_zeros(self.numel, working, pinned=pin_params and same)
+        self.params = self.master if same else host_zeros(self.numel, dtype, pinned=pin_params)
         self.grads: Tensor | None = None  # made at the first use, kept: gradients of every step land in it
         self.master_views = self.views(self.master)
         self.param_views = self.master_views if same else self.views(self.params)
@@ -69,7 +70,7 @@ class Bucket:
     def gradient_memory(self, dtype: torch.dtype) -> Tensor:
         """1D memory for gradients of ``dtype``. Asking for another dtype replaces it and loses its contents."""
         if self.grads is None or self.grads.dtype is not dtype:
-            self.grads = torch.zeros(self.numel, dtype=dtype, pin_memory=self._pin_grads)
+            self.grads = host_zeros(self.numel, dtype, pinned=self._pin_grads)
             self.grad_views = self.views(self.grads)
         return self.grads
 

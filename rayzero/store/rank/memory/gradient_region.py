@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rayzero.errors import StoreError
 from rayzero.layout.model_layout import Shard
+from rayzero.memory.page_lock import host_zeros
 from rayzero.protocol.gradient_sum import GradientSum, gradient_sizes
 from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
 
@@ -25,7 +26,7 @@ def gradient_memory(spec: ModelSpec, *, pinned: bool) -> dict[int, Tensor]:
     each dtype. ``pinned``: page-locked (CUDA)."""
     found: dict[int, Tensor] = {}
     for dtype, sizes in gradient_sizes(spec).items():
-        block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, pin_memory=pinned)
+        block = host_zeros(sum(numel for _, numel in sizes), dtype, pinned=pinned)
         found |= zip([unit for unit, _ in sizes], torch.split(block, [numel for _, numel in sizes]), strict=True)
     return found
 

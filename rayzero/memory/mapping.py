@@ -48,6 +48,12 @@ class Mapping:
         return cls(_map(None, size, access, mmap.MAP_SHARED, fd, 0), size)
 
     @classmethod
+    def fresh(cls, size: int) -> Mapping:
+        """Map ``size`` bytes of zeroed memory of this process. Raises OSError."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return cls(_map(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0), size)
+
+    @classmethod
     def reserve(cls, size: int) -> Mapping:
         """Reserve addresses without memory: reading one faults until ``place`` puts a file there. Raises OSError."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -1,0 +1,96 @@
+"""Trains a few steps on a device, for tools that watch it and for what the device itself measures: see gpu_campaign.py.
+
+    python benchmarks/gpu_one_step.py                 # on the CUDA device: prints what units waited for
+    TORCH_CUDA_SANITIZER=1 python benchmarks/gpu_one_step.py --layers 2    # torch finds accesses that nothing orders
+    compute-sanitizer python benchmarks/gpu_one_step.py --layers 2
+    python benchmarks/gpu_one_step.py --simulate      # on the simulated device, with its own check of orders
+
+The budget holds a few layers, so that parameters come and go and gradients leave while others are computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.units.residency import mapped_units
+from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.pool import BufferPool, buffer_bytes
+from rayzero.protocol.store import ParameterStore
+from rayzero.testing.simulated_lane import SimulatedLane
+
+AHEAD = 2  # layers
+
+
+def simulated_transfers(lane: SimulatedLane):
+    """What ``make_transfers`` would make for a device that copies over ``lane``."""
+
+    def make(
+        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
+    ) -> UnitTransfers:
+        largest = max(buffer_bytes(unit.size_bytes) for unit in units)
+        staging = BufferPool(budget=MemoryBudget(2 * largest))
+        return DeviceTransfers(store, staging, lane, mapped_units(store, units))
+
+    return make
+
+
+def main() -> None:
+    """Train, and print the last steps' figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--simulate", action="store_true")
+    args = parser.parse_args()
+    device = torch.device("cpu" if args.simulate else "cuda")
+    lane = SimulatedLane(1) if args.simulate else None
+    if lane is not None:
+        importlib.import_module("rayzero.engine.prepare").make_transfers = simulated_transfers(lane)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(args.layers)]
+    layer_bytes = 4 * args.width * (args.width + 1)
+    config = ZeroConfig(
+        gpu_param_memory_budget=(2 + AHEAD) * (layer_bytes + 512), prefetch_buffer_size=AHEAD, shard_bytes="256KiB"
+    )
+    model = nn.Sequential(*layers).to(device)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+    x = torch.randn(args.rows, args.width, device=device)
+    with nullcontext() if lane is None else lane.watching():
+        for step in range(args.steps):
+            if step == args.steps // 2:
+                rayzero.stats(model, reset=True)
+            model(x).square().mean().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    found = rayzero.stats(model)
+    print(
+        json.dumps(
+            {
+                "seconds_a_step": found.steps.total / max(1, found.steps.count),
+                "late": found.prefetch.late,
+                "in_time": found.prefetch.hits,
+                "stood_for_copies_s": found.waits["fetch"].total,
+                "stood_for_updates_s": found.waits["optimizer"].total,
+                "to_device_bytes_per_s": found.to_device.copies.bandwidth,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

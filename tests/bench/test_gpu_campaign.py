@@ -1,0 +1,80 @@
+"""The campaign for a GPU: that it walks here, goes on where it was cut off, and says what it could not do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def campaign(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_campaign
+
+    return gpu_campaign
+
+
+@pytest.mark.timeout(600)
+def test_the_simulated_campaign_ends_well_in_every_part(tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts" / "gpu"), "--simulate", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("gpu-*.json")}
+    ended = {name: result["end"] for name, result in found.items() if result["part"] != "memcheck"}
+    assert set(ended.values()) == {"done"}, done.stdout + done.stderr
+    assert done.returncode == 0
+    assert len(ended) == 7
+    assert found["gpu-hybrid"]["figures"]["equal_bits"]
+    assert found["gpu-overlap"]["figures"]["late"] + found["gpu-overlap"]["figures"]["in_time"] > 0
+
+
+def python(campaign: Any, name: str, code: str, limit_s: float = 60.0, tool: str | None = None) -> Any:
+    command = [sys.executable, "-c", code]
+    return campaign.Part(name=name, command=command, limit_s=limit_s, read=campaign.read_json, tool=tool)
+
+
+def test_it_goes_on_with_what_is_missing_and_one_part_that_fails_stops_no_other(
+    campaign: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = tmp_path / "ran"
+    note = f"open({str(ran)!r}, 'a').write('x');"
+    listed = [
+        python(campaign, "well", f"{note} print('{{\"figure\": 2.0}}')"),
+        python(campaign, "ill", "raise SystemExit('no memory')"),
+        python(campaign, "slow", "import time; time.sleep(60)", limit_s=0.5),
+        python(campaign, "tool", "", tool="no-such-program"),
+        python(campaign, "mute", "print('no figures')"),
+    ]
+    monkeypatch.setattr(campaign, "parts", lambda *, simulate: listed)
+    results = ["--simulate", "--results", str(tmp_path / "results")]
+    assert campaign.main(results) == 1
+    said = capsys.readouterr().out
+    assert [line.split(" | ")[1] for line in said.splitlines() if line.startswith("| ") and "part" not in line] == [
+        "done",
+        "failed",
+        "out of time",
+        "not there",
+        "failed",
+    ]
+    assert "| well | done | 0 | figure 2 |" in said
+    assert "no memory" in said
+    campaign.main(results)
+    assert ran.read_text() == "x", "what has ended well is not run again"
+    assert campaign.main([*results, "--parts", "well", "--again"]) == 0
+    assert ran.read_text() == "xx"
+    with pytest.raises(SystemExit, match=r"--parts has \['nothing'\]; there are well, ill, slow, tool, mute"):
+        campaign.main([*results, "--parts", "nothing"])
+
+
+def test_no_part_begins_when_time_is_over(
+    campaign: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(campaign, "parts", lambda *, simulate: [python(campaign, "late", "print(1 / 0)")])
+    assert campaign.main(["--simulate", "--results", str(tmp_path), "--minutes", "0.1"]) == 0
+    assert "| late | out of time | 0 | the 0.1 minutes are over |" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""Page-locked memory: as much as was asked for, and given back with its last tensor, after the device is done."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rayzero.activations.tensors.host_pool import HostPool
+from rayzero.errors import MemoryPlanError
+from rayzero.hybrid.host.buckets import Bucket
+from rayzero.hybrid.split import Piece
+from rayzero.memory import page_lock
+from rayzero.memory.mapping import PAGE
+from rayzero.memory.page_lock import host_zeros, locked_bytes
+from rayzero.memory.pool import BufferPool
+
+
+class Driver:
+    """The part of CUDA's runtime that registers memory, without a device."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.events.append(("register", size))
+        return 2 if self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.events.append(("unregister", 0))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.events.append(("synchronize", 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield made
+    gc.collect()  # while the driver is this one
+    assert not page_lock._locked
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 3 << 20])
+def test_page_locked_memory_takes_whole_pages_and_not_the_next_power_of_two(numel: int, driver: Driver) -> None:
+    found = host_zeros(numel, torch.bfloat16, pinned=True)
+    assert (found.shape, found.dtype, found.count_nonzero()) == ((numel,), torch.bfloat16, 0)
+    found.fill_(1.0)
+    assert driver.events == [("register", pages(2 * numel))]
+    assert locked_bytes() == pages(2 * numel)
+
+
+def test_it_is_given_back_with_its_last_tensor_once_the_device_is_done(driver: Driver) -> None:
+    found = host_zeros(100, torch.float32, pinned=True)
+    view = found[10:20]
+    del found
+    gc.collect()
+    assert driver.events == [("register", PAGE)]
+    view.fill_(2.0)
+    del view
+    gc.collect()
+    assert driver.events[1:] == [("synchronize", 0), ("unregister", 0)]
+    assert locked_bytes() == 0
+
+
+def test_a_driver_that_refuses_is_named_and_nothing_is_kept(driver: Driver) -> None:
+    driver.refuses = True
+    with pytest.raises(MemoryPlanError, match=r"CUDA refused to page-lock 4 KiB of host memory \(error 2\)"):
+        host_zeros(100, torch.float32, pinned=True)
+    assert locked_bytes() == 0
+
+
+def test_memory_that_need_not_be_locked_is_torchs(driver: Driver) -> None:
+    assert not host_zeros(100, torch.float32, pinned=False).count_nonzero()
+    assert host_zeros(0, torch.float32, pinned=True).numel() == 0
+    assert driver.events == []
+
+
+def test_what_a_rank_locks_is_counted_wherever_it_is(driver: Driver) -> None:
+    """Its staging, offloaded activations and the hybrid optimizer's buckets: what the metric reports."""
+    staged = BufferPool(pinned=True).acquire(5 << 20)
+    activations = HostPool(pin=True)
+    leased = activations.acquire(3 << 20)
+    piece = Piece(param=0, start=0, stop=1000, whole=True)
+    bucket = Bucket([piece], {0: (1000,)}, torch.bfloat16, working=torch.float32, pin_params=True, pin_grads=True)
+    bucket.gradient_memory(torch.bfloat16)
+    assert staged is not None
+    assert leased is not None
+    assert locked_bytes() == (5 << 20) + (3 << 20) + 2 * pages(2 * 1024)
+    assert activations.status().pinned_bytes == 3 << 20
+
+
+def test_activations_go_on_in_pageable_memory_where_the_driver_refuses(driver: Driver) -> None:
+    driver.refuses = True
+    with pytest.warns(UserWarning, match="continues with pageable host buffers"):
+        leased: Any = HostPool(pin=True).acquire(4096)
+    assert not leased.pinned
