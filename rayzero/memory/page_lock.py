@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,16 +59,23 @@ def beyond_limit(params: int, gradients: int, limit: int) -> str | None:
 
 
 class PageLock:
-    """A registered range of memory. It stays registered until ``release()``, or until nothing refers to this object."""
+    """Registered ranges of memory. They stay registered until ``release()``, or until nothing refers to this object."""
 
-    def __init__(self, address: int, size: int, keeper: object, *, read_only: bool) -> None:
-        """``size``: bytes. ``keeper``: keeps the range mapped. ``read_only``: the range is mapped without the right to
-        write; not every device can register such memory. Raises MemoryPlanError if the driver refuses."""
-        runtime = _register(address, size, read_only=read_only)
-        self._release = weakref.finalize(self, _unregister, runtime, address, keeper)
+    def __init__(self, ranges: Sequence[tuple[int, int]], keeper: object, *, read_only: bool) -> None:
+        """``ranges``: (address, bytes) of each part. ``keeper``: keeps them mapped. ``read_only``: they are mapped
+        without the right to write; not every device can register such memory. Raises MemoryPlanError if the driver
+        refuses; then none is registered."""
+        done: list[tuple[Any, int]] = []
+        try:
+            for address, size in ranges:
+                done.append((_register(address, size, read_only=read_only), address))
+        except MemoryPlanError:
+            _unregister_all(done, keeper)
+            raise
+        self._release = weakref.finalize(self, _unregister_all, done, keeper)
 
     def release(self) -> None:
-        """Unregister the range. Call it after the last copy. Idempotent."""
+        """Unregister it. Call it after the last copy. Idempotent."""
         self._release()
 
 
@@ -87,11 +95,16 @@ def _register(address: int, size: int, *, read_only: bool) -> Any:
 def _unregister_idle(runtime: Any, address: int) -> None:
     """Unregister a range whose last tensor is gone; a copy that is queued may still use it."""
     torch.cuda.synchronize()
-    _unregister(runtime, address, None)
+    _unregister(runtime, address)
 
 
-def _unregister(runtime: Any, address: int, keeper: object) -> None:
-    """Unregister a range. ``keeper`` is held until here, because a registered range must not be unmapped."""
+def _unregister_all(ranges: Sequence[tuple[Any, int]], keeper: object) -> None:
+    """``keeper`` is held until here, because a registered range must not be unmapped."""
+    for runtime, address in ranges:
+        _unregister(runtime, address)
+
+
+def _unregister(runtime: Any, address: int) -> None:
     _locked.pop(address, None)
     status = int(runtime.cudaHostUnregister(address))
     if status != 0:

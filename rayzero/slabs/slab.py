@@ -127,7 +127,7 @@ class Slab:
     def page_lock(self) -> PageLock:
         """Lock the slab's pages, so that CUDA copies to and from it directly. The slab must be writable here."""
         mapping = self._open()
-        return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
+        return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False)
 
     def fileno(self) -> int:
         """The open file's descriptor, to map parts of it elsewhere."""

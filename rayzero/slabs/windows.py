@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.errors import StoreClosedError, UnsupportedError
+from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
 from rayzero.memory.mapping import PAGE, Mapping, whole_pages
 from rayzero.memory.page_lock import PageLock
 from rayzero.slabs.slab import Slab
@@ -47,6 +47,7 @@ class Window:
         starts = [sum(piece.bytes for piece in pieces[:index]) for index in range(len(pieces))]
         _check([(at, piece.offset, piece.bytes) for at, piece in zip(starts, pieces, strict=True)], pieces)
         self.private, self.bytes = private, sum(piece.bytes for piece in pieces)
+        self._parts = [(at, piece.bytes) for at, piece in zip(starts, pieces, strict=True)]  # (offset, bytes)
         mapping = Mapping.reserve(whole_pages(self.bytes))
         for at, piece in zip(starts, pieces, strict=True):
             mapping.place(at, piece.slab.fileno(), piece.offset, piece.bytes, private=private)
@@ -59,7 +60,13 @@ class Window:
     def page_lock(self) -> PageLock:
         """Lock the window's pages, so that CUDA copies from it directly. See :class:`PageLock`."""
         mapping = self._open()
-        return PageLock(mapping.address, mapping.size, mapping.keeper, read_only=False)
+        try:
+            return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False)
+        except MemoryPlanError:
+            if len(self._parts) == 1:
+                raise
+        parts = [(mapping.address + at, whole_pages(size)) for at, size in self._parts]  # a driver may want one a file
+        return PageLock(parts, mapping.keeper, read_only=False)
 
     def revert(self) -> None:
         """Discard what this process wrote, so that the window shows the slabs again. Costs little if nothing was

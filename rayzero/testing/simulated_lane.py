@@ -5,6 +5,8 @@
     lane = SimulatedLane(seed=7)
     with lane.watching():  # finds accesses that nothing orders, also where the bits are right
         ...                # ActivationOffload(..., lane=lane), HybridDeviceOptimizer(..., lane=lane)
+    with lane.watching(each=lambda: check(lane.held("out"))):  # also what holds at every operation
+        ...
 
 The computing stream is the thread itself: what it computes is done at once. A copy is taken apart into its operations
 when it is issued, as CUDA queues kernels, and makes them later: when the seeded scheduler picks it, or when somebody
@@ -114,6 +116,7 @@ class SimulatedLane:
         self._issuing: _Work | None = None  # whose copy is being taken apart
         self._busy = 0  # the thread that takes it apart, or makes copies
         self._checks = False
+        self._each: Callable[[], object] = lambda: None
 
     # ---- the lane
 
@@ -208,16 +211,22 @@ class SimulatedLane:
         """How many copies are queued."""
         return sum(map(len, self._queues.values()))
 
+    def held(self, direction: Direction) -> int:
+        """Bytes of device memory that nobody but queued copies of a direction holds, whole storages."""
+        with self._lock:
+            held = [tensor.untyped_storage() for work in self._queues[direction] for tensor in work.holds]
+            return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, each: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Check the order of everything that this thread computes, and of the copies that it issues. Raises RaceError
-        where it happens."""
-        self._checks = True
+        where it happens. ``each``: called before every operation of the thread; it raises what it finds."""
+        self._checks, self._each = True, each
         try:
             with _Watching(self):
                 yield
         finally:
-            self._checks = False
+            self._checks, self._each = False, lambda: None
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -393,6 +402,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._lane._computes or _makes_view(func):
             return func(*args, **kwargs)
+        self._lane._each()
         reads, writes = _accesses(func, args, kwargs)
         self._note(func, reads, writes=False)
         self._note(func, writes, writes=True)

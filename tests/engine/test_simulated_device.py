@@ -19,7 +19,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.testing.simulated_lane import SimulatedLane
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
 
-from .models import Net, oracle, same_bits, seeded, token_loss, tokens
+from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
 from .test_transfers import CONFIGS, adamw
 
 STEPS = 4
@@ -55,6 +55,48 @@ def test_any_schedule_of_copies_gives_the_bits_of_plain_torch(
     seed: int, config: str, lands: bool, alone: RankContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train(SimulatedLane(seed), config, monkeypatch, lands=lands)
+
+
+def largest_in_flight(budget_of: Callable[[int], int | None], seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The most device memory that gradients on their way out took at any operation, over the largest unit's.
+    ``budget_of``: the bound that transfers get, by that unit's bytes. At each operation, gathered parameters are within
+    their budget."""
+    lane, largest, most = SimulatedLane(seed), 0, 0
+
+    def transfers(
+        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
+    ) -> UnitTransfers:
+        nonlocal largest
+        largest = max(buffer_bytes(unit.size_bytes) for unit in units)
+        return DeviceTransfers(store, BufferPool(budget=MemoryBudget(budget_of(largest))), lane, {})
+
+    def check() -> None:
+        nonlocal most
+        most = max(most, lane.held("out"))
+        assert optimizer.engine.residency.used <= config.gpu_param_memory_budget
+
+    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
+    base = seeded(lambda: Net(num_layers=6))
+    config = tight(base, prefetch_buffer_size=1)
+    model, optimizer = rayzero.prepare(base, adamw(base.parameters()), config)
+    with lane.watching(each=check):
+        for step in range(STEPS):
+            token_loss(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return most / largest
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_at_every_operation_parameters_are_in_their_budget_and_gradients_of_two_units_on_their_way(
+    seed: int, alone: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert largest_in_flight(lambda largest: 2 * largest, seed, monkeypatch) <= 2
+
+
+def test_without_the_bound_gradients_pile_up_on_the_device(alone: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above would find: with the seed that makes all copies at the last moment."""
+    assert largest_in_flight(lambda _: None, 0, monkeypatch) > 2
 
 
 @pytest.mark.parametrize("seed", range(6))

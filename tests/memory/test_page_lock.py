@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,37 +12,12 @@ from rayzero.activations.tensors.host_pool import HostPool
 from rayzero.errors import MemoryPlanError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.split import Piece
-from rayzero.memory import page_lock
 from rayzero.memory.mapping import PAGE
 from rayzero.memory.page_lock import host_zeros, locked_bytes
 from rayzero.memory.pool import BufferPool
+from tests.cuda_driver import Driver, driver
 
-
-class Driver:
-    """The part of CUDA's runtime that registers memory, without a device."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-        self.refuses = False
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.events.append(("register", size))
-        return 2 if self.refuses else 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.events.append(("unregister", 0))
-        return 0
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    made = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.events.append(("synchronize", 0)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    yield made
-    gc.collect()  # while the driver is this one
-    assert not page_lock._locked
+__all__ = ["driver"]
 
 
 def pages(nbytes: int) -> int:
@@ -68,12 +42,12 @@ def test_it_is_given_back_with_its_last_tensor_once_the_device_is_done(driver: D
     view.fill_(2.0)
     del view
     gc.collect()
-    assert driver.events[1:] == [("synchronize", 0), ("unregister", 0)]
+    assert driver.events[1:] == [("synchronize", 0), ("unregister", PAGE)]
     assert locked_bytes() == 0
 
 
 def test_a_driver_that_refuses_is_named_and_nothing_is_kept(driver: Driver) -> None:
-    driver.refuses = True
+    driver.most = 0
     with pytest.raises(MemoryPlanError, match=r"CUDA refused to page-lock 4 KiB of host memory \(error 2\)"):
         host_zeros(100, torch.float32, pinned=True)
     assert locked_bytes() == 0
@@ -100,7 +74,7 @@ def test_what_a_rank_locks_is_counted_wherever_it_is(driver: Driver) -> None:
 
 
 def test_activations_go_on_in_pageable_memory_where_the_driver_refuses(driver: Driver) -> None:
-    driver.refuses = True
+    driver.most = 0
     with pytest.warns(UserWarning, match="continues with pageable host buffers"):
         leased: Any = HostPool(pin=True).acquire(4096)
     assert not leased.pinned
