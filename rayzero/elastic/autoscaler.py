@@ -111,7 +111,8 @@ def _grow(history: History, bounds: Bounds, owners: int, now: Window, most: int)
         pause=history.next_pause,
         next_pause=min(_LONGEST_PAUSE, 2 * history.next_pause),
     )
-    why = f"ranks wait {now.exposed:.0%} of a step for updates, above the target of {bounds.target_exposed:.0%}"
+    target = f"{100 * bounds.target_exposed:.3g}%"
+    why = f"ranks wait {now.exposed:.0%} of a step for updates, above the target of {target}"
     return after, Resize(wanted, why)
 
 

@@ -1,4 +1,4 @@
-"""Requests for other owners: a file in a run's folder, which whoever supervises the run takes."""
+"""Requests for other owners: files in a run's folder, which whoever supervises the run takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +17,7 @@ from rayzero.files import parse_json, read_text, replace_file
 
 log = logging.getLogger(__name__)
 
-_FILE = "scale.json"
+_FILES = "scale-*.json"
 _MOST = 1 << 16  # bytes
 
 
@@ -37,13 +38,23 @@ class ScaleRequest:
 
 
 def ask(run_dir: Path, request: ScaleRequest) -> None:
-    """Leave a request, in place of one that was not taken yet. Raises OSError."""
-    replace_file(run_dir / _FILE, json.dumps(asdict(request)))
+    """Leave a request. Raises OSError."""
+    replace_file(run_dir / _FILES.replace("*", request.id), json.dumps(asdict(request)))
 
 
-def take(run_dir: Path) -> ScaleRequest | None:
-    """Take the request that was left, if there is one. One that cannot be read is set aside, with a warning."""
-    path = run_dir / _FILE
+def take(run_dir: Path) -> list[ScaleRequest]:
+    """Take the requests that were left, the newest last: that one counts, and who asked for an earlier one waits to
+    hear so. One that cannot be read is set aside, with a warning."""
+    found = []
+    for path in run_dir.glob(_FILES):
+        with suppress(FileNotFoundError):
+            asked_at = path.stat().st_mtime_ns
+            if (request := _take(path)) is not None:
+                found.append((asked_at, request))
+    return [request for _, request in sorted(found, key=itemgetter(0))]
+
+
+def _take(path: Path) -> ScaleRequest | None:
     try:
         request = _parsed(read_text(path, at_most=_MOST))
     except FileNotFoundError:

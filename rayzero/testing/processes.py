@@ -193,8 +193,9 @@ class _Run:
 
     def _take_request(self) -> None:
         """Take a request for other owners."""
-        request = take(self._run_dir) if self._run_dir is not None else None
-        if request is not None:
+        requests = take(self._run_dir) if self._run_dir is not None else []
+        if requests:
+            request = requests[-1]
             num, there = request.num_optimizers, self._controller.coming.num_owners
             stay = [i for i in range(there) if f"optimizer {i}" not in request.avoid]
             change = Rescale(tuple(i if i in stay else None for i in range(num)))

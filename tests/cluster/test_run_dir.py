@@ -371,6 +371,16 @@ def test_a_running_record_whose_pid_was_given_to_a_younger_process_is_a_lost_run
     assert run_status(tmp_path)["state"] == "lost"
 
 
+def test_an_attempt_that_failed_is_not_the_end_of_a_run_before_its_driver_says_so(tmp_path, monkeypatch):
+    me = {"pid": os.getpid(), "host": socket.gethostname()}
+    record = {"run": "demo", "state": "starting", "started_at": time.time(), "driver": me}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    told = {"state": "failed", "error": "rank 1 died", "reports_dropped": 3}
+    monkeypatch.setattr("rayzero.cluster.files.status.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("rayzero.cluster.files.status._ask_coordinator", lambda _: told)
+    assert run_status(tmp_path) == record | {"reports_dropped": 3}
+
+
 def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch):
     def too_slow(*args, **settings):
         raise Exception("The current node timed out during startup.\nSee the logs.")

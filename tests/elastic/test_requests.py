@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from rayzero.errors import ConfigError
 
 
 def test_what_is_asked_is_taken_once(tmp_path: Path) -> None:
-    assert take(tmp_path) is None
-    ask(tmp_path, ScaleRequest(num_optimizers=2))
-    request = ScaleRequest(num_optimizers=3, avoid=("10.0.0.7", "n"), placement="cpu_nodes")
-    ask(tmp_path, request)
-    assert take(tmp_path) == request, "the last one counts"
-    assert take(tmp_path) is None
+    assert take(tmp_path) == []
+    first = ScaleRequest(num_optimizers=2)
+    ask(tmp_path, first)
+    time.sleep(0.01)  # a file system's clock has ticks
+    last = ScaleRequest(num_optimizers=3, avoid=("10.0.0.7", "n"), placement="cpu_nodes")
+    ask(tmp_path, last)
+    assert take(tmp_path) == [first, last]
+    assert take(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -41,16 +44,16 @@ def test_what_is_asked_is_taken_once(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_set_aside_with_one_warning(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "scale.json").write_bytes(content)
+    (tmp_path / "scale-x.json").write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert [take(tmp_path) for _ in range(3)] == [None] * 3
+        assert [take(tmp_path) for _ in range(3)] == [[]] * 3
     assert len(caplog.messages) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["scale.unreadable"]
+    assert [path.name for path in tmp_path.iterdir()] == ["scale-x.unreadable"]
 
 
 def test_a_folder_in_its_place_is_set_aside_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "scale.json").mkdir()
-    assert [take(tmp_path) for _ in range(3)] == [None] * 3
+    (tmp_path / "scale-x.json").mkdir()
+    assert [take(tmp_path) for _ in range(3)] == [[]] * 3
     assert len(caplog.messages) == 1
 
 

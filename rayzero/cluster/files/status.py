@@ -42,6 +42,8 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     if not _driver_lives(record):
         return record | {"state": LOST}
     live = _ask_coordinator(record) if ray.is_initialized() else None
+    if live is not None and not RunState(live["state"]).is_open:  # the driver may start the run again
+        live |= {"state": None, "error": None}
     return record | {key: value for key, value in (live or {}).items() if value is not None}
 
 

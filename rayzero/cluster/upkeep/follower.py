@@ -196,9 +196,11 @@ class Follower:
                 self._autoscaling.act(time.monotonic())
 
     def _take_request(self) -> None:
-        """Take a request for other optimizers; see elastic/requests.py."""
-        request = take(self._run_dir)
-        if request is not None:
+        """Take requests for other optimizers; see elastic/requests.py."""
+        requests = take(self._run_dir)
+        for request in requests[:-1]:
+            self._rescaling.replace(request)
+        for request in requests[-1:]:
             self._rescaling.request(request)
 
     def _patience_s(self, now: float) -> float | None:

@@ -16,7 +16,7 @@ from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose
 from rayzero.cluster.run import Rescaled, Routing, actor_name, optimizer_name
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
-from rayzero.elastic.controller import Controller
+from rayzero.elastic.controller import Controller, still_outlived
 from rayzero.elastic.members import Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
@@ -29,6 +29,7 @@ __all__ = ["Rescaling", "why_not"]
 
 log = logging.getLogger(__name__)
 
+_REPLACED = "another change was asked for before it began"
 _SAID = {
     Step.START: "starting what is missing",
     Step.HOLD: "finishing what is decided",
@@ -59,15 +60,24 @@ class _Change:
     before: int = 0
     began: dict[Step, float] = field(default_factory=dict)  # monotonic seconds
     moved_bytes: int = 0
+    stood: float = 0.0  # seconds, in attempts that were given up
 
     def __str__(self) -> str:
         return f"from {count(self.before, 'optimizer')} to {self.request.num_optimizers}"
+
+    def begin_again(self, now: float) -> None:
+        """The attempt is given up: nothing has moved."""
+        self.stood, self.moved_bytes = self._pause(now), 0
+        self.began = {Step.START: now}
+
+    def _pause(self, now: float) -> float:
+        held = self.began.get(Step.HOLD)
+        return self.stood + (0.0 if held is None else now - held)
 
     def rescaled(self, now: float, failed: str | None = None) -> Rescaled:
         """What came of it. ``now``: when the last step ended."""
         began = [*self.began.values(), now]
         seconds = {str(step): end - start for step, start, end in zip(self.began, began, began[1:], strict=False)}
-        held = self.began.get(Step.HOLD)
         return Rescaled(
             id=self.request.id,
             why=self.why,
@@ -75,8 +85,8 @@ class _Change:
             after=self.before if failed else self.request.num_optimizers,
             failed=failed,
             seconds=seconds,
-            pause=0.0 if held is None else now - held,
-            moved_bytes=self.moved_bytes,
+            pause=self._pause(now),
+            moved_bytes=0 if failed else self.moved_bytes,
         )
 
 
@@ -131,9 +141,13 @@ class Rescaling:
         else:
             self._begin(change)
 
+    def replace(self, request: ScaleRequest) -> None:
+        """A request is not carried out, because a newer one came with it."""
+        self._end(_Change(request, "asked for", {}, before=self._controller.ownership.num_owners), _REPLACED)
+
     def _replace_waiting(self, change: _Change) -> None:
         if self._waiting is not None:
-            self._end(self._waiting, "another change was asked for before it began")
+            self._end(self._waiting, _REPLACED)
         self._waiting = change
 
     def _begin(self, change: _Change) -> None:
@@ -208,7 +222,7 @@ class Rescaling:
         waiting, self._waiting, change, self._change = self._waiting, None, self._change, None
         for each in (change, waiting):
             if each is not None:
-                self._end(each, "its processes have ended before")
+                self._end(each, "its processes have ended before; ask again if the run starts again")
 
     def _end(self, change: _Change, failed: str | None, routing: Routing | None = None) -> None:
         rescaled = change.rescaled(time.monotonic(), failed)
@@ -264,26 +278,26 @@ class Rescaling:
         try:
             answer = ray.get(call)
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, RayZeroError) else error
-            self._perform(self._controller.refused(process, step, str(cause).partition("\n")[0]))
+            self._perform(self._controller.refused(process, step, _in_one_line(error.cause)))
         except ray.exceptions.RayError as error:  # it has died, which another call reports
             log.debug("%s did not %s: %s", process.member, step, error)
         else:
-            if isinstance(answer, Prepared) and self._change is not None:
+            if isinstance(answer, Prepared) and self._change is not None and process in self._handles:  # not late
                 self._change.moved_bytes += answer.moved_bytes
                 moved = format_bytes(self._change.moved_bytes)
                 self._progress(f"{self._change}: {process.member} is ready; {moved} have another owner by now")
+            if isinstance(answer, Prepared):
                 answer = answer.leads
             self._perform(self._controller.answered(process, step, answer))
 
     def give_up_late(self, now: float) -> None:
         """Processes that are to join may find no place, or take too long to start; Ray does not say which."""
-        for call, (process, began) in list(self._starts.items()):
-            if now - began > max(START_S, self._scaling.placement_timeout):
-                del self._starts[call]
-                why = (
-                    f"{process.member} was not up within {now - began:.0f} s; it needs {self._actors.needs_of_an_owner}"
-                )
+        patience_s = max(START_S, self._scaling.placement_timeout)
+        late = [call for call, (_, began) in self._starts.items() if now - began > patience_s]
+        for call in late:
+            if call in self._starts:  # else an earlier one of them has ended the change
+                process, began = self._starts.pop(call)
+                why = f"it was not up within {now - began:.0f} s; it needs {self._actors.needs_of_an_owner}"
                 self._perform(self._controller.refused(process, Step.START, why))
 
     # ---- actions
@@ -339,8 +353,11 @@ class Rescaling:
         if told:  # before another attempt asks anything
             ray.wait(told, num_returns=len(told), timeout=ANSWER_S)
         self._actors.end_joining()
-        if self._controller.changes:  # it is tried again
-            self._say(f"the change of the optimizers begins again: {why}")
+        if self._change is not None and self._controller.changes:  # it is tried again
+            self._change.begin_again(time.monotonic())
+            self._progress(f"{self._change}: {_SAID[Step.START]}")
+            left = still_outlived(self._controller.max_failures, self._controller.outlived)
+            self._say(f"the change of the optimizers begins again: {why} {left}")
             return
         change, self._change = self._change, None
         if change is not None:
@@ -363,3 +380,9 @@ class Rescaling:
         if change is not None:
             change.before = self._controller.ownership.num_owners
             self._begin(change)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Why a process refuses a step."""
+    said = str(error).strip().partition("\n")[0]
+    return said if isinstance(error, RayZeroError) else f"{type(error).__name__}: {said}"
