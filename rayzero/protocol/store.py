@@ -42,6 +42,11 @@ class ParameterStore(Protocol):
     means: int  # calls of ``mean`` so far; a rank that is started again goes on counting
     saves: int  # the same of ``save``
 
+    @property
+    def in_process(self) -> bool:
+        """Whether its owners are in this process."""
+        ...
+
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.
 

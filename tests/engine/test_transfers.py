@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import random
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 import rayzero
+import rayzero.engine.units.transfers as transfers_module
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.units.partition import build_layout
@@ -202,3 +205,24 @@ def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_
     assert [float(pushed[0]) for pushed in store.pushed] == [0.0, 1.0, 2.0]
     carried.close()
     assert staging.budget.used == 0
+
+
+@pytest.mark.parametrize(("at_once", "gathered"), [(1 << 20, False), (sys.maxsize, True)])
+def test_a_large_unit_is_gathered_by_whom_its_rank_is_told(
+    at_once: int, gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the computing thread, or there if a thread beside it would take its cores."""
+    threads: list[threading.Thread] = []
+    unit, store = large_unit(bias=True), OneUnit(torch.empty(0))
+    real = transfers_module.gather_into
+    monkeypatch.setattr(
+        transfers_module, "gather_into", lambda *of: (threads.append(threading.current_thread()), real(*of))
+    )
+    carried = UnitTransfers(store, BufferPool(), at_once=at_once)  # type: ignore[arg-type]
+    push = Contribution(step=0, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\3")
+    sent = carried.push(unit, push, [torch.ones(512, 1024), torch.ones(512)])
+    assert sent is not None
+    sent.result(10)
+    carried.close()
+    assert (threads == [threading.current_thread()]) is gathered
+    assert store.pushed[0].count_nonzero() == 512 * 1025

@@ -12,6 +12,7 @@ instead of keeping the whole model's gradients.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -42,7 +43,8 @@ def make_transfers(
     """The transfers of a rank on ``device``; ``pinned``: page-lock staging buffers (CUDA only)."""
     staging_bytes = 2 * max((buffer_bytes(unit.size_bytes) for unit in units if unit.trainable), default=1)
     if device.type != "cuda":
-        return UnitTransfers(store, BufferPool(budget=MemoryBudget(staging_bytes)))
+        staging = BufferPool(budget=MemoryBudget(staging_bytes))
+        return UnitTransfers(store, staging, at_once=sys.maxsize if store.in_process else _SMALL)
     staging = BufferPool(pinned=pinned, budget=MemoryBudget(staging_bytes))
     return DeviceTransfers(store, staging, CudaLane(device), mapped_units(store, units))
 
@@ -52,7 +54,10 @@ class UnitTransfers:
 
     Knows buffers and the store; not when something is needed, or by whom."""
 
-    def __init__(self, store: ParameterStore, staging: BufferPool) -> None:
+    def __init__(self, store: ParameterStore, staging: BufferPool, *, at_once: int = _SMALL) -> None:
+        """``at_once``: bytes up to which a unit's gradients are gathered in the computing thread: others in a thread
+        beside it, which takes a core from a process that computes on all of them."""
+        self._at_once = at_once
         self._store = store
         self._staging = staging
         self._thread = ThreadLane()  # gathers or announces gradients, in push order
@@ -93,7 +98,7 @@ class UnitTransfers:
         earlier pushes leave no room: wait for one of them and call again. With none in flight there is always room.
 
         Gathers a small unit here, because handing it to another thread takes longer."""
-        small = unit.size_bytes <= _SMALL
+        small = unit.size_bytes <= self._at_once
         target = _target(self._store, self._staging, unit, contribution, grads, at_once=small)
         if target is None:
             return None

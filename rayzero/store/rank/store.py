@@ -102,6 +102,11 @@ class RankStore:
         if not connection.in_process:
             atexit.register(self.close)
 
+    @property
+    def in_process(self) -> bool:
+        """Whether its owners are in this process."""
+        return self.connection.in_process
+
     # ---- handshake
 
     def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
