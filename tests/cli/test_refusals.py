@@ -281,8 +281,7 @@ def test_a_request_is_left_for_the_driver_which_may_be_on_another_host(tmp_path)
     running(tmp_path)
     ended = rayzero("scale", "r", "--optimizers", "3", "--avoid", "10.0.0.7", "--no-wait", cwd=tmp_path)
     assert (ended.code, ended.out) == (0, "asked; rayzero status says what comes of it\n")
-    left = take(tmp_path / "runs" / "r")
-    assert left is not None
+    (left,) = take(tmp_path / "runs" / "r")
     assert (left.num_optimizers, left.avoid) == (3, ("10.0.0.7",))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import rayzero
 from rayzero.engine.context import RankContext
+from rayzero.engine.units.residency import mapped_units
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
@@ -75,6 +77,8 @@ def largest_in_flight(budget_of: Callable[[int], int | None], seed: int, monkeyp
         most = max(most, lane.held("out"))
         assert optimizer.engine.residency.used <= config.gpu_param_memory_budget
 
+    join = lane._join
+    monkeypatch.setattr(lane, "_join", lambda event: (time.sleep(0.02), join(event)))  # a link slower than the backward
     monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
     base = seeded(lambda: Net(num_layers=6))
     config = tight(base, prefetch_buffer_size=1)
@@ -114,3 +118,35 @@ def test_a_missing_wait_or_hold_is_found_with_every_seed(
     with pytest.raises(FOUND):
         train(lane, "one ahead", monkeypatch)
     lane.run_out()
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["after a backward", "after a step"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_copy_is_in_flight_when_the_store_frees_its_memory(
+    seed: int, steps: bool, alone: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to the device read the owners' page-locked parameters, those from it write into the rank's gradients."""
+    lane, left = SimulatedLane(seed), list[int]()
+    join = lane._join
+
+    def transfers(
+        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
+    ) -> UnitTransfers:
+        staging = BufferPool(budget=MemoryBudget(2 * max(buffer_bytes(unit.size_bytes) for unit in units)))
+        return DeviceTransfers(store, staging, lane, mapped_units(store, units))
+
+    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
+    base = seeded(lambda: Net(num_layers=3))
+    model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS["one ahead"](base))
+    engine = optimizer.engine
+    close = engine.store.close
+    monkeypatch.setattr(engine.store, "close", lambda reason: (left.append(lane.waiting), close(reason)))
+    monkeypatch.setattr(lane, "_join", lambda event: (time.sleep(0.05), join(event)))  # gradients are waited for late
+    token_loss(model, tokens(0)).backward()
+    if steps:
+        optimizer.step()
+        engine.cache.prefetch_all()
+        engine.cache.wait_published()
+    assert lane.waiting or seed, "the first seed makes all copies at the last moment"
+    engine.close()
+    assert left == [0]
