@@ -26,6 +26,8 @@ from typing import Any, Literal
 
 import torch
 
+from rayzero.files import replace_file
+
 HERE = Path(__file__).parent
 STEPS = (  # size, tokens: what says most comes first, because time may end
     ("1.3b", 8192),
@@ -200,9 +202,7 @@ def run(part: Part, limit_s: float, commit: str, device: str) -> Result:
 def save(result: Result, folder: Path) -> None:
     """Write a result, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"gpu-{result.part}.json.new"
-    made.write_text(json.dumps(asdict(result), indent=1) + "\n")
-    made.rename(folder / f"gpu-{result.part}.json")
+    replace_file(folder / f"gpu-{result.part}.json", json.dumps(asdict(result), indent=1) + "\n")
 
 
 def saved(part: str, folder: Path, commit: str, device: str) -> Result | None:

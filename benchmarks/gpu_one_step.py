@@ -11,9 +11,7 @@ The budget holds a few layers, so that parameters come and go and gradients leav
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,28 +19,9 @@ from torch import nn
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.engine.units.residency import mapped_units
-from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
-from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.budget import MemoryBudget
-from rayzero.memory.pool import BufferPool, buffer_bytes
-from rayzero.protocol.store import ParameterStore
-from rayzero.testing.simulated_lane import SimulatedLane
+from rayzero.testing.simulated_lane import SimulatedLane, device_behind
 
 AHEAD = 2  # layers
-
-
-def simulated_transfers(lane: SimulatedLane):
-    """What ``make_transfers`` would make for a device that copies over ``lane``."""
-
-    def make(
-        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
-    ) -> UnitTransfers:
-        largest = max(buffer_bytes(unit.size_bytes) for unit in units)
-        staging = BufferPool(budget=MemoryBudget(2 * largest))
-        return DeviceTransfers(store, staging, lane, mapped_units(store, units))
-
-    return make
 
 
 def main() -> None:
@@ -56,8 +35,6 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cpu" if args.simulate else "cuda")
     lane = SimulatedLane(1) if args.simulate else None
-    if lane is not None:
-        importlib.import_module("rayzero.engine.prepare").make_transfers = simulated_transfers(lane)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(args.layers)]
     layer_bytes = 4 * args.width * (args.width + 1)
@@ -65,7 +42,8 @@ def main() -> None:
         gpu_param_memory_budget=(2 + AHEAD) * (layer_bytes + 512), prefetch_buffer_size=AHEAD, shard_bytes="256KiB"
     )
     model = nn.Sequential(*layers).to(device)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+    with nullcontext() if lane is None else device_behind(lane):
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
     x = torch.randn(args.rows, args.width, device=device)
     with nullcontext() if lane is None else lane.watching():
         for step in range(args.steps):

@@ -3,6 +3,8 @@
 ::
 
     lane = SimulatedLane(seed=7)
+    with device_behind(lane):  # what is prepared here is on a device behind this lane
+        model, optimizer = rayzero.prepare(model, optimizer)
     with lane.watching():  # finds accesses that nothing orders, also where the bits are right
         ...                # ActivationOffload(..., lane=lane), HybridDeviceOptimizer(..., lane=lane)
     with lane.watching(each=lambda: check(lane.held("out"))):  # also what holds at every operation
@@ -24,6 +26,7 @@ CUDA graphs, pageable memory, and operations that pass torch's dispatcher by (na
 
 from __future__ import annotations
 
+import importlib
 import random
 import threading
 import time
@@ -32,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,7 +43,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Span
+from rayzero.engine.units.transfers import UnitTransfers, device_transfers
+from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Lane, Span
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.protocol.store import ParameterStore
 from rayzero.testing.happens_before import HappensBefore, Stamp
 
 _COMPUTE, _HOST = "compute", "host"
@@ -296,6 +303,19 @@ class SimulatedLane:
             work.operations, work.holds, work.after = [], [], []
         if work.nbytes:
             self._spans.append(Span(direction, work.label, work.began, work.ended, work.nbytes))
+
+
+@contextmanager
+def device_behind(lane: Lane) -> Iterator[None]:
+    """Models that are prepared in this block are those of a rank on the device of ``lane``."""
+
+    def make(
+        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
+    ) -> UnitTransfers:
+        return device_transfers(store, lane, units, pinned=False)
+
+    with patch.object(importlib.import_module("rayzero.engine.prepare"), "make_transfers", make):
+        yield
 
 
 # ---- operations ---------------------------------------------------------------------------------------------------

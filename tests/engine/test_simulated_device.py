@@ -12,13 +12,12 @@ import torch
 
 import rayzero
 from rayzero.engine.context import RankContext
-from rayzero.engine.units.residency import mapped_units
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore
-from rayzero.testing.simulated_lane import SimulatedLane
+from rayzero.testing.simulated_lane import SimulatedLane, device_behind
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
 
 from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
@@ -59,18 +58,10 @@ def test_any_schedule_of_copies_gives_the_bits_of_plain_torch(
     assert train(SimulatedLane(seed), config, monkeypatch, lands=lands)
 
 
-def largest_in_flight(budget_of: Callable[[int], int | None], seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The most device memory that gradients on their way out took at any operation, over the largest unit's.
-    ``budget_of``: the bound that transfers get, by that unit's bytes. At each operation, gathered parameters are within
-    their budget."""
-    lane, largest, most = SimulatedLane(seed), 0, 0
-
-    def transfers(
-        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
-    ) -> UnitTransfers:
-        nonlocal largest
-        largest = max(buffer_bytes(unit.size_bytes) for unit in units)
-        return DeviceTransfers(store, BufferPool(budget=MemoryBudget(budget_of(largest))), lane, {})
+def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The most device memory that gradients on their way out took at any operation, over the largest unit's. At each
+    operation, gathered parameters are within their budget."""
+    lane, most = SimulatedLane(seed), 0
 
     def check() -> None:
         nonlocal most
@@ -79,28 +70,29 @@ def largest_in_flight(budget_of: Callable[[int], int | None], seed: int, monkeyp
 
     join = lane._join
     monkeypatch.setattr(lane, "_join", lambda event: (time.sleep(0.02), join(event)))  # a link slower than the backward
-    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
     base = seeded(lambda: Net(num_layers=6))
     config = tight(base, prefetch_buffer_size=1)
-    model, optimizer = rayzero.prepare(base, adamw(base.parameters()), config)
+    with device_behind(lane):
+        model, optimizer = rayzero.prepare(base, adamw(base.parameters()), config)
     with lane.watching(each=check):
         for step in range(STEPS):
             token_loss(model, tokens(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return most / largest
+    return most / max(buffer_bytes(unit.size_bytes) for unit in optimizer.engine.units)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_at_every_operation_parameters_are_in_their_budget_and_gradients_of_two_units_on_their_way(
     seed: int, alone: RankContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert largest_in_flight(lambda largest: 2 * largest, seed, monkeypatch) <= 2
+    assert largest_in_flight(seed, monkeypatch) <= 2
 
 
 def test_without_the_bound_gradients_pile_up_on_the_device(alone: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above would find: with the seed that makes all copies at the last moment."""
-    assert largest_in_flight(lambda _: None, 0, monkeypatch) > 2
+    monkeypatch.setattr(importlib.import_module("rayzero.engine.units.transfers"), "_on_their_way", lambda _: None)
+    assert largest_in_flight(0, monkeypatch) > 2
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -129,15 +121,9 @@ def test_no_copy_is_in_flight_when_the_store_frees_its_memory(
     lane, left = SimulatedLane(seed), list[int]()
     join = lane._join
 
-    def transfers(
-        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
-    ) -> UnitTransfers:
-        staging = BufferPool(budget=MemoryBudget(2 * max(buffer_bytes(unit.size_bytes) for unit in units)))
-        return DeviceTransfers(store, staging, lane, mapped_units(store, units))
-
-    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
     base = seeded(lambda: Net(num_layers=3))
-    model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS["one ahead"](base))
+    with device_behind(lane):
+        model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS["one ahead"](base))
     engine = optimizer.engine
     close = engine.store.close
     monkeypatch.setattr(engine.store, "close", lambda reason: (left.append(lane.waiting), close(reason)))

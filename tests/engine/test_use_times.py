@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,14 +16,10 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import DeviceCopy, Fetching, Waited
 from rayzero.engine.units.pace import PrefetchPace
 from rayzero.engine.units.partition import build_layout
-from rayzero.engine.units.residency import UnitBuffer, mapped_units
+from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.schedule import Phase
-from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
 from rayzero.engine.units.use_times import UseTimes
-from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
-from rayzero.memory.pool import BufferPool, buffer_bytes
-from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
     PREFETCH_GROUP_LATE_SECONDS,
@@ -34,7 +28,7 @@ from rayzero.telemetry.names import (
     PREFETCH_REQUESTS,
 )
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.testing.simulated_lane import SimulatedLane
+from rayzero.testing.simulated_lane import SimulatedLane, device_behind
 
 from .models import seeded, tight
 
@@ -91,7 +85,7 @@ def fetching(copy: tuple[float, float] | None, *, ahead: bool = True) -> Fetchin
     ready: Future[Any] | None = None
     if copy is not None:
         ready = Future()
-        ready.set_result(DeviceCopy(At(copy[1]), At(copy[0]), At(copy[1])))  # type: ignore[arg-type]
+        ready.set_result(DeviceCopy(At(copy[1]), [At(copy[0]), At(copy[1])]))  # type: ignore[arg-type]
     return Fetching(1, done(), done=ready or done(), request=done(), buffer=buffer, ahead=ahead, ready=ready)
 
 
@@ -102,7 +96,7 @@ def wait(times: UseTimes, lane: DeviceClock, fetch: Fetching, host: Waited = AT_
     """The device's computing stream waits for the copy."""
     began = times.now()
     if fetch.copied is not None:
-        lane.at = max(lane.at, fetch.copied.ended.at)  # type: ignore[union-attr]
+        lane.at = max(lane.at, fetch.copied.moments[-1].at)  # type: ignore[union-attr]
     times.waited(UNIT, fetch, not host.total, host, began)
 
 
@@ -217,23 +211,16 @@ class Layer(nn.Linear):
         return torch.relu(super().forward(Compute.apply(x, self.clock, LAYER_S)))
 
 
-def trained(copy_s: float, monkeypatch: pytest.MonkeyPatch) -> Any:
+def trained(copy_s: float) -> Any:
     """The depth and the stats of a model whose layers compute for ``LAYER_S`` forward and take ``copy_s`` to copy."""
     clock = Clock()
     model = seeded(lambda: nn.Sequential(*(Layer(clock) for _ in range(LAYERS))))
     size = 4 * (WIDTH * WIDTH + WIDTH)
     lane = SimulatedLane(1, link=size / copy_s, clock=clock)
 
-    def transfers(
-        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
-    ) -> UnitTransfers:
-        largest = max(buffer_bytes(unit.size_bytes) for unit in units)
-        staging = BufferPool(budget=MemoryBudget(2 * largest))
-        return DeviceTransfers(store, staging, lane, mapped_units(store, units))
-
-    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
     config: ZeroConfig = tight(model, units=["Layer"], prefetch_buffer_size=5, spare=0)
-    model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)
+    with device_behind(lane):
+        model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
@@ -246,21 +233,17 @@ def trained(copy_s: float, monkeypatch: pytest.MonkeyPatch) -> Any:
     return optimizer.engine.cache.depth, rayzero.stats(model)
 
 
-def test_over_a_slow_link_units_are_late_and_fetched_far_ahead(
-    alone: RankContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_a_slow_link_units_are_late_and_fetched_far_ahead(alone: RankContext) -> None:
     """A copy takes three times the forward of a layer, so about two layers of it are waited for."""
-    depth, found = trained(3 * LAYER_S, monkeypatch)
+    depth, found = trained(3 * LAYER_S)
     assert depth >= 3
     assert found.prefetch.late > 0.8 * LAYERS * FORWARDS
     assert found.waits["fetch"].total == pytest.approx(2 * LAYER_S * LAYERS * FORWARDS, rel=0.1)
     assert found.to_device.copies.bandwidth == pytest.approx(4 * (WIDTH * WIDTH + WIDTH) / (3 * LAYER_S), rel=0.1)
 
 
-def test_over_a_fast_link_units_are_in_time_and_fetched_one_ahead(
-    alone: RankContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    depth, found = trained(LAYER_S / 4, monkeypatch)
+def test_over_a_fast_link_units_are_in_time_and_fetched_one_ahead(alone: RankContext) -> None:
+    depth, found = trained(LAYER_S / 4)
     assert depth == 1
     assert found.prefetch.late <= FORWARDS, "at most the first layer of each"
     assert found.prefetch.hits > 7 * FORWARDS

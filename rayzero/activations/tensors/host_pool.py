@@ -100,7 +100,7 @@ class HostPool:
         after that. ``allocate(nbytes, pinned)``: makes the memory (1D uint8); by default torch does. ``poison``: for
         tests, fill each buffer with 0xFF when it comes back."""
         self._cap, self._pinned_cap, self._pin, self._poison = cap_bytes, pinned_cap_bytes, pin, poison
-        self._allocate = allocate or _torch_bytes
+        self._allocate = allocate or _host_bytes
         self._lock = threading.Lock()
         self._free: dict[int, list[HostBuffer]] = {}
         self._returning: deque[tuple[HostBuffer, Event]] = deque()
@@ -253,7 +253,7 @@ class HostPool:
         return dropped
 
 
-def _torch_bytes(nbytes: int, pinned: bool) -> Tensor:
+def _host_bytes(nbytes: int, pinned: bool) -> Tensor:
     return host_zeros(nbytes, torch.uint8, pinned=True) if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
 

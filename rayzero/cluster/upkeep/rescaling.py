@@ -282,13 +282,17 @@ class Rescaling:
         except ray.exceptions.RayError as error:  # it has died, which another call reports
             log.debug("%s did not %s: %s", process.member, step, error)
         else:
-            if isinstance(answer, Prepared) and self._change is not None and process in self._handles:  # not late
-                self._change.moved_bytes += answer.moved_bytes
-                moved = format_bytes(self._change.moved_bytes)
-                self._progress(f"{self._change}: {process.member} is ready; {moved} have another owner by now")
             if isinstance(answer, Prepared):
+                self._take_prepared(process, answer)
                 answer = answer.leads
             self._perform(self._controller.answered(process, step, answer))
+
+    def _take_prepared(self, process: Process, answer: Prepared) -> None:
+        if self._change is None or process not in self._handles:  # late, of an attempt that is given up
+            return
+        self._change.moved_bytes += answer.moved_bytes
+        moved = format_bytes(self._change.moved_bytes)
+        self._progress(f"{self._change}: {process.member} is ready; {moved} have another owner by now")
 
     def give_up_late(self, now: float) -> None:
         """Processes that are to join may find no place, or take too long to start; Ray does not say which."""

@@ -39,23 +39,16 @@ class Request(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class DeviceCopy:
-    """A copy to a device that is issued, and two events in it."""
+    """A copy to a device that is issued."""
 
-    event: Event | None = None  # its end; None until it is issued
-    began: Event | None = None  # None until it is queued
-    ended: Event | None = None
+    event: Event  # its end
+    moments: list[Event]  # its begin and its end, once the lane has come to it
 
-    def has_run(self, lane: Lane) -> bool:
-        """Whether its seconds are known."""
-        return self.began is not None and self.ended is not None and lane.seconds(self.began, self.ended) is not None
-
-    def seconds(self, lane: Lane) -> float:
-        """How long the copy itself took, once it has run."""
-        assert self.began is not None
-        assert self.ended is not None
-        return lane.seconds(self.began, self.ended) or 0.0
+    def seconds(self, lane: Lane) -> float | None:
+        """How long the copy itself took; None while that is not known."""
+        return lane.seconds(*self.moments) if len(self.moments) == 2 else None
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +112,7 @@ class Fetching:
 
     def join(self) -> None:
         """Block until the device has stopped writing to the buffer. The fetch must be done."""
-        if (copied := self.copied) is not None and copied.event is not None:
+        if (copied := self.copied) is not None:
             copied.event.join()
 
     @property
@@ -136,7 +129,7 @@ class Fetching:
         """Block until the bytes are there, on the device too if it has one."""
         waited = self._wait()
         self._arrived()
-        if (copied := self.copied) is not None and copied.event is not None:
+        if (copied := self.copied) is not None:
             copied.event.wait()
         return waited
 

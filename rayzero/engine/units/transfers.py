@@ -41,12 +41,23 @@ def make_transfers(
     store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
 ) -> UnitTransfers:
     """The transfers of a rank on ``device``; ``pinned``: page-lock staging buffers (CUDA only)."""
-    staging_bytes = 2 * max((buffer_bytes(unit.size_bytes) for unit in units if unit.trainable), default=1)
-    if device.type != "cuda":
-        staging = BufferPool(budget=MemoryBudget(staging_bytes))
-        return UnitTransfers(store, staging, at_once=sys.maxsize if store.in_process else _SMALL)
-    staging = BufferPool(pinned=pinned, budget=MemoryBudget(staging_bytes))
-    return DeviceTransfers(store, staging, CudaLane(device), mapped_units(store, units))
+    if device.type == "cuda":
+        return device_transfers(store, CudaLane(device), units, pinned=pinned)
+    at_once = sys.maxsize if store.in_process else _SMALL
+    return UnitTransfers(store, BufferPool(budget=_on_their_way(units)), at_once=at_once)
+
+
+def device_transfers(
+    store: ParameterStore, lane: Lane, units: Sequence[UnitLayout], *, pinned: bool
+) -> DeviceTransfers:
+    """The transfers of a rank on the device of ``lane``. ``pinned``: page-lock staging buffers."""
+    staging = BufferPool(pinned=pinned, budget=_on_their_way(units))
+    return DeviceTransfers(store, staging, lane, mapped_units(store, units))
+
+
+def _on_their_way(units: Sequence[UnitLayout]) -> MemoryBudget:
+    """Room for the gradients of two largest units."""
+    return MemoryBudget(2 * max((buffer_bytes(unit.size_bytes) for unit in units if unit.trainable), default=1))
 
 
 class UnitTransfers:
@@ -182,29 +193,30 @@ class DeviceTransfers(UnitTransfers):
         host, staged = self._source(unit)
         arrival, request = self._ask(unit, version, host, published, held)
         ready: Future[DeviceCopy | None] = Future()
-        copied = DeviceCopy()
+        moments: list[Event] = []
 
         def copy() -> None:
-            copied.began = self.lane.now()
+            moments.append(self.lane.now())
             buffer.flat.copy_(host, non_blocking=True)
-            copied.ended = self.lane.now()
+            moments.append(self.lane.now())
 
         def arrived(answer: Future[None]) -> None:
             try:
                 answer.result()
+                copied = None
                 if not isinstance(request, Renewal) or request.renewed:
-                    copied.event = self.lane.issue("in", copy, after=[free], label=unit.name)
+                    copied = DeviceCopy(self.lane.issue("in", copy, after=[free], label=unit.name), moments)
             except Exception as exc:  # must not end the store's thread; the rank's wait raises it
                 if staged is not None:
                     staged.release()
                 ready.set_exception(exc)
                 return
-            if staged is not None and copied.event is not None:
+            if staged is not None and copied is not None:
                 with self._lock:
                     self._copied.append((copied.event, staged))
             elif staged is not None:
                 staged.release()
-            ready.set_result(None if copied.event is None else copied)
+            ready.set_result(copied)
 
         arrival.add_done_callback(arrived)
         return Fetching(version, published, done=ready, request=request, buffer=buffer, ahead=ahead, ready=ready)

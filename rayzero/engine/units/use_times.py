@@ -112,8 +112,9 @@ class UseTimes:
 
     def _is_known(self, each: _Stop | _Gap) -> bool:
         assert each.ended is not None
-        if isinstance(each, _Stop) and each.fetching.copied is not None:
-            return self._lane.seconds(each.began, each.ended) is not None and each.fetching.copied.has_run(self._lane)
+        copied = each.fetching.copied if isinstance(each, _Stop) else None
+        if copied is not None and copied.seconds(self._lane) is None:
+            return False
         return self._lane.seconds(each.began, each.ended) is not None
 
     def _seconds(self, began: Event, ended: Event) -> float:
@@ -130,15 +131,14 @@ class UseTimes:
 
     def _count_stop(self, stop: _Stop) -> None:
         fetching, stood = stop.fetching, self._stood(stop)
-        copied = 0.0 if fetching.copied is None else fetching.copied.seconds(self._lane)
+        copied = 0.0 if fetching.copied is None else self._seconds(*fetching.copied.moments)
         at_once = not stood if fetching.on_device else stop.was_there
         result = "miss" if not fetching.ahead else "hit" if at_once else "late"
         self._recorder.add(PREFETCH_REQUESTS, 1, result=result)
         if result == "hit":
-            ended = None if fetching.copied is None else fetching.copied.ended
-            self._recorder.observe(
-                PREFETCH_LEAD_SECONDS, max(0.0, stop.lead if ended is None else self._seconds(ended, stop.began))
-            )
+            there = None if fetching.copied is None else fetching.copied.moments[-1]
+            lead = stop.lead if there is None else self._seconds(there, stop.began)
+            self._recorder.observe(PREFETCH_LEAD_SECONDS, max(0.0, lead))
         else:
             self._recorder.add(PREFETCH_GROUP_LATE_SECONDS, stood, group=self._groups[stop.unit.index])
         if result == "late":
