@@ -30,7 +30,8 @@ BUFFER = "buffer/"
 _UNWRITTEN = "unwritten"  # key of the reason, in an entry whose file could not be written
 
 _STALE = re.compile(r"\.(.+)\.(tmp|taken|replaced)", re.DOTALL)
-_OF_A_SAVE = re.compile(r"owner-\d+\.safetensors|rank-\d+\.safetensors|model-\d+|" + re.escape(MANIFEST))
+_PART = ".part"  # of the name of a file that is being written
+_OF_A_SAVE = re.compile(r"(owner|rank)-\d+\.safetensors(\.part)?|model-\d+|" + re.escape(MANIFEST))
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +228,10 @@ def _write_file(
     metadata: Mapping[str, str],
 ) -> FileEntry:
     try:
-        file = _stream(_begin(staging / name, tensors, metadata), tensors)
+        file = _stage(staging / name, tensors, metadata)
     except BaseException as exc:
+        with suppress(OSError):
+            (staging / (name + _PART)).unlink(missing_ok=True)
         withdraw(staging / name)
         if isinstance(exc, OSError):
             raise CheckpointWriteError(f"cannot write {staging / name}: {exc.strerror}") from exc
@@ -238,6 +241,23 @@ def _write_file(
         for key, t in tensors.items()
     }
     return FileEntry(name=name, size_bytes=file.size_bytes, sha256=file.file_sha256, content=described)
+
+
+def _stage(path: Path, tensors: Mapping[str, Tensor | DeferredTensor], metadata: Mapping[str, str]) -> TensorFileWriter:
+    """Write a file under another name, and give it its own once it is whole: one that a rank's former life has staged
+    may be committed meanwhile."""
+    part = path.with_name(path.name + _PART)
+    tries = 1
+    while True:
+        file = _stream(_begin(part, tensors, metadata), tensors)
+        try:
+            part.rename(path)
+        except FileNotFoundError:  # the folder was taken meanwhile, to be committed or discarded
+            if tries == _TRIES:
+                raise
+            tries += 1
+        else:
+            return file
 
 
 def _begin(path: Path, tensors: Mapping[str, Tensor | DeferredTensor], metadata: Mapping[str, str]) -> TensorFileWriter:

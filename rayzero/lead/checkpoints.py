@@ -31,16 +31,12 @@ class CheckpointRequest:
     futures: dict[int, Future[CheckpointInfo]] = field(default_factory=dict)
     writing: bool = False  # the owners were asked to write
     asked: tuple[Future[FileEntry], ...] = ()  # the owners' answers, by index
+    repeated: bool = False  # a rank that has come back asked for it while it was committed
 
     @property
     def rank_files(self) -> list[FileEntry]:
         """The ranks' own files, by rank."""
         return [entry for rank in sorted(self.files) for entry in self.files[rank]]
-
-    def fail(self, error: BaseException) -> None:
-        """Fail the request for the ranks that made it."""
-        for future in self.futures.values():
-            fail(future, error)
 
 
 class CheckpointRequests:
@@ -54,6 +50,7 @@ class CheckpointRequests:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._open: CheckpointRequest | None = None
+        self._ending: CheckpointRequest | None = None  # owners have answered; a thread commits it or clears up
         self._owed: dict[int, Saved] = {}  # ranks that may not have heard of the last save of the lead's former life
         self._resumes = False  # the next save may be one that a former life of the lead had begun
         self._back: set[int] = set()  # ranks that have come back and may ask for the last checkpoint again
@@ -65,6 +62,10 @@ class CheckpointRequests:
     ) -> tuple[CheckpointRequest, Future[CheckpointInfo]]:
         """Note a rank's request. Raises StepMismatchError if another rank requested something else."""
         with self._lock:
+            ending = self._ending
+            if ending is not None and (ending.step, ending.directory) == (step, directory):
+                ending.repeated = True
+                return ending, ending.futures.setdefault(rank, Future())
             request = self._open = self._open or CheckpointRequest(step, directory)
             if (request.step, request.directory) != (step, directory):
                 raise StepMismatchError(
@@ -91,7 +92,8 @@ class CheckpointRequests:
             again = rank in self._back
             self._back.discard(rank)
             made = self._made
-            return made[1] if again and self._open is None and made and made[0] == (step, directory) else None
+            over = self._open is None and self._ending is None
+            return made[1] if again and over and made and made[0] == (step, directory) else None
 
     def owed(self, rank: int, step: int, directory: Path) -> CheckpointInfo | RayZeroError | None:
         """What came of the checkpoint that a rank asks for, if it ended in a former life of the lead and only others
@@ -129,7 +131,7 @@ class CheckpointRequests:
         with self._lock:
             request, self._open = self._open, None
         if request is not None:
-            request.fail(error)
+            self._fail(request, error)
 
     def asked(self) -> tuple[int, frozenset[int]] | None:
         """(the requested version, the ranks that requested it); None if there is no request."""
@@ -167,7 +169,7 @@ class CheckpointRequests:
         try:
             info = resume_commit(request.directory, request.step, request.rank_files)
         except OSError as exc:  # its file system refuses
-            self._end(request, _give_up, request, exc)
+            self._end(request, self._give_up, request, exc)
             over()
             return
         if info is None:
@@ -197,7 +199,7 @@ class CheckpointRequests:
 
         def otherwise(error: BaseException) -> None:
             self._recorder.add(CHECKPOINT_FAILURES)
-            self._end(request, _give_up, request, error)
+            self._end(request, self._give_up, request, error)
             over()
 
         request.asked = tuple(peer.write_checkpoint(request.step, request.directory) for peer in self._peers)
@@ -215,6 +217,7 @@ class CheckpointRequests:
         with self._lock:
             goes_on = self._open is request
             self._open = None
+            self._ending = request if goes_on else self._ending
         if goes_on:  # from here on, a rank that gets a failure can request the next one
             self._committer.submit(action, *args)
         else:
@@ -227,16 +230,47 @@ class CheckpointRequests:
         hyper: tuple[Hyper, ...],
         owner_files: Sequence[FileEntry],
     ) -> None:
-        info = _commit(request, spec, hyper, owner_files, self._recorder)
-        if info is not None:
+        try:
+            with timed(self._recorder, CHECKPOINT_SECONDS, phase="publish"):
+                info = commit_checkpoint(
+                    request.directory,
+                    step=request.step,
+                    spec=spec,
+                    hyper=hyper,
+                    slot_steps={},  # the content of each file carries its own
+                    owner_files=owner_files,
+                    rank_files=request.rank_files,
+                )
+        except (OSError, RayZeroError) as exc:
+            self._recorder.add(CHECKPOINT_FAILURES)
+            self._fail(request, exc)
+        else:
+            self._recorder.set(CHECKPOINT_LAST_SUCCESS, time.time())
             self._tell(request, info)
 
     def _tell(self, request: CheckpointRequest, info: CheckpointInfo) -> None:
         with self._lock:
             self._made = (request.step, request.directory), info
-            waiting = list(request.futures.values())
+        waiting = self._over(request)
+        if request.repeated:
+            discard_staging(request.directory)  # what ranks that have come back have staged again
         for future in waiting:
             settle(future, info)
+
+    def _give_up(self, request: CheckpointRequest, error: BaseException) -> None:
+        discard_staging(request.directory)
+        self._fail(request, error)
+
+    def _fail(self, request: CheckpointRequest, error: BaseException) -> None:
+        for future in self._over(request):
+            fail(future, error)
+
+    def _over(self, request: CheckpointRequest) -> list[Future[CheckpointInfo]]:
+        """Nobody can ask for this request any more; returns who waits for it."""
+        with self._lock:
+            if self._ending is request:
+                self._ending = None
+            return list(request.futures.values())
 
     def abandon(self, error: BaseException) -> None:
         """Fail the ranks that wait for a checkpoint. While owners write, ``_end`` cleans up their files, so that ranks
@@ -247,34 +281,8 @@ class CheckpointRequests:
             return
         if not request.writing:
             discard_staging(request.directory)
-        request.fail(error)
+        self._fail(request, error)
 
     def close(self) -> None:
         """Finish the checkpoint that is being committed. Idempotent."""
         self._committer.shutdown(wait=True)
-
-
-def _give_up(request: CheckpointRequest, error: BaseException) -> None:
-    discard_staging(request.directory)
-    request.fail(error)
-
-
-def _commit(
-    request: CheckpointRequest,
-    spec: ModelSpec,
-    hyper: tuple[Hyper, ...],
-    owner_files: Sequence[FileEntry],
-    recorder: Recorder,
-) -> CheckpointInfo | None:
-    """Commit a checkpoint whose files are there; None if that failed, and ranks have the error."""
-    commit = partial(commit_checkpoint, request.directory, step=request.step, spec=spec, hyper=hyper)
-    rank_files = request.rank_files
-    try:  # the content of each file carries its own step counts
-        with timed(recorder, CHECKPOINT_SECONDS, phase="publish"):
-            info = commit(slot_steps={}, owner_files=owner_files, rank_files=rank_files)
-    except (OSError, RayZeroError) as exc:
-        recorder.add(CHECKPOINT_FAILURES)
-        request.fail(exc)
-        return None
-    recorder.set(CHECKPOINT_LAST_SUCCESS, time.time())
-    return info

@@ -393,4 +393,7 @@ class _Armed:
     def _strike(self) -> None:
         if self._act is Act.RAISE:
             raise FaultError(f"{self._fault}, as a test asked for")
-        os.kill(os.getpid(), signal.SIGSTOP if self._act is Act.STOP else signal.SIGKILL)
+        if self._act is Act.STOP:  # sent to the process, it may strike once another thread runs, and this one goes on
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -12,8 +12,9 @@ from torch import nn
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.checkpoint import CheckpointReader, export_full, staging_path, write_rank_state
+from rayzero.checkpoint import CheckpointReader, export_full, staging_path, write_rank_state, write_tensors
 from rayzero.checkpoint import writer as writer_module
+from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.writer import withdraw
 from rayzero.engine.context import RankContext, running_in
@@ -131,6 +132,27 @@ def test_a_file_that_is_withdrawn_during_the_commit_is_part_of_it_or_stops_it(
         with pytest.raises(CheckpointError, match=r"rank-0000.safetensors should have .* it is not there"):
             written.commit(directory, owners, ranks)
     assert [path.name for path in directory.parent.iterdir()] == [directory.name] * left
+
+
+def test_a_file_that_is_written_again_during_the_commit_is_whole_in_it(written, directory):
+    """A rank that has come back stages its file again; the owners may have written theirs meanwhile."""
+    owners, ranks = written.stage(directory)
+    staged, again = staging_path(directory) / ranks[0].name, []
+
+    def commit() -> torch.Tensor:
+        if not again:
+            again.append(written.commit(directory, owners, ranks))
+        return torch.zeros(3)
+
+    tensor = DeferredTensor(numel=3, dtype=torch.float32, make=commit)
+    entry = write_tensors(staging_path(directory), ranks[0].name, {"a": tensor}, {})
+    assert (len(again), staged.stat().st_size) == (1, entry.size_bytes)
+    assert (directory / ranks[0].name).stat().st_size == ranks[0].size_bytes
+    assert sorted(path.name for path in directory.iterdir()) == sorted(
+        [MANIFEST, *(each.name for each in (*owners, *ranks))]
+    )
+    withdraw(staged)
+    assert list(directory.parent.iterdir()) == [directory]
 
 
 def test_a_save_that_the_lead_refuses_leaves_no_staging_directory(tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store.toy import HYPER, WAIT, flatten, initial_values, make_spec
 
-from rayzero.checkpoint import staging_path, write_rank_state
+from rayzero.checkpoint import commit_checkpoint, staging_path, write_rank_state
 from rayzero.concurrency.futures import fail, failed, settle, settled
 from rayzero.errors import (
     CheckpointError,
@@ -22,6 +24,7 @@ from rayzero.errors import (
     TransferError,
     UnsupportedError,
 )
+from rayzero.lead import checkpoints
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
@@ -297,6 +300,33 @@ def test_ranks_hear_of_a_failed_save_when_every_owner_has_answered_and_nothing_i
         with pytest.raises(OSError, match="disk full"):  # asked anew, not told what the first try was
             again[1].result(WAIT)
         assert peers[0].calls == ["save 0", "save 0"]
+
+
+def test_ranks_that_come_back_while_their_checkpoint_is_committed_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stage their files again and ask; the files that they find staged may be those that are being committed."""
+    spec, directory = make_spec(2), tmp_path / "best"
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def commit(*args: Any, **facts: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(WAIT)
+        return commit_checkpoint(*args, **facts)
+
+    monkeypatch.setattr(checkpoints, "commit_checkpoint", commit)
+    with lead_of(spec) as (lead, peers):
+        for rank in range(2):
+            lead.save(rank, 0, directory, staged(directory, rank))
+        assert begun.wait(WAIT)
+        for rank in range(2):
+            lead.lose(rank)
+            lead.attach(rank, spec)
+        saves = [lead.save(rank, 0, directory, staged(directory, rank)) for rank in range(2)]
+        goes_on.set()
+        assert {save.result(WAIT).step for save in saves} == {0}
+        assert [peer.calls for peer in peers] == [["save 0"]] * 2
+    assert list(tmp_path.iterdir()) == [directory]
 
 
 def test_a_save_whose_hyper_parameters_are_gone_fails_and_not_the_run(

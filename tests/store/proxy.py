@@ -30,6 +30,8 @@ class Proxy:
         self._closed = False
         self.passed = 0  # bytes, both directions
         self._at: list[tuple[int, Callable[[], None]]] = []
+        self._cuts: list[int] = []
+        self._uncut = 0  # bytes since the last cut, or since ``cut_after``
         self._threads: list[threading.Thread] = []
         self._listener = self._listen(0)
         self.port = self._listener.getsockname()[1]
@@ -72,6 +74,9 @@ class Proxy:
         try:
             while data := source.recv(_READ_BYTES):
                 self._count(len(data))
+                if self._is_cut(len(data)):
+                    self.cut()
+                    break
                 self._open.wait()
                 sink.sendall(data)
         except OSError:  # it was cut
@@ -88,6 +93,21 @@ class Proxy:
             self._at = [(at, action) for at, action in self._at if at > self.passed]
         for action in due:
             self._start(action)
+
+    def _is_cut(self, size: int) -> bool:
+        with self._lock:
+            self._uncut += size
+            if not self._cuts or self._uncut < self._cuts[0]:
+                return False
+            self._cuts.pop(0)
+            self._uncut = 0
+            return True
+
+    def cut_after(self, *sizes: int) -> None:
+        """Close every connection once so many bytes more have come, each time counted from the cut before; the last of
+        them are lost."""
+        with self._lock:
+            self._uncut, self._cuts = 0, list(sizes)
 
     def at(self, passed: int, action: Callable[[], None]) -> None:
         """Run ``action`` in a thread of its own once ``passed`` bytes have passed."""
