@@ -147,8 +147,8 @@ POINTS = {
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
     "lead.save": Point(f"{_LEAD}.save", _BEFORE, repeats=True),
-    "lead.before-manifest": Point("rayzero.lead.checkpoints:_commit", _BEFORE),
-    "lead.after-manifest": Point("rayzero.lead.checkpoints:_commit", _AFTER),
+    "lead.before-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _BEFORE),
+    "lead.after-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _AFTER),
     "lead.call": Point(
         "rayzero.store.owner.peers.wire:_Channel.call",
         _BEFORE,
