@@ -94,6 +94,8 @@ class Engine:
             poison=poison,
             mapped={} if poison or device.type != "cpu" else mapped_units(store, layout.units),
         )
+        beside = device.type != "cpu" or not store.in_process  # else owners would take cores from the next forward
+        self._overlaps = config.overlap == "forward" and config.overlap_computation and beside
         self.collector = GradientCollector(self._completed, self._backward_over)
         self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []
@@ -395,7 +397,7 @@ class Engine:
             self.cache.prefetch_first()
         else:
             self.cache.prefetch_all()
-        if self.config.overlap == "none" or not self.config.overlap_computation:
+        if not self._overlaps:
             self.step_state.wait_decided()
             self.cache.wait_published()
         self.clock.step_over(self.step_state.step)

@@ -14,6 +14,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.moments import CODED, CodedMoment, Moment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN
+from rayzero.protocol.scattered import Gradient
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # what kernels compute; a subclass may compute something else
 
@@ -149,7 +150,7 @@ class Kernel(Protocol):
     def update(
         self,
         memory: AdamMemory,
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Gradient],
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
@@ -160,16 +161,17 @@ class Kernel(Protocol):
         write the published parameters.
 
         ``gradients``: by rank, 1D with the shard's elements, fp32, bf16 or fp16. Only the ranks and ranges that
-        segments name are read, and nothing is written to them. ``on_tile(done, total)``: called after each tile.
+        segments name are read, and nothing is written to them. Of scattered ones no segment has two parameters.
+        ``on_tile(done, total)``: called after each tile.
         """
         ...
 
 
 def segments_of(
-    parts: Iterable[tuple[int, int, tuple[int, ...], int, int]], options: Sequence[AdamOptions]
+    parts: Iterable[tuple[int, int, tuple[int, ...], int, int]], options: Sequence[AdamOptions], *, apart: bool = False
 ) -> list[Segment]:
     """The segments of ``parts``, which are (offset, length, ranks, group, step) in ascending order. ``options``: those
-    of each group.
+    of each group. ``apart``: each part is a segment of its own.
 
     Neighbours that are updated alike become one segment, so that thousands of small parameters become a few segments.
     Parts without elements or ranks are left out."""
@@ -178,7 +180,7 @@ def segments_of(
         if not length or not ranks:
             continue
         alike = ranks, group, step
-        if runs and runs[-1][1:] == (offset, alike):
+        if runs and not apart and runs[-1][1:] == (offset, alike):
             runs[-1] = runs[-1][0], offset + length, alike
         else:
             runs.append((offset, offset + length, alike))

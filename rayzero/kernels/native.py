@@ -25,6 +25,7 @@ from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES
 from rayzero.protocol.messages import Clamp
+from rayzero.protocol.scattered import Gradient
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
@@ -212,7 +213,7 @@ class NativeKernel(_Worker):
     def update(
         self,
         memory: AdamMemory,
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Gradient],
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
@@ -243,20 +244,23 @@ class NativeSquareSum(_Worker):
     partial sums are added by halves, and leaves in order. No bit depends on the instruction set or the threads."""
 
     def parts(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+        self, gradients: Sequence[Gradient], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
     ) -> list[float]:
-        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. One call into the library."""
+        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. One call into the library; for
+        scattered gradients one a range."""
+        if len(ranges) > 1 and _are_scattered(gradients, ranks):
+            return [square for each in ranges for square in self.parts(gradients, ranks, (each,), clamp)]
         found = _ranges_table(tuple(ranges))
-        table = _gradient_table(gradients, ranks, found.stop)
+        table = _gradient_table(gradients, ranks, found.start, found.stop)
         leaves, sums = (c_double * found.leaves)(), (c_double * len(ranges))()
         team = self._team_address() if found.numel >= _SQUARES_ALONE else None
         scale, limit = (1.0, math.inf) if clamp is None else (clamp.scale, clamp.limit)
         self._library.squares(team, self._isa, table, len(table), found.bounds, len(ranges), scale, limit, leaves, sums)
         return list(sums)
 
-    def nonfinite(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> int:
+    def nonfinite(self, gradients: Sequence[Gradient], ranks: Sequence[int], start: int, stop: int) -> int:
         """How many elements of the sum are inf or nan. Call it if a part is not finite."""
-        table = _gradient_table(gradients, ranks, stop)
+        table = _gradient_table(gradients, ranks, start, stop)
         return int(self._library.nonfinite(table, len(table), start, stop))
 
 
@@ -285,16 +289,21 @@ class NativeBlocks:
 
 
 def _segment_table(
-    segments: Sequence[Segment], gradients: Sequence[Tensor], scale: float, limit: float, *, coded: bool = False
+    segments: Sequence[Segment], gradients: Sequence[Gradient], scale: float, limit: float, *, coded: bool = False
 ) -> ctypes.Array[_Segment]:
     end = 0
     for segment in segments:
         if segment.offset < end:
             raise UnsupportedError(f"two segments have element {segment.offset}; the native kernel takes each once")
         end = segment.offset + segment.length
-    ranks = {segment.ranks for segment in segments}
-    tables = {members: _gradient_table(gradients, members, end) for members in ranks}
-    rows = (_segment_row(segment, tables[segment.ranks], scale, limit, coded=coded) for segment in segments)
+    shared = {ranks for ranks in {segment.ranks for segment in segments} if not _are_scattered(gradients, ranks)}
+    tables = {ranks: _gradient_table(gradients, ranks, 0, end) for ranks in shared}
+
+    def table(segment: Segment) -> ctypes.Array[_Gradient]:
+        start, stop = segment.offset, segment.offset + segment.length
+        return tables.get(segment.ranks) or _gradient_table(gradients, segment.ranks, start, stop)
+
+    rows = (_segment_row(segment, table(segment), scale, limit, coded=coded) for segment in segments)
     return (_Segment * len(segments))(*rows)  # holds the gradients' tables
 
 
@@ -333,6 +342,7 @@ def _constants(options: AdamOptions, step: int, scale: float, limit: float, *, c
 
 class _Ranges(NamedTuple):
     bounds: ctypes.Array[c_int64]  # start, stop, start, stop, ...
+    start: int  # the first
     stop: int  # the last
     numel: int
     leaves: int
@@ -343,18 +353,33 @@ def _ranges_table(ranges: tuple[Range, ...]) -> _Ranges:
     sizes = [stop - start for start, stop in ranges]
     return _Ranges(
         (c_int64 * (2 * len(ranges)))(*chain.from_iterable(ranges)),
+        min((start for start, _ in ranges), default=0),
         max((stop for _, stop in ranges), default=0),
         sum(sizes),
         sum(-(-size // LEAF) for size in sizes),
     )
 
 
-def _gradient_table(gradients: Sequence[Tensor], ranks: Sequence[int], end: int) -> ctypes.Array[_Gradient]:
+def _gradient_table(
+    gradients: Sequence[Gradient], ranks: Sequence[int], start: int, stop: int
+) -> ctypes.Array[_Gradient]:
+    """``start``, ``stop``: the elements that are read."""
     rows = [
-        _Gradient(_address(gradients[rank], f"gradient of rank {rank}", end), _DTYPES[gradients[rank].dtype], rank)
-        for rank in ranks
+        _Gradient(_origin(gradients[rank], rank, start, stop), _DTYPES[gradients[rank].dtype], rank) for rank in ranks
     ]
     return (_Gradient * len(rows))(*rows)
+
+
+def _origin(gradient: Gradient, rank: int, start: int, stop: int) -> int:
+    """The address that the shard's first element has, or would have if the elements from ``start`` on followed it."""
+    if isinstance(gradient, Tensor):
+        return _address(gradient, f"gradient of rank {rank}", stop)
+    part = gradient[start:stop]
+    return _address(part, f"gradient of rank {rank}", stop - start) - start * part.itemsize
+
+
+def _are_scattered(gradients: Sequence[Gradient], ranks: Sequence[int]) -> bool:
+    return any(not isinstance(gradients[rank], Tensor) for rank in ranks)
 
 
 def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:

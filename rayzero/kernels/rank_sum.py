@@ -15,6 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from rayzero.protocol.scattered import Gradient
+
 GROUP = 8  # consecutive ranks
 
 
@@ -28,7 +30,7 @@ class RankSum:
         self._wide = torch.zeros(tile, device=device)
         self._came: dict[torch.dtype, Tensor] = {}  # for parts from elsewhere. [Note: over the link]
 
-    def sum(self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int) -> Tensor:
+    def sum(self, gradients: Sequence[Gradient], ranks: Sequence[int], start: int, stop: int) -> Tensor:
         """The 1D fp32 sum of ``gradients[r][start:stop]`` over ``ranks`` (ascending, not empty). Gradients are 1D with
         the shard's elements, of any float dtype.
 

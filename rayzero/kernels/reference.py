@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.protocol.scattered import Gradient
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -24,7 +24,7 @@ class ReferenceKernel:
     def update(
         self,
         memory: AdamMemory,
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Gradient],
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],
@@ -40,7 +40,7 @@ class ReferenceKernel:
                 on_tile(done, len(segments))
 
     def _update(
-        self, memory: AdamMemory, gradients: Sequence[Tensor], segment: Segment, scale: float, limit: float
+        self, memory: AdamMemory, gradients: Sequence[Gradient], segment: Segment, scale: float, limit: float
     ) -> None:
         start, stop = segment.offset, segment.offset + segment.length
         summed = RankSum(segment.length).sum(gradients, segment.ranks, start, stop).tolist()

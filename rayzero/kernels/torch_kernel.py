@@ -24,6 +24,7 @@ from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP, TileStamps
+from rayzero.protocol.scattered import Gradient
 
 Tile = tuple[Segment, int, int]  # a segment, and the first and last (excluded) of its elements in the shard
 
@@ -46,7 +47,7 @@ class _Update:
     iterator, which gives each to one thread only."""
 
     memory: AdamMemory
-    gradients: Sequence[Tensor]
+    gradients: Sequence[Gradient]
     scale: float
     limit: float
     windows: Iterator[_Window]
@@ -73,7 +74,7 @@ class TorchKernel:
     def update(
         self,
         memory: AdamMemory,
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Gradient],
         segments: Sequence[Segment],
         scale: float,
         on_tile: Callable[[int, int], None],

@@ -30,11 +30,14 @@ def locked_bytes() -> int:
 
 
 def host_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Zeroed host memory, 1D. ``pinned``: page-locked. [Note: torch's own] Raises MemoryPlanError if the driver
-    refuses. Freed with its last tensor, and if it is page-locked, once the device has ended what is queued."""
-    if not pinned or not numel:
-        return torch.zeros(numel, dtype=dtype)
+    """Zeroed host memory, 1D. ``pinned``: page-locked. [Note: torch's own] Pages that are not take no memory before
+    they are written; torch.zeros would write them. Raises MemoryPlanError if the driver refuses. Freed with its last
+    tensor, and if it is page-locked, once the device has ended what is queued."""
+    if not numel:
+        return torch.zeros(0, dtype=dtype)
     mapping = Mapping.fresh(whole_pages(numel * dtype.itemsize))
+    if not pinned:
+        return mapping.tensor(0, numel, dtype)
     runtime = _register(mapping.address, mapping.size, read_only=False)
     last = weakref.finalize(mapping.keeper, _unregister_idle, runtime, mapping.address)  # runs before it is unmapped
     last.atexit = False

@@ -18,6 +18,7 @@ from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
 from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
+from rayzero.protocol.scattered import Gradient
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
@@ -203,7 +204,7 @@ class OwnedShard:
 class ShardWork:
     """What one decision does to a shard whose content changes."""
 
-    gradients: Sequence[Tensor]  # per rank: 1D, the shard's elements
+    gradients: Sequence[Gradient]  # per rank: 1D, the shard's elements
     version: int  # the version that it makes
     contributors: Contributors
     scale: float

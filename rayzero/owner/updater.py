@@ -54,3 +54,4 @@ class Updater:
                 task()
             except Exception as exc:  # the supervision loop of everything an owner computes
                 self._on_error(exc)
+            del task  # it may hold gradients, and the next one may come late

@@ -34,6 +34,7 @@ from rayzero.protocol.messages import (
     Norm,
     StepInputs,
 )
+from rayzero.protocol.scattered import ScatteredUnit
 
 
 class ParameterStore(Protocol):
@@ -102,7 +103,12 @@ class ParameterStore(Protocol):
         """
         ...
 
-    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+    @property
+    def takes_scattered(self) -> bool:
+        """Whether ``push`` also takes an attempt's first gradients of a unit where autograd has left them."""
+        ...
+
+    def push(self, contribution: Contribution, grads: Tensor | ScatteredUnit) -> Future[None]:
         """Hand over one unit's gradients (1D, unit.numel elements, the unit's dtype; absent slots' bytes are
         never read). Done when the bytes are in this rank's memory, where owners read them, or in its landing at every
         other owner: it does not wait for other ranks. A repeat with the same header is dropped.

@@ -68,8 +68,10 @@ class LocalOwners:
         memory_budget: int | None = None,
         recorder: Recorder | None = None,
         devices: Sequence[torch.device] = (),
+        sums_early: bool = True,
     ) -> None:
-        """``threads``: torch threads of each owner. ``memory_budget``: bytes that each may allocate. ``devices``: each
+        """``threads``: torch threads of each owner. ``memory_budget``: bytes that each may allocate. ``sums_early``:
+        see ``ShardService``. ``devices``: each
         rank's device, for further owners that keep their states there (``offload_fraction``)."""
         self.memories: dict[int, OwnerSlabs] = {}  # by owner, after the first attach, if this system can map them
         places = [CPU] * num_owners + list(devices)
@@ -81,6 +83,7 @@ class LocalOwners:
                 memory_budget=memory_budget,
                 memory=_Mappable(self.memories, owner, len(places)) if _CAN_MAP else None,
                 recorder=recorder,
+                sums_early=sums_early,
                 device=device,
             )
             for owner, device in enumerate(places)
@@ -335,6 +338,7 @@ class LocalConnection:
             lead=self._lead,
             windows=self._windows,
             gradients=self._gradients,
+            takes_scattered=spec.accumulation_steps == 1,  # else each would be copied by the step's next push
             gradient_tier="pinned" if page_lock else "ram",
             kernel=services[0].kernel,
             transport="inproc",
@@ -353,8 +357,9 @@ class LocalConnection:
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
         require_life(self.rank, self.life, self.owners.lives)
+        scattered = None if self._gradients is None else self._gradients.scattered(unit)
         for service in self.owners.services:
-            service.observe(self.rank, unit, pushed)
+            service.observe(self.rank, unit, pushed, scattered)
 
     def keep(self, state: LoopState) -> Future[None]:
         """See ``Connection.keep``."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import metadata
 
 import torch
-from torch import Tensor
 
 from rayzero.codecs import RAW, Codec
 from rayzero.layout.model_layout import dtype_name
@@ -57,8 +56,7 @@ def tell_build(recorder: Recorder, kernel: str, transport: str) -> None:
     recorder.set(BUILD_INFO, 1, version=version, torch=torch.__version__, kernel=kernel, transport=transport)
 
 
-def watch_gradients(recorder: Recorder, flats: Iterable[Tensor], tier: str) -> Callable[[], None]:
-    """Report a rank's gradient memory until the returned function is called. ``flats``: by unit; ``tier``: see
-    ``names.MEMORY_BYTES``."""
-    size = sum(flat.nbytes for flat in flats)
-    return recorder.watch(lambda: [Reading(MEMORY_BYTES, size, {"kind": "grad", "tier": tier})])
+def watch_gradients(recorder: Recorder, held_bytes: Callable[[], int], tier: str) -> Callable[[], None]:
+    """Report a rank's gradient memory until the returned function is called. ``held_bytes``: its size now; ``tier``:
+    see ``names.MEMORY_BYTES``."""
+    return recorder.watch(lambda: [Reading(MEMORY_BYTES, held_bytes(), {"kind": "grad", "tier": tier})])

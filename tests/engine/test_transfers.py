@@ -78,6 +78,8 @@ def test_weights_are_those_of_plain_torch_however_late_copies_run(
 class OneUnit:
     """A store of one unit: what is fetched is there at once, what is pushed is kept."""
 
+    takes_scattered = False
+
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.pushed: list[Tensor] = []

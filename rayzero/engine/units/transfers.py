@@ -30,6 +30,7 @@ from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.budget import Lease, MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.protocol.messages import COMPUTE, Contribution
+from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.protocol.store import ParameterStore
 
 _SMALL = 1 << 20  # bytes: copying them takes about 0.1 ms, a thread switch under the GIL up to 1 ms
@@ -108,7 +109,10 @@ class UnitTransfers:
         """Send a unit's gradients; returns a future that is done once the owners have them. Returns None at once if
         earlier pushes leave no room: wait for one of them and call again. With none in flight there is always room.
 
-        Gathers a small unit here, because handing it to another thread takes longer."""
+        Gathers a small unit here, because handing it to another thread takes longer; nothing, if owners read gradients
+        where they are."""
+        if self._store.takes_scattered and _can_stay(unit, contribution, grads):
+            return self._store.push(contribution, ScatteredUnit(unit, grads))
         small = unit.size_bytes <= self._at_once
         target = _target(self._store, self._staging, unit, contribution, grads, at_once=small)
         if target is None:
@@ -331,6 +335,14 @@ def _target(
     with torch.inference_mode(False):
         staged = staging.acquire(unit.size_bytes)
     return None if staged is None else _Target(staged.tensor.view(unit.dtype), until_landed=staged)
+
+
+def _can_stay(unit: UnitLayout, contribution: Contribution, grads: Grads) -> bool:
+    """Whether gradients can be read where they are: there are none to add them to, and they are as in the unit."""
+    given = [grad for grad in grads if grad is not None]
+    return not (contribution.seq or contribution.sum_of or any(unit.gaps)) and all(
+        grad.dtype is unit.dtype and grad.is_contiguous() for grad in given
+    )
 
 
 def _whole(unit: UnitLayout, grads: Grads) -> Tensor | None:

@@ -32,6 +32,7 @@ from rayzero.protocol.messages import (
     NormParts,
     Pushed,
 )
+from rayzero.protocol.scattered import Gradient, ScatteredUnit
 from rayzero.telemetry.recorder import Recorder
 from rayzero.telemetry.spans import Over, nothing
 
@@ -59,11 +60,13 @@ class Contributions:
         recorder: Recorder,
         *,
         step: int,
+        early: bool = True,
         redoing: bool = False,
     ) -> None:
-        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
-        successor's: what asks for a later step waits until the decisions before it are redone."""
-        self._redoing = redoing
+        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``early``: sum squares
+        while ranks still push; False: at the collect, because ranks need the cores until then. ``redoing``: these are
+        a successor's: what asks for a later step waits until the decisions before it are redone."""
+        self._early, self._redoing = early, redoing
         self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
         self._redone: list[Future[None]] = []  # done once the open step is decided here
         self.open_step = step  # the step whose contributions are accepted
@@ -224,13 +227,15 @@ class Contributions:
         self.retry()
         return excess
 
-    def observe(self, rank: int, unit: int, pushed: Pushed) -> StepMismatchError | None:
+    def observe(
+        self, rank: int, unit: int, pushed: Pushed, scattered: ScatteredUnit | None = None
+    ) -> StepMismatchError | None:
         """See ``ShardService.observe``. Returns the error that fails the step if there are more pushes than were
         counted."""
         excess = None
         with self._lock:
             for owned in self._by_unit.get(unit, ()) if pushed.step == self.open_step else ():
-                if self.ranks[rank].landings[owned.shard.index].observe(pushed):
+                if self.ranks[rank].landings[owned.shard.index].observe(pushed, scattered):
                     excess = self._arrived(owned, rank) or excess
         return excess
 
@@ -240,7 +245,7 @@ class Contributions:
             if self._collection is not None:
                 if self._collection.arrived(owned, rank, self.ranks):
                     self._sum_later([owned], self.open_step)
-            elif self._looks_complete(owned):
+            elif self._early and self._looks_complete(owned):
                 self._ripen(owned)
         except StepMismatchError as exc:
             return exc
@@ -381,6 +386,8 @@ class Contributions:
         """The decision's update has read the shard's gradients: ranks may write there again."""
         with self._lock:
             self._to_be_read[owned.shard.index] -= 1
+            for rank in self.ranks.values():
+                rank.landings[owned.shard.index].free()
         self.retry()
 
     @property
@@ -444,7 +451,7 @@ class Contributions:
         self._hand_out()
 
     def _squares_of(
-        self, owned: OwnedShard, gradients: Sequence[Tensor], contributors: Contributors, clamp: Clamp | None
+        self, owned: OwnedShard, gradients: Sequence[Gradient], contributors: Contributors, clamp: Clamp | None
     ) -> tuple[float, ...]:
         """One sum of squares per slice. Neighbours with the same contributors share a call, because models have many
         parameters."""
@@ -497,8 +504,8 @@ class Contributions:
             return (tuple(ranks),) * len(owned.slices)
         return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
 
-    def _gradients(self, owned: OwnedShard) -> list[Tensor]:
-        """Per rank, its gradient memory for this shard; an empty tensor for a rank that has not attached."""
+    def _gradients(self, owned: OwnedShard) -> list[Gradient]:
+        """Per rank, its gradients of this shard; an empty tensor for a rank that has not attached."""
         index, gradients = owned.shard.index, self.ranks
         ranks = range(self._spec.world_size)
-        return [gradients[rank].landings[index].sum.memory if rank in gradients else _NOTHING for rank in ranks]
+        return [gradients[rank].landings[index].gradient if rank in gradients else _NOTHING for rank in ranks]

@@ -19,6 +19,7 @@ from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.gradient_sum import GradientSum, gradient_dtype
 from rayzero.protocol.messages import Contribution, Pushed
+from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
 
 class Admission(Enum):
@@ -43,6 +44,16 @@ class Landing:
         self.staged: Tensor | None = None  # bytes being added to the sum. released by: complete(), _open()
         self.present: Sequence[bool] = (False,) * len(owned.slices)  # per slice: whether it has a gradient here
         self._adding = False
+        self._scattered: ScatteredShard | None = None  # the gradients, instead of the memory. released by: free()
+
+    @property
+    def gradient(self) -> Gradient:
+        """What has landed."""
+        return self.sum.memory if self._scattered is None else self._scattered
+
+    def free(self) -> None:
+        """The gradients have been read."""
+        self._scattered = None
 
     def admit(self, push: Contribution) -> Admission:
         """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
@@ -84,11 +95,12 @@ class Landing:
         staged, self.staged = self.staged, None
         return staged
 
-    def observe(self, pushed: Pushed) -> bool:
-        """Note what the rank has in its own memory; returns False if that is already known."""
+    def observe(self, pushed: Pushed, scattered: ScatteredUnit | None = None) -> bool:
+        """Note what the rank has in its own memory, or scattered; returns False if that is already known."""
         if self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt):
             return False
         self.sum.replace(pushed)
+        self._scattered = None if scattered is None else scattered.shard(self.owned.slices)
         self._look()
         return True
 

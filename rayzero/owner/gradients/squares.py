@@ -16,6 +16,7 @@ from torch import Tensor
 from rayzero.kernels.native import NativeKernel, NativeSquareSum, Range
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.protocol.messages import Clamp
+from rayzero.protocol.scattered import Gradient
 
 ROW = 256  # elements
 LEAF = ROW * ROW  # elements
@@ -26,7 +27,7 @@ class Squares(Protocol):
     """Sums squares. One instance belongs to one thread."""
 
     def parts(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+        self, gradients: Sequence[Gradient], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
     ) -> list[float]:
         """For each ``[start, stop)`` of ``ranges``: add ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (not
         empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
@@ -54,13 +55,13 @@ class SquareSum:
 
     @torch.no_grad()
     def parts(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+        self, gradients: Sequence[Gradient], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
     ) -> list[float]:
         """See ``Squares.parts``."""
         return [self._part(gradients, ranks, start, stop, clamp) for start, stop in ranges]
 
     def _part(
-        self, gradients: Sequence[Tensor], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None
+        self, gradients: Sequence[Gradient], ranks: Sequence[int], start: int, stop: int, clamp: Clamp | None
     ) -> float:
         total = 0.0
         for at in range(start, stop, self._tile):

@@ -90,6 +90,7 @@ class AdamRule:
         segments = segments_of(
             ((part.start, aligned(part.numel), ranks, group, step) for part, ranks, group, step in parts),
             self._options(work.hyper),
+            apart=any(not isinstance(gradient, Tensor) for gradient in work.gradients),
         )
         self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
 

@@ -135,6 +135,7 @@ class Joined:
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
+    takes_scattered: bool = False  # owners read gradients also where autograd has left them
     gradient_tier: str  # tier of that memory, as metrics call it: "ram", "pinned" or "shm"
     kernel: str
     transport: str  # "inproc", "shm", "grpc", or "shm+grpc" where some owners are on other hosts

@@ -39,6 +39,7 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
+from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.rank.connection import ChangingConnection, Connection, GradientSender, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
 from rayzero.store.rank.memory.unit_windows import UnitWindows
@@ -131,7 +132,7 @@ class RankStore:
         if self._writer is None and joined.gradients is not None:
             region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
             self._writer = GradientWriter(region, self, name)
-            self._unwatch = watch_gradients(self._recorder, region.flats.values(), joined.gradient_tier)
+            self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
         self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
         tell_build(self._recorder, joined.kernel, joined.transport)
@@ -284,11 +285,17 @@ class RankStore:
             return None
         return self._writer.landing(contribution)
 
-    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
+    @property
+    def takes_scattered(self) -> bool:
+        """See ``ParameterStore.takes_scattered``."""
+        return self._joined is not None and self._joined.takes_scattered
+
+    def push(self, contribution: Contribution, grads: Tensor | ScatteredUnit) -> Future[None]:
         """Hand over one unit's gradients; see ``ParameterStore.push``."""
         try:
             route = self._route(contribution.unit)
-            _require_form("push", route.unit, grads, route.unit.dtype)
+            if isinstance(grads, Tensor):
+                _require_form("push", route.unit, grads, route.unit.dtype)
         except RayZeroError as error:
             return failed(error)
         if contribution.step < self._decided:
@@ -298,6 +305,7 @@ class RankStore:
             written = self._write_here(route, contribution, grads, DONE)
             written.add_done_callback(lambda done: over() if is_well(done) else None)
             return written
+        assert isinstance(grads, Tensor), "all owners of a rank that pushes scattered gradients are in its process"
         if route.keeps and route.away:
             return self._push_kept(route, contribution, grads, over)
         gather = Gather((len(route.away) > 0) + (route.here > 0), over)  # none of a unit without elements
@@ -326,7 +334,9 @@ class RankStore:
         when_all([written], send, give_up)
         return gather.future
 
-    def _write_here(self, route: _Route, contribution: Contribution, grads: Tensor, sent: Future[None]) -> Future[None]:
+    def _write_here(
+        self, route: _Route, contribution: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None]
+    ) -> Future[None]:
         """Write the gradients into this rank's memory, where owners of its host read them."""
 
         def count(done: Future[None]) -> None:

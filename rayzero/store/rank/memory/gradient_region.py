@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from rayzero.layout.model_layout import Shard
 from rayzero.memory.page_lock import host_zeros
 from rayzero.protocol.gradient_sum import GradientSum, gradient_sizes
 from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
+from rayzero.protocol.scattered import ScatteredUnit
 
 
 def gradient_memory(spec: ModelSpec, *, pinned: bool) -> dict[int, Tensor]:
@@ -40,6 +42,7 @@ class GradientRegion:
     def __init__(self, spec: ModelSpec, flats: Mapping[int, Tensor]) -> None:
         """``flats``: by trained unit, 1D, unit.numel elements of ``gradient_dtype``."""
         self.flats = flats
+        self._scattered: dict[int, ref[ScatteredUnit]] = {}  # units of which nothing is in the region
         trained = [unit for unit in spec.layout.units if unit.trainable]
         self._sums = {unit.index: GradientSum.of_unit(unit, flats[unit.index]) for unit in trained}
         self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
@@ -66,9 +69,9 @@ class GradientRegion:
         """Whether ``grads`` is the unit's range itself."""
         return self._sums[unit].holds(grads)
 
-    def put(self, push: Contribution, grads: Tensor) -> Pushed | None:
+    def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Pushed | None:
         """Write the gradients of ``push`` (1D, unit.numel elements, the unit's dtype) into the region; those that were
-        gathered there are not copied.
+        gathered there are not copied, and a first push may stay scattered.
 
         Returns what the unit's range holds now, None for a stale push or a repeat. Raises AccumulationError for a
         second push into 16-bit memory."""
@@ -78,8 +81,28 @@ class GradientRegion:
         found.require_room(push)
         with self._locks[push.unit]:
             found.open(push)
-            found.add(push, grads)
+            before = self.scattered(push.unit) if found.count else None
+            self._scattered.pop(push.unit, None)
+            if isinstance(grads, ScatteredUnit):
+                assert not found.count, push
+                self._scattered[push.unit] = ref(grads)
+            else:
+                if before is not None:
+                    before.copy_to(found.memory, found.unit)
+                found.add(push, grads)
             return found.close(push)
+
+    def scattered(self, unit: int) -> ScatteredUnit | None:
+        """What the unit's gradients are, if they were not written into the region and an owner still holds them."""
+        found = self._scattered.get(unit)
+        return None if found is None else found()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the gradients that are kept, in the region or scattered."""
+        scattered = {unit: found() for unit, found in self._scattered.copy().items()}
+        kept = sum(flat.nbytes for unit, flat in self.flats.items() if unit not in scattered)
+        return kept + sum(each.nbytes for each in scattered.values() if each is not None)
 
     def pushed(self, unit: int) -> Pushed | None:
         """What the unit's range holds now; None before the first push."""

@@ -12,6 +12,7 @@ from rayzero.concurrency.futures import DONE, fail, failed, is_well, settle, whe
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.protocol.messages import Contribution, Pushed
+from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.push_order import PushOrder
 
@@ -63,11 +64,11 @@ class GradientWriter:
             return None
         return self.region.landing(push)
 
-    def push(self, push: Contribution, grads: Tensor, sent: Future[None] = DONE) -> Future[None]:
+    def push(self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None] = DONE) -> Future[None]:
         """Write a push once its range is free; one that need not wait is written before this returns.
 
-        ``grads``: 1D, unit.numel elements, the unit's dtype. ``sent``: done, never failed, when no sender reads
-        ``grads`` any more. The future raises StoreClosedError for a push that still waits at ``close``."""
+        ``grads``: 1D, unit.numel elements, the unit's dtype, or scattered. ``sent``: done, never failed, when no sender
+        reads ``grads`` any more. The future raises StoreClosedError for a push that still waits at ``close``."""
         try:
             if self.region.is_stale(push):  # what a repeat would wait for may be long gone
                 return DONE
@@ -85,7 +86,9 @@ class GradientWriter:
         when_all([turn, free], its_turn, partial(fail, done))
         return done
 
-    def _write_later(self, push: Contribution, grads: Tensor, sent: Future[None], done: Future[None]) -> None:
+    def _write_later(
+        self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None], done: Future[None]
+    ) -> None:
         def write() -> None:
             error = self._write(push, grads, sent)
             settle(done, None) if error is None else fail(done, error)
@@ -95,10 +98,10 @@ class GradientWriter:
         except RuntimeError:  # shut down by close()
             fail(done, StoreClosedError(f"rank {push.rank} closed its store"))
 
-    def _write(self, push: Contribution, grads: Tensor, sent: Future[None]) -> Exception | None:
+    def _write(self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None]) -> Exception | None:
         """Write a push and announce it; returns its error, if any."""
         try:
-            if self.region.holds(push.unit, grads):
+            if isinstance(grads, Tensor) and self.region.holds(push.unit, grads):
                 self._sent[push.unit] = sent
             pushed = self.region.put(push, grads)
             if pushed is not None:

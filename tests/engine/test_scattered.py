@@ -1,0 +1,139 @@
+"""A script alone: its owner reads gradients where autograd has left them, and computes while the script waits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.engine.context import RankContext, running_in
+from rayzero.owner.shard import StepWork
+from rayzero.owner.updates import StepUpdates
+from rayzero.protocol.messages import MASTER
+from rayzero.telemetry.names import MEMORY_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+
+WIDTH = 64  # parameters of a multiple of 64 elements have no padding between them
+
+
+class Blocks(nn.Module):
+    """Units of several parameters, one of which a step may leave out; the last unit has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, *, skip: bool = False) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x + (block[0](x)[:, :WIDTH] if skip and index == 1 else block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def prepared(base: nn.Module, **config: Any) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    model = copy.deepcopy(base)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return rayzero.prepare(model, adamw, ZeroConfig(units=["Sequential"], **config))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def masters(optimizer: rayzero.ZeroOptimizer) -> list[Tensor]:
+    engine = optimizer.engine
+    return [engine.cache.fetch_flat(unit, MASTER) for unit in engine.units]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_not_copied_and_take_no_memory_once_they_are_applied(precision: str) -> None:
+    recorder = MemoryRecorder()
+    with running_in(RankContext(recorder=recorder)):
+        model, optimizer = prepared(Blocks(), precision=precision)
+        region = optimizer.engine.store.connection._gradients
+        units = {unit.layout.index: unit.layout for unit in optimizer.engine.units}
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            held = {index: region.scattered(index) for index in units}
+            assert {index for index, each in held.items() if each is None} == {
+                index for index, unit in units.items() if any(unit.gaps)
+            }, "only what has padding is gathered"
+            assert recorder.gauge(MEMORY_BYTES, kind="grad", tier="ram") == sum(u.size_bytes for u in units.values())
+            del held
+            optimizer.step()
+            gc.collect()
+            assert not any(region.scattered(index) for index in units)
+            padded = sum(unit.size_bytes for unit in units.values() if any(unit.gaps))
+            assert recorder.gauge(MEMORY_BYTES, kind="grad", tier="ram") == padded
+            optimizer.zero_grad()
+        assert not any(region.flats[index].any() for index, unit in units.items() if not any(unit.gaps))
+
+
+@pytest.mark.parametrize("shard_bytes", [8 << 20, 4096])  # in the second, parameters lie in several shards
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_the_bits_are_those_of_gathered_gradients(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, shard_bytes: int
+) -> None:
+    base = Blocks()
+
+    def train() -> list[Tensor]:
+        with running_in(RankContext()):
+            model, optimizer = prepared(base, kernel=kernel, shard_bytes=shard_bytes)
+            for step in range(4):
+                model(batch(step), skip=step == 2).square().mean().backward()
+                if step == 1:  # an unplanned second backward is added to the first
+                    model(batch(9), skip=True).square().mean().backward()
+                if step == 3:
+                    optimizer.clip_grad_value_(1e-3)
+                optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            return masters(optimizer)
+
+    scattered = train()
+    monkeypatch.setattr("rayzero.engine.units.transfers._can_stay", lambda *_: False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(scattered, train(), strict=True))
+
+
+def test_gradients_of_a_discarded_attempt_are_not_applied() -> None:
+    base = Blocks()
+
+    def train(*, discard: bool) -> list[Tensor]:
+        with running_in(RankContext()):
+            model, optimizer = prepared(base)
+            if discard:
+                model(batch(7)).square().mean().backward()
+                optimizer.zero_grad()
+            model(batch(0)).square().mean().backward()
+            optimizer.step()
+            return masters(optimizer)
+
+    assert all(map(torch.equal, train(discard=True), train(discard=False)))
+
+
+def test_a_step_returns_once_its_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners and the next forward would take the same cores from each other."""
+    run, goes_on = StepUpdates.run, threading.Event()
+
+    def late(updates: StepUpdates, step: StepWork) -> None:
+        goes_on.wait(0.2)  # the time that a step would not need
+        run(updates, step)
+
+    monkeypatch.setattr(StepUpdates, "run", late)
+    with running_in(RankContext()):
+        model, optimizer = prepared(Blocks())
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        store = optimizer.engine.store
+        assert all(store.published(unit.layout.index, 1).done() for unit in optimizer.engine.units)
+        goes_on.set()
