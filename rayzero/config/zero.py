@@ -116,7 +116,8 @@ class ZeroConfig(ConfigModel):
 
     overlap: Overlap = "forward"
     """"forward": step() returns at once and the update runs under the next forward. "none": step() waits for the
-    update. "backward" is refused by name for now."""
+    update, as it always does in a script alone on a CPU, where both need the same cores. "backward" is refused by name
+    for now."""
 
     max_grad_norm: Positive | None = None
     """Every step() clips the global gradient norm to this, in the same message as the finish; None: no clipping."""

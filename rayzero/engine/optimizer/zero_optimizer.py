@@ -67,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make the owners apply the step; returns once the finish is sent (``overlap="forward"``).
+        """Make the owners apply the step; returns once the finish is sent (``overlap="forward"``; see ``ZeroConfig``).
 
         closure: called once, before the step; its result is returned. (Optimizers that call it several times are not
             element-wise and are refused at prepare.) Raises the error of a push, or of the last step, that failed.
