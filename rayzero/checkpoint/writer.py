@@ -230,8 +230,7 @@ def _write_file(
     try:
         file = _stage(staging / name, tensors, metadata)
     except BaseException as exc:
-        with suppress(OSError):
-            (staging / (name + _PART)).unlink(missing_ok=True)
+        withdraw(staging / (name + _PART))
         withdraw(staging / name)
         if isinstance(exc, OSError):
             raise CheckpointWriteError(f"cannot write {staging / name}: {exc.strerror}") from exc

@@ -94,8 +94,11 @@ class Engine:
             poison=poison,
             mapped={} if poison or device.type != "cpu" else mapped_units(store, layout.units),
         )
-        beside = device.type != "cpu" or not store.in_process  # else owners would take cores from the next forward
-        self._overlaps = config.overlap == "forward" and config.overlap_computation and beside
+        self._overlaps = (
+            config.overlap == "forward"
+            and config.overlap_computation
+            and not transfers.owners_share_cores  # they would take them from the next forward
+        )
         self.collector = GradientCollector(self._completed, self._backward_over)
         self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []

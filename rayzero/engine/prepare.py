@@ -377,7 +377,6 @@ def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> Pa
         memory_budget=config.cpu_memory_budget,
         recorder=context.recorder,
         devices=[device] * device_owners(1, config.host_fraction),
-        sums_early=device.type != "cpu",
     )
     context.on_close(lambda _: owners.close())
     return RankStore(LocalConnection(0, owners, stall_timeout=config.stall_timeout, recorder=context.recorder))

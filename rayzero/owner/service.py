@@ -93,15 +93,13 @@ class ShardService:
         memory: MemoryMaker | None = None,
         recorder: Recorder | None = None,
         norms_every: int | None = None,
-        sums_early: bool = True,
         device: torch.device = CPU,
         left: LeftOnDevice | None = None,
     ) -> None:
         """``ownership``: who owns what by now; None: it is the run's first epoch. ``threads``: torch threads of the
         updater. ``memory_budget``: bytes this owner may allocate; None: the host's free memory. ``memory_taken``: bytes
         of the budget that other models use. ``memory``: allocates its tensors; None: private memory of this process.
-        ``norms_every``: steps between measurements of norms by layer group; None: never. ``sums_early``: see
-        ``Contributions``. ``device``: where masters and
+        ``norms_every``: steps between measurements of norms by layer group; None: never. ``device``: where masters and
         states lie if it is one of the owners beside ranks (``offload_fraction``). ``left``: what it has there since the
         last epoch."""
         self.owner = owner
@@ -110,8 +108,7 @@ class ShardService:
         self.failed: Future[StoreError] = Future()  # set to the reason when the open step will never be decided
         self._memory_budget, self._memory_taken = memory_budget, memory_taken
         self._memory = memory or PrivateMemoryMaker()
-        self._norms_every, self._sums_early = norms_every, sums_early
-        self._device, self._left = device, left
+        self._norms_every, self._device, self._left = norms_every, device, left
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
         self._deciding = threading.Lock()  # serialises decisions, so that updates are queued in their order
@@ -169,7 +166,6 @@ class ShardService:
             updater,
             recorder,
             step=version,
-            early=self._sums_early,
             redoing=bool(model.former) or not shards,  # without shards it cannot know whether it is a successor
         )
         checkpoints = CheckpointWriter(self.owner, shards, model.rule, updater, recorder, version=version)

@@ -68,10 +68,8 @@ class LocalOwners:
         memory_budget: int | None = None,
         recorder: Recorder | None = None,
         devices: Sequence[torch.device] = (),
-        sums_early: bool = True,
     ) -> None:
-        """``threads``: torch threads of each owner. ``memory_budget``: bytes that each may allocate. ``sums_early``:
-        see ``ShardService``. ``devices``: each
+        """``threads``: torch threads of each owner. ``memory_budget``: bytes that each may allocate. ``devices``: each
         rank's device, for further owners that keep their states there (``offload_fraction``)."""
         self.memories: dict[int, OwnerSlabs] = {}  # by owner, after the first attach, if this system can map them
         places = [CPU] * num_owners + list(devices)
@@ -83,7 +81,6 @@ class LocalOwners:
                 memory_budget=memory_budget,
                 memory=_Mappable(self.memories, owner, len(places)) if _CAN_MAP else None,
                 recorder=recorder,
-                sums_early=sums_early,
                 device=device,
             )
             for owner, device in enumerate(places)

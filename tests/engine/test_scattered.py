@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.owner.shard import StepWork
+from rayzero.owner.gradients import contributions
+from rayzero.owner.shard import OwnedShard, StepWork
 from rayzero.owner.updates import StepUpdates
 from rayzero.protocol.messages import MASTER
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.testing.simulated_lane import SimulatedLane, device_behind
 
 WAIT = 10.0  # seconds: only a fault lasts so long
 WIDTH = 64  # parameters of a multiple of 64 elements have no padding between them
@@ -124,19 +128,39 @@ def test_gradients_of_a_discarded_attempt_are_not_applied() -> None:
     assert all(map(torch.equal, train(discard=True), train(discard=False)))
 
 
-def test_a_step_returns_once_its_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Owners and the next forward would take the same cores from each other."""
+def test_squares_of_what_stays_are_summed_once_the_backward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    early: list[int] = []
+    later = contributions.Contributions._sum_later
+
+    def note(owner: contributions.Contributions, shards: Sequence[OwnedShard], step: int) -> None:
+        early.extend(owned.unit.index for owned in shards)
+        later(owner, shards, step)
+
+    monkeypatch.setattr(contributions, "EARLY", 1)  # element: one task a shard
+    monkeypatch.setattr(contributions.Contributions, "_sum_later", note)
+    with running_in(RankContext()):
+        model, optimizer = prepared(Blocks())
+        model(batch(0)).square().mean().backward()
+        assert early == [unit.layout.index for unit in optimizer.engine.units if any(unit.layout.gaps)]
+
+
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_a_step_returns_once_its_version_is_published_where_owners_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """On a device it returns at once: the next forward takes no core from the update."""
     run, goes_on = StepUpdates.run, threading.Event()
 
     def late(updates: StepUpdates, step: StepWork) -> None:
-        goes_on.wait(0.2)  # the time that a step would not need
+        goes_on.wait(0.2 if place == "cpu" else WAIT)
         run(updates, step)
 
     monkeypatch.setattr(StepUpdates, "run", late)
-    with running_in(RankContext()):
+    with running_in(RankContext()), device_behind(SimulatedLane(seed=0)) if place == "device" else nullcontext():
         model, optimizer = prepared(Blocks())
         model(batch(0)).square().mean().backward()
         optimizer.step()
         store = optimizer.engine.store
-        assert all(store.published(unit.layout.index, 1).done() for unit in optimizer.engine.units)
+        published = {store.published(unit.layout.index, 1).done() for unit in optimizer.engine.units}
         goes_on.set()
+        assert published == {place == "cpu"}

@@ -76,6 +76,11 @@ class UnitTransfers:
         self.lane: Lane = self._thread  # copies units; its clock is the computation's
         self.link: LinkSpeed | None = None  # set by measure_link
 
+    @property
+    def owners_share_cores(self) -> bool:
+        """Whether owners compute in this process, on the cores that the rank computes on."""
+        return self._store.in_process
+
     def fetch(
         self,
         unit: UnitLayout,
@@ -241,6 +246,11 @@ class DeviceTransfers(UnitTransfers):
             staged = self._arriving.acquire(unit.size_bytes)
         assert staged is not None, "a pool without a limit always has room"
         return staged.tensor.view(unit.dtype), staged
+
+    @property
+    def owners_share_cores(self) -> bool:
+        """See ``UnitTransfers``: the rank computes on its device."""
+        return False
 
     def _is_mapped(self, unit: UnitLayout) -> bool:
         return unit.index in self._mapped and self._store.mapped(unit.index) is not None

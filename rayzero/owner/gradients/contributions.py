@@ -60,13 +60,11 @@ class Contributions:
         recorder: Recorder,
         *,
         step: int,
-        early: bool = True,
         redoing: bool = False,
     ) -> None:
-        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``early``: sum squares
-        while ranks still push; False: at the collect, because ranks need the cores until then. ``redoing``: these are
-        a successor's: what asks for a later step waits until the decisions before it are redone."""
-        self._early, self._redoing = early, redoing
+        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
+        successor's: what asks for a later step waits until the decisions before it are redone."""
+        self._redoing = redoing
         self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
         self._redone: list[Future[None]] = []  # done once the open step is decided here
         self.open_step = step  # the step whose contributions are accepted
@@ -245,19 +243,24 @@ class Contributions:
             if self._collection is not None:
                 if self._collection.arrived(owned, rank, self.ranks):
                     self._sum_later([owned], self.open_step)
-            elif self._early and self._looks_complete(owned):
+            elif self._looks_complete(owned):
                 self._ripen(owned)
         except StepMismatchError as exc:
             return exc
         return None
 
     def _looks_complete(self, owned: OwnedShard) -> bool:
-        """Whether every rank has pushed as often as in the last step, so that the norm part may be computed early."""
+        """Whether every rank has pushed as often as in the last step, so that the norm part may be computed early. Not
+        of scattered gradients: their rank needs the cores until its finish."""
         if len(self.ranks) < self._spec.world_size:
             return False
         for rank, gradients in self.ranks.items():
-            here = gradients.landings[owned.shard.index].sum
-            if here.count_of(self.open_step, here.attempt) != self._expected[rank][owned.unit.index]:
+            landing = gradients.landings[owned.shard.index]
+            here = landing.sum
+            if (
+                landing.is_scattered
+                or here.count_of(self.open_step, here.attempt) != self._expected[rank][owned.unit.index]
+            ):
                 return False
         return True
 

@@ -51,6 +51,11 @@ class Landing:
         """What has landed."""
         return self.sum.memory if self._scattered is None else self._scattered
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the gradients are not in the memory."""
+        return self._scattered is not None
+
     def free(self) -> None:
         """The gradients have been read."""
         self._scattered = None
