@@ -70,7 +70,7 @@ class History:
 
     windows: tuple[Window, ...] = ()  # the last ones with the present number of owners
     grew_from: tuple[int, Window] | None = None  # the owners before a growth that is not judged yet, and their medians
-    too_few: int = 0  # so many were
+    too_few: int = 0  # so many were, or would have been
     pause: int = 0  # windows until so few, or fewer, may be tried again
     next_pause: int = _FIRST_PAUSE
     most: int | None = None  # more than so many were no faster
@@ -107,7 +107,7 @@ def _grow(history: History, bounds: Bounds, owners: int, now: Window, most: int)
         history,
         windows=(),
         grew_from=(owners, now),
-        too_few=owners,
+        too_few=wanted - 1,  # tried or predicted
         pause=history.next_pause,
         next_pause=min(_LONGEST_PAUSE, 2 * history.next_pause),
     )

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayzero.elastic.autoscaler import Bounds, History, Resize, Window, enough, look
@@ -98,6 +98,7 @@ def test_noise_changes_nothing_once_the_number_is_right(work_s: float, hides_s: 
     st.integers(1, 8),
     st.integers(0, 8),
 )
+@example(work_s=0.140625, hides_s=0.02, rest_s=0.140625, start=1, fewest=1, more=5)  # 6 -> 4 -> 6 -> 5 -> 6 and again
 def test_it_stays_within_its_bounds_and_ends_somewhere(
     work_s: float, hides_s: float, rest_s: float, start: int, fewest: int, more: int
 ) -> None:
