@@ -8,7 +8,8 @@ from typing import Any
 
 from rayzero.lanes import Direction, Event
 from rayzero.testing.happens_before import RaceError
-from rayzero.testing.simulated_lane import FreedError, SimulatedEvent, SimulatedLane
+from rayzero.testing.simulated_copy import FreedError
+from rayzero.testing.simulated_lane import SimulatedEvent, SimulatedLane
 
 FOUND = RaceError, FreedError
 

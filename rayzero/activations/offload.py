@@ -376,6 +376,7 @@ class ActivationOffload:
         with self._lock:
             group.chunk.live += 1
         group.handles.append(weakref.ref(saved))
+        group.streams.add(self._lane.stream())
         return saved
 
     def _eligible(self, tensor: Tensor) -> bool:
@@ -409,6 +410,8 @@ class ActivationOffload:
             if group.committed:
                 return
             group.committed = True
+            for stream in group.streams - {self._lane.stream()}:
+                self._lane.now(stream).wait()  # the copies come after what is computed here
             self._unload.commit(group, release)
             if self._book is not None:
                 self._book.committed(group, **self._attachment.cost_facts(group))

@@ -145,7 +145,7 @@ class Engine:
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
         cache = self.cache
         self.values = UnitValues(self.store, cache)
-        self.saved = SavedWeights(weights, self.use, lambda: cache.version)
+        self.saved = SavedWeights(weights, self.use, lambda: cache.version, cache.used)
         self.registered = Registered(self.model, units)
         self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
         self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)

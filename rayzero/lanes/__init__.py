@@ -6,9 +6,10 @@ import torch
 
 from rayzero.lanes.cuda_lane import CudaLane
 from rayzero.lanes.lane import Direction, Event, Lane, Span
+from rayzero.lanes.stream_uses import StreamUses
 from rayzero.lanes.thread_lane import ThreadLane
 
-__all__ = ["CudaLane", "Direction", "Event", "Lane", "Span", "ThreadLane", "make_lane"]
+__all__ = ["CudaLane", "Direction", "Event", "Lane", "Span", "StreamUses", "ThreadLane", "make_lane"]
 
 
 def make_lane(device: torch.device, *, overlap: bool = True) -> Lane:

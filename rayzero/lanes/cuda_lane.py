@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +43,11 @@ class CudaEvent:
         """See ``Event``."""
         self.event.synchronize()
 
-    def before_free(self) -> None:
-        """See ``Event``: the current stream waits, and so does everything that reuses the memory there."""
+    def before_free(self, *memory: Tensor) -> None:
+        """See ``Event``: the current stream waits, and whoever is handed the memory next waits for it."""
         self.wait()
+        for tensor in memory:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +104,24 @@ class CudaLane:
             self._copies.append(_Copy(direction, label, began, ended, nbytes))
         return CudaEvent(ended, self.device)
 
-    def now(self) -> Event:
-        """See ``Lane``: an event on the current stream."""
-        return CudaEvent(self._record(), self.device)
+    def now(self, stream: Hashable = None) -> Event:
+        """See ``Lane``: an event on the current stream, or on ``stream``."""
+        return CudaEvent(self._record(stream), self.device)
 
-    def _record(self) -> torch.cuda.Event:
-        """Record an event on the current stream. A thread that joins it sleeps; inside a graph capture it has no
-        time."""
+    def _record(self, stream: Any = None) -> torch.cuda.Event:
+        """Record an event on a stream, by default the current one. A thread that joins it sleeps; inside a graph
+        capture it has no time."""
         event = torch.cuda.Event(enable_timing=not self.capturing(), blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(stream or torch.cuda.current_stream(self.device))
         return event
+
+    def stream(self) -> Hashable:
+        """See ``Lane``."""
+        return torch.cuda.current_stream(self.device)
+
+    def used(self, memory: Tensor) -> None:
+        """See ``Lane``. The allocator ignores the stream that the memory was allocated on."""
+        memory.record_stream(torch.cuda.current_stream(self.device))
 
     def seconds(self, start: Event, stop: Event) -> float | None:
         """See ``Lane``. The device's time; None until the device has reached both events."""

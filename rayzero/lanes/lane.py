@@ -4,15 +4,22 @@
 the copy. On CUDA the stream waits for that and not the thread; without streams, the thread has to block. ``join()``
 blocks the thread until the bytes are there, for host memory that the CPU reads or reuses.
 
-[Note: who may free device memory] The device tensors of a copy are memory of the computing stream. Their owner may let
-go of one in three ways. It can name the tensor in ``holds``: the allocator then keeps the memory until the copy has
-run. It can keep the tensor until after ``wait()``: then reuse by the computing stream is in order without the
-allocator's help, as a CUDA graph needs it. Or, if nobody will wait for the copy, it can call ``before_free()``.
+[Note: who may free device memory] The device tensors of a copy are memory of the stream that was current when they were
+allocated, and the allocator hands them out again behind that stream. Their owner may let go of one in three ways. It
+can name the tensor in ``holds``: the allocator then keeps the memory until the copy has run. It can keep the tensor
+until after ``wait()`` on that same stream: then reuse is in order without the allocator's help, as a CUDA graph needs
+it. Or, if nobody waits for the copy there, it can call ``before_free()``.
+
+[Note: several computing streams] A program may compute on several streams (``torch.cuda.stream()``), and autograd runs
+a node's backward on the stream of its forward. So the stream that allocates and requests need not be the one that
+reads. Whoever reads memory that may be another stream's calls ``used()``: freed by then or later, it is handed out
+again only after what the reading stream has done. Where host memory is to be overwritten, or device memory filled
+again, that comes after ``now(stream)`` of every stream that has used it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -55,8 +62,9 @@ class Event(Protocol):
         """Block until the copy has ended. Returns its error, if there is one."""
         ...
 
-    def before_free(self) -> None:
-        """Make it safe for the caller to free the copy's device memory now, whether the copy has run or not."""
+    def before_free(self, *memory: Tensor) -> None:
+        """Make it safe for the caller to free ``memory`` (of any shape and dtype), which the copy uses on the device,
+        whether the copy has run or not and whichever stream it was allocated on."""
         ...
 
 
@@ -86,8 +94,18 @@ class Lane(Protocol):
         ``nbytes``, it reports nothing."""
         ...
 
-    def now(self) -> Event:
-        """An event at this point of the caller's work; inside ``copy``, of the copy's."""
+    def now(self, stream: Hashable = None) -> Event:
+        """An event at this point of the caller's work; inside ``copy``, of the copy's. ``stream``: of another stream's,
+        one that ``stream()`` returned."""
+        ...
+
+    def stream(self) -> Hashable:
+        """The stream that the caller computes on now; always the same value where there are no streams."""
+        ...
+
+    def used(self, memory: Tensor) -> None:
+        """The caller's stream uses device memory (of any shape and dtype), which may be another stream's: see
+        [Note: several computing streams]."""
         ...
 
     def seconds(self, start: Event, stop: Event) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 
@@ -42,7 +42,7 @@ class ThreadEvent:
         """See ``Event``."""
         return self.settle()
 
-    def before_free(self) -> None:
+    def before_free(self, *memory: Tensor) -> None:
         """See ``Event``: does nothing, because the copy's thread holds the memory itself."""
 
 
@@ -116,9 +116,16 @@ class ThreadLane:
             self._spans.append(Span(direction, label, began, time.perf_counter(), nbytes))
         future.set_result(None)
 
-    def now(self) -> Event:
+    def now(self, stream: Hashable = None) -> Event:
         """See ``Lane``: an event that has passed, because the caller's work so far is done."""
         return ThreadEvent(DONE, time.perf_counter())
+
+    def stream(self) -> Hashable:
+        """See ``Lane``."""
+        return None
+
+    def used(self, memory: Tensor) -> None:
+        """See ``Lane``: does nothing. Whoever computes holds the memory meanwhile."""
 
     def seconds(self, start: Event, stop: Event) -> float | None:
         """See ``Lane``."""

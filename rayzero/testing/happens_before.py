@@ -3,13 +3,18 @@
 Every stream, and the host, has a vector clock: what it comes after (Lamport 1978; Fidge 1988). Two accesses to the same
 bytes of which one writes must be ordered by a chain of events and waits, as in FastTrack (Flanagan and Freund 2009) and
 torch's own ``torch.cuda._sanitizer``. Who forgets a wait is found also when the copies ran in the right order by luck.
+
+CUDA's caching allocator hands freed memory out again behind the stream that it was allocated on, which may be at once.
+So whoever frees memory that another stream uses must have ordered its own stream after that, or the other one must be
+recorded with the memory (``record_stream``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,13 +36,33 @@ class _Access:
     what: str
 
 
-class HappensBefore:
-    """Knows which stream comes after what, and who has read and written which bytes; not what is computed."""
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """One storage, and what is known about it."""
 
-    def __init__(self) -> None:
+    storage: StorageWeakRef
+    nbytes: int
+    stream: str | None = None  # the allocator hands it out again behind this stream; None: nobody knows
+    held_for: set[str] = field(default_factory=set)  # and only after what these have done by the time it is freed
+    accesses: list[_Access] = field(default_factory=list)
+
+    @property
+    def freed(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+class HappensBefore:
+    """Knows which stream comes after what, who has read and written which bytes, and behind which stream the allocator
+    hands memory out again; not what is computed.
+
+    ``host``: the stream that is the host. What it has waited for is over, for everybody."""
+
+    def __init__(self, host: str = "host") -> None:
+        self._host = host
         self._clocks: dict[str, dict[str, int]] = defaultdict(dict)
-        self._accesses: dict[int, list[_Access]] = {}  # by address of a storage
-        self._storages: dict[int, StorageWeakRef] = {}  # the storage that the accesses are of
+        self._memories: dict[int, _Memory] = {}  # by address of a storage
+        self._addresses: list[int] = []  # of these, sorted
+        self._freed_early: str | None = None
 
     def record(self, stream: str) -> Stamp:
         """A point of a stream's work: everything that it has done or waited for. What it does next is a new epoch."""
@@ -49,25 +74,35 @@ class HappensBefore:
     def order(self, stream: str, stamp: Stamp) -> None:
         """What the stream does next comes after ``stamp``."""
         clock = self._clocks[stream]
+        if any(clock.get(other, 0) < epoch for other, epoch in stamp.items() if other != self._host):
+            self._note_freed()  # which must be right as things stand before it
         for other, epoch in stamp.items():
             clock[other] = max(clock.get(other, 0), epoch)
+
+    def comes_after(self, stream: str, stamp: Stamp) -> bool:
+        """Whether what the stream does next comes after ``stamp``."""
+        clock = self._clocks[stream]
+        return all(clock.get(other, 0) >= epoch for other, epoch in stamp.items() if other != stream)
+
+    def allocate(self, stream: str, tensor: Tensor) -> None:
+        """The memory of ``tensor`` is new, and the stream's."""
+        self._memory_of(tensor).stream = stream
+
+    def hold(self, stream: str, tensor: Tensor) -> None:
+        """Once freed, the memory of ``tensor`` is handed out again only after what the stream has done by then
+        (``record_stream``)."""
+        self._memory_of(tensor).held_for.add(stream)
 
     def access(self, stream: str, tensor: Tensor, *, writes: bool, what: str) -> None:
         """``stream`` reads or writes the bytes of ``tensor``. Raises RaceError if an access of another stream is not
         ordered before it. ``what``: for the message."""
         if not tensor.numel():
             return
-        start, stop = _span(tensor)
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        known = self._storages.get(address)
-        # whoever freed a storage has answered for that; this is another one there
-        if known is None or known.expired():  # type: ignore[no-untyped-call]
-            self._storages[address] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._accesses[address] = []
+        memory = self._memory_of(tensor)
+        start, stop = _span(tensor, self._base(tensor.untyped_storage().data_ptr()))
         mine = _Access(start, stop, stream, self._epoch(stream), writes, what)
         kept = []
-        for before in self._accesses[address]:
+        for before in memory.accesses:
             overlaps = before.start < stop and start < before.stop
             if overlaps and (writes or before.writes) and not self._is_before(before, stream):
                 raise RaceError(
@@ -76,7 +111,53 @@ class HappensBefore:
                 )
             if not (writes and start <= before.start and before.stop <= stop):
                 kept.append(before)
-        self._accesses[address] = [*(each for each in kept if not _same(each, mine)), mine]
+        memory.accesses = [*(each for each in kept if not _same(each, mine)), mine]
+
+    def check_freed(self) -> None:
+        """Raises RaceError if memory was freed that its stream may be handed again too early."""
+        self._note_freed()
+        found, self._freed_early = self._freed_early, None
+        if found is not None:
+            raise RaceError(found)
+
+    def _note_freed(self) -> None:
+        """Forget what was freed since the last call, and note whether that was too early. Streams have waited for
+        nothing since."""
+        for address in [address for address, memory in self._memories.items() if memory.freed]:
+            memory = self._forget(address)
+            if memory.stream is None:
+                continue
+            enough = {memory.stream, self._host, *memory.held_for}
+            for access in memory.accesses:
+                if not any(self._is_before(access, stream) for stream in enough):
+                    self._freed_early = (
+                        f"memory of stream {memory.stream!r} was freed, which is not ordered after {access.what} on "
+                        f"stream {access.stream!r}, and nothing holds it for that one"
+                    )
+
+    def _forget(self, address: int) -> _Memory:
+        self._addresses.remove(address)
+        return self._memories.pop(address)
+
+    def _base(self, address: int) -> int:
+        """Where the storage begins that has the byte at ``address``: it may be a part of another one."""
+        at = bisect_right(self._addresses, address) - 1
+        base = self._addresses[at] if at >= 0 else address
+        known = self._memories.get(base)
+        return base if known is not None and not known.freed and address < base + known.nbytes else address
+
+    def _memory_of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        address = self._base(storage.data_ptr())
+        known = self._memories.get(address)
+        if known is not None and known.freed:
+            self._note_freed()
+            known = None
+        if known is None:
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            known = self._memories[address] = _Memory(reference, storage.nbytes())
+            insort(self._addresses, address)
+        return known
 
     def _epoch(self, stream: str) -> int:
         return self._clocks[stream].get(stream, 0) + 1
@@ -95,8 +176,8 @@ def _same(ours: _Access, theirs: _Access) -> bool:
     )
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
+def _span(tensor: Tensor, base: int) -> tuple[int, int]:
+    """The first byte of a tensor, counted from the address ``base``, and the one behind its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
+    start = tensor.untyped_storage().data_ptr() - base + tensor.storage_offset() * tensor.itemsize
     return int(start), int(start + (last + 1) * tensor.itemsize)

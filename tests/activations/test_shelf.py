@@ -40,7 +40,7 @@ class Counted:
         entry = Entry(Piece(0, values.nbytes), [saved], values.untyped_storage(), "g")
         entry.attach(saved)
         saved.leave(entry)
-        assert self.shelf.send(entry, values.view(torch.uint8), values.nbytes)
+        assert self.shelf.send(entry, values.untyped_storage(), values, values.nbytes)
         return entry, saved
 
 

@@ -53,6 +53,7 @@ def test_what_goes_out_comes_back(lane: Lane) -> None:
     assert torch.equal(target, torch.arange(1000, device=lane.device))
     assert out.join() is None
     assert back.settle() is None
+    assert back.join() is None
     assert back.finished()
     lane.close()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
+from rayzero.testing import simulated_autograd
 from rayzero.testing.happens_before import HappensBefore, RaceError
-from rayzero.testing.simulated_lane import FreedError, SimulatedLane
+from rayzero.testing.simulated_copy import FreedError
+from rayzero.testing.simulated_lane import SimulatedEvent, SimulatedLane
 
 SEEDS = range(30)
 
@@ -135,3 +138,60 @@ def test_ranges_of_one_storage_are_told_apart() -> None:
         orders.access("compute", flat[49:51], writes=False, what="a row")
     orders.order("compute", orders.record("in"))
     orders.access("compute", flat[49:51], writes=False, what="a row")
+
+
+def on_a_side_stream(lane: SimulatedLane, *, waits: bool = True, held: bool = True, joined: bool = False) -> Tensor:
+    """Memory of the computing stream that another one reads, and that is then freed."""
+    memory = torch.ones(100)
+    with lane.on("side"):
+        if waits:
+            lane.wait_stream("compute")
+        if held:
+            lane.used(memory)
+        total = memory.sum()
+    if joined:
+        lane.wait_stream("side")
+    return total
+
+
+@pytest.mark.parametrize("options", [{}, {"held": False, "joined": True}])
+def test_memory_that_another_stream_reads_is_held_or_freed_after_that(options: dict[str, bool]) -> None:
+    lane = SimulatedLane(0)
+    with lane.watching():
+        on_a_side_stream(lane, **options)
+        lane.used(torch.empty(0))
+
+
+def test_memory_that_another_stream_still_reads_must_not_be_freed() -> None:
+    lane = SimulatedLane(0)
+    with pytest.raises(RaceError, match=r"memory of stream 'compute' was freed, .* after sum.*'side'"), lane.watching():
+        on_a_side_stream(lane, held=False)
+
+
+def test_streams_are_ordered_by_waiting_alone() -> None:
+    lane = SimulatedLane(0)
+    with pytest.raises(RaceError, match=r"sum.* on stream 'side' is not ordered after ones"), lane.watching():
+        on_a_side_stream(lane, waits=False)
+
+
+def test_to_wait_on_a_stream_tells_the_host_nothing() -> None:
+    lane, (device, host) = SimulatedLane(0), memory()
+    out = lane.issue("out", lambda: host.copy_(device), holds=[device])
+    out.wait()
+    assert not out.finished()
+    assert out.join() is None
+    assert out.finished()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_backward_runs_where_its_forward_did(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd orders the streams itself: without its waits the first node on another stream is found."""
+    if not waits:
+        monkeypatch.setattr(SimulatedEvent, "wait", lambda event: None)
+    lane, x = SimulatedLane(0), torch.ones(100, requires_grad=True)
+    with lane.watching():
+        with lane.on("side"):
+            loss = (x * 2.0).square().sum()
+        with nullcontext() if waits else pytest.raises(RaceError, match=r"on stream 'side'.* on stream 'compute'"):
+            simulated_autograd.backward(lane, loss)
+    assert not waits or torch.equal(x.grad, torch.full_like(x, 8.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from rayzero.activations.schedule.chunk_order import ChunkKey
@@ -72,6 +72,7 @@ class Group:
     task: int = -1  # the graph task that read from it last
     committed: bool = False
     recomputed: bool = False
+    streams: set[Hashable] = field(default_factory=set)  # on which its tensors were saved
     signature: tuple[Sequence[int], ...] = ()  # shapes of its module's inputs
     began: Event | None = None  # forward of its scope, if it is timed
     ended: Event | None = None

@@ -98,6 +98,7 @@ class Reload:
             raise RayZeroError(f"a saved tensor ({saved}) was read after it was freed")
         there = _still_there(entry, saved)
         if there is not None:
+            self._lane.used(there)  # what was gathered for its way out is memory of the stream that gathered it
             self._ledger.add(saved.group.name, on_device=1)
             return there
         self._await(entry, saved.group)
@@ -120,6 +121,8 @@ def _still_there(entry: Entry, saved: Saved[Group]) -> Tensor | None:
     """The tensor in device memory that was never freed, if there is such memory."""
     data = entry.resident.bytes if entry.resident is not None else None
     if data is not None:
+        if entry.piece.gathered is not None and entry.departure is not None:
+            entry.departure.settle()  # another stream may have gathered the bytes; if the copy failed, they are there
         return shown(data, entry.piece, saved)
     storage = alive(entry) if entry.back is None else None
     return in_place(storage, saved) if storage is not None else None

@@ -15,7 +15,7 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.cost import Choice
 from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Group
-from rayzero.activations.tensors.entry import Entries, Entry, Place, Saved, source_of, view_bytes
+from rayzero.activations.tensors.entry import Entries, Entry, Place, Saved, view_bytes
 from rayzero.activations.tensors.pieces import Piece, plan_pieces
 from rayzero.activations.tensors.shelf import Shelf
 
@@ -86,7 +86,7 @@ class Unload:
         group.saved_bytes += piece.nbytes
         self._ledger.add(group.name, shared_bytes=sum(saved.view.nbytes for saved in members[1:]))
         take = self._share(group, piece.nbytes, entry.dtype.itemsize)
-        sent = take > 0 and self._shelf.send(entry, source_of(piece, storage, first), take)
+        sent = take > 0 and self._shelf.send(entry, storage, first, take)
         if take and not sent:
             group.chunk.quota.put_back(take)
             self._ledger.add(group.name, no_room_bytes=take)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.tensors.entry import Entry, Place, Resident, Saved, alive, shown
+from rayzero.activations.tensors.entry import Entry, Place, Resident, Saved, alive, shown, source_of
 from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
 from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.errors import RayZeroError, UnsupportedError
@@ -30,13 +30,16 @@ class Shelf:
         """Count an entry that stays on the device, where its handles hold it."""
         self._ledger.add_device(entry.piece.nbytes)
 
-    def send(self, entry: Entry, source: Tensor, take: int) -> bool:
-        """Start to copy out the last ``take`` bytes of ``source`` (the entry's bytes, 1D uint8).
+    def send(self, entry: Entry, storage: torch.UntypedStorage, tensor: Tensor, take: int) -> bool:
+        """Start to copy out the last ``take`` bytes of the entry. ``tensor``: a view of ``storage``, which has
+        them. What has computed them is ordered before the caller's stream.
 
         Returns False, and does nothing, if the pool has no room. Raises UnsupportedError inside a CUDA graph capture if
         the policy has no ``max_in_flight``."""
         if self._lane.capturing() and not self._lets_go:
             raise UnsupportedError("activation offload inside a CUDA graph capture needs max_in_flight to be a number")
+        self._lane.used(tensor)  # the caller's stream may gather its bytes, or cut some off
+        source = source_of(entry.piece, storage, tensor)
         codec = codec_for(self._policy.compress, entry.dtype)
         values = _values(source[source.numel() - take :], codec, entry.dtype)
         lease = self._pool.acquire(codec.most_bytes(values.numel(), values.dtype))
@@ -68,9 +71,11 @@ class Shelf:
 
     def let_go(self, entry: Entry) -> None:
         """Wait for the copy of an entry on its way out, then free its device bytes. If the copy failed, they stay."""
-        if entry.resident is None or entry.resident.bytes is None or entry.departure is None:
+        data = None if entry.resident is None else entry.resident.bytes
+        if entry.resident is None or data is None or entry.departure is None:
             return
         if entry.departure.settle() is None:
+            self._lane.used(data)  # its own stream may be another one, which has not waited
             entry.resident.clear()
 
     def fetch(self, entry: Entry, *, ahead: bool) -> bool:
@@ -85,12 +90,9 @@ class Shelf:
         target = torch.empty(entry.piece.nbytes, dtype=torch.uint8, device=self._lane.device)
         if self._policy.poison:
             target.fill_(255)
-        cut = 0 if entry.head is None else entry.head.numel()
-        if entry.head is not None:
-            target[:cut].copy_(entry.head)
         self._ledger.add_device(target.numel())
-        self._ledger.moved("in", target.numel() - cut)
-        entry.arrival = self._copy_in(entry, target[cut:], entry.departure)
+        self._ledger.moved("in", target.numel() - (0 if entry.head is None else entry.head.numel()))
+        entry.arrival = self._copy_in(entry, target, entry.departure)
         entry.back = target
         entry.ahead = ahead
         entry.epoch += 1
@@ -98,13 +100,18 @@ class Shelf:
         return True
 
     def _copy_in(self, entry: Entry, target: Tensor, departure: Event) -> Event:
+        """Fill ``target`` (the entry's bytes, 1D uint8). The head is copied there too: the stream that cut it off may
+        be another than the caller's, and only ``departure`` comes after it."""
         host, codec, dtype, device = _host(entry), entry.codec, entry.dtype, self._lane.device
-        label = entry.label
+        head, label = entry.head, entry.label
+        cut = 0 if head is None else head.numel()
         del entry
 
         def copy() -> None:
+            if head is not None:
+                target[:cut].copy_(head)
             landed = host if codec is RAW else host.to(device, non_blocking=True)
-            codec.decode(landed, _values(target, codec, dtype))
+            codec.decode(landed, _values(target[cut:], codec, dtype))
 
         return self._lane.issue("in", copy, after=[self._lane.now(), departure], label=label, nbytes=host.numel())
 
@@ -117,6 +124,7 @@ class Shelf:
     def read(self, entry: Entry, saved: Saved[Any]) -> Tensor:
         """``saved``'s tensor over the returned bytes. The last handle that reads them lets go of them."""
         assert entry.back is not None
+        self._lane.used(entry.back)  # it was allocated on the stream of whoever asked for it
         tensor = shown(entry.back, entry.piece, saved)
         if saved.epoch != entry.epoch:
             saved.epoch = entry.epoch
@@ -151,11 +159,14 @@ class Shelf:
         self._graph_leases.clear()
 
     def _free_moved(self, entry: Entry, lease: HostBuffer) -> None:
-        if entry.resident is not None and entry.resident.bytes is not None and entry.departure is not None:
-            entry.departure.before_free()
+        data = None if entry.resident is None else entry.resident.bytes
+        if entry.resident is not None and data is not None and entry.departure is not None:
+            entry.departure.before_free(data)
             entry.resident.drop()
         self._drop_back(entry)
         if entry.head is not None:
+            if entry.arrival is not None:
+                entry.arrival.before_free(entry.head)
             self._ledger.drop_device(entry.head.numel())
             entry.head = None
         if entry.captured:
@@ -172,7 +183,7 @@ class Shelf:
         if entry.back is None:
             return
         if entry.arrival is not None:
-            entry.arrival.before_free()
+            entry.arrival.before_free(entry.back)
         self._ledger.drop_device(entry.back.numel())
         entry.back = None
 

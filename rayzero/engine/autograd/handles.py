@@ -50,9 +50,17 @@ class SavedWeights:
 
     Knows which storages are weights; not when units come or go: ``fetch(unit)`` returns once the unit is up."""
 
-    def __init__(self, slots: Slots, fetch: Callable[[ParamUnit], None], content: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        fetch: Callable[[ParamUnit], None],
+        content: Callable[[], int],
+        used: Callable[[ParamUnit], None],
+    ) -> None:
+        """``content()``: the published version of the weights. ``used(unit)``: the caller's stream computes with it."""
         self._slots = slots
         self._fetch = fetch
+        self._used = used
         self._content = content
         self._plain = self._plain_hooks()
 
@@ -76,6 +84,7 @@ class SavedWeights:
         found = self._slots.get(storage_key(saved.untyped_storage()))
         if found is None:
             return None
+        self._used(found[0])
         return Handle(found[0], found[1], saved, self._content())
 
     def unpack(self, handle: Handle) -> Tensor:

@@ -12,8 +12,8 @@ cache decides which units are up (unit_cache.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from rayzero.config import ZeroConfig
 from rayzero.engine.private_torch import owning_slice
 from rayzero.errors import ConfigError
+from rayzero.lanes import Lane, StreamUses
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import BufferPool, buffer_bytes
@@ -29,6 +30,7 @@ from rayzero.protocol.store import ParameterStore
 Slices = tuple[torch.UntypedStorage, ...]
 Shape = tuple[object, ...]
 Views = tuple[Tensor, Slices]  # a buffer in one shape: flat, and a storage per slot
+_USES = "uses"
 
 
 class Held(Protocol):
@@ -47,6 +49,20 @@ class UnitBuffer:
     slices: Slices  # per slot; swapped under its Parameter while the unit is up
     lease: Held  # freed by: Residency.release
     mapped: bool = False  # True: the owners' memory, which only they fill
+    made: dict[Any, Any] = field(default_factory=dict)  # stays with the memory from lease to lease
+
+    def uses(self, lane: Lane) -> StreamUses:
+        """Which streams of ``lane`` use the memory."""
+        known: StreamUses | None = self.made.get(_USES)
+        if known is None:
+            known = self.made[_USES] = StreamUses(lane, self.flat)
+        return known
+
+    def settle(self) -> None:
+        """Order what the caller computes next after all that uses the memory, if it is a device's."""
+        uses: StreamUses | None = self.made.get(_USES)
+        for event in uses.so_far() if uses is not None else ():
+            event.wait()
 
 
 def buffer_shape(unit: UnitLayout) -> Shape:
@@ -91,6 +107,7 @@ class Residency:
         self._budget = MemoryBudget(budget)
         self._limit = self.target = budget  # bytes; units stay below the target where they can, see ``shrink``
         self._pool = BufferPool(device, budget=self._budget, poison=poison)
+        self._poison = poison
         self._layouts = layouts
         numbers: dict[Shape, int] = {}  # one object per shape: shapes are slow to hash
         self._shapes = [("views", numbers.setdefault(buffer_shape(layout), len(numbers))) for layout in layouts]
@@ -160,7 +177,7 @@ class Residency:
             flat = lease.tensor.view(self._layouts[unit].dtype)
             lease.made[shape] = (flat, self._slices(unit, flat))
         flat, slices = lease.made[shape]
-        return UnitBuffer(flat=flat, slices=slices, lease=lease)
+        return UnitBuffer(flat=flat, slices=slices, lease=lease, made=lease.made)
 
     def _fits(self, unit: int, beyond: bool) -> bool:
         """Whether the target leaves room, or need not. Drops free buffers that would go beyond it."""
@@ -182,5 +199,7 @@ class Residency:
 
     def release(self, buffer: UnitBuffer) -> None:
         """Return memory whose slices are in the buffer again. Does not wait for the device: on CUDA, later copies into
-        it wait for the compute stream (transfers.py)."""
+        it wait for all streams that have used it (transfers.py)."""
+        if self._poison:
+            buffer.settle()  # the pool overwrites it at once
         buffer.lease.release()

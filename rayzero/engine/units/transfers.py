@@ -2,8 +2,10 @@
 
 [Note: transfers] A CPU rank on the owners' host reads parameters in the owners' memory: a fetch waits for their version
 and copies nothing. On other CPU ranks the store fills the unit's buffer. On CUDA a lane copies the store's memory, or a
-(pinned) staging buffer, to the device; the copy waits for the work that the compute stream had queued at the request,
-because that work may still read the buffer. Gradients go the other way, gathered on the lane's thread (CPU) or stream
+(pinned) staging buffer, to the device; the copy waits for the work that was queued at the request on every stream that
+has used the buffer, because that work may still read it. Streams are noticed where a unit's forward starts and where
+autograd saves or unpacks a weight; another stream that a forward uses without gradients, the forward has to wait for
+before it ends. Gradients go the other way, gathered on the lane's thread (CPU) or stream
 (CUDA) into the store's landing memory if it offers some for the push, else into staging. At most two largest units'
 gradients wait for their copy, or in staging for their owners: a backward that is faster than the copies waits for them
 instead of keeping the whole model's gradients.
@@ -110,6 +112,9 @@ class UnitTransfers:
         renewal = Renewal(published, held, lambda: self._store.fetch(unit.index, version, COMPUTE, out))
         return renewal.done, renewal
 
+    def use(self, buffer: UnitBuffer) -> None:
+        """The caller is about to compute with a buffer's bytes, which somebody has waited for."""
+
     def push(self, unit: UnitLayout, contribution: Contribution, grads: Grads) -> Future[None] | None:
         """Send a unit's gradients; returns a future that is done once the owners have them. Returns None at once if
         earlier pushes leave no room: wait for one of them and call again. With none in flight there is always room.
@@ -198,7 +203,8 @@ class DeviceTransfers(UnitTransfers):
     ) -> Fetching:
         """See ``UnitTransfers``."""
         self._reap()
-        free = self.lane.now()
+        uses = buffer.uses(self.lane)
+        free = uses.so_far()
         host, staged = self._source(unit)
         arrival, request = self._ask(unit, version, host, published, held)
         ready: Future[DeviceCopy | None] = Future()
@@ -214,7 +220,8 @@ class DeviceTransfers(UnitTransfers):
                 answer.result()
                 copied = None
                 if not isinstance(request, Renewal) or request.renewed:
-                    copied = DeviceCopy(self.lane.issue("in", copy, after=[free], label=unit.name), moments)
+                    copied = DeviceCopy(self.lane.issue("in", copy, after=free, label=unit.name), moments)
+                    uses.filled(copied.event)
             except Exception as exc:  # must not end the store's thread; the rank's wait raises it
                 if staged is not None:
                     staged.release()
@@ -254,6 +261,10 @@ class DeviceTransfers(UnitTransfers):
 
     def _is_mapped(self, unit: UnitLayout) -> bool:
         return unit.index in self._mapped and self._store.mapped(unit.index) is not None
+
+    def use(self, buffer: UnitBuffer) -> None:
+        """See ``UnitTransfers``. The caller's stream waits too, if it is another."""
+        buffer.uses(self.lane).use()
 
     def _reap(self) -> None:
         with self._lock:

@@ -121,6 +121,7 @@ class UnitCache:
     def use(self, unit: ParamUnit, phase: Phase) -> None:
         """Something is about to compute with the unit: bring it up and prefetch what comes next."""
         if unit.index == self._current and unit.state is UnitState.UNSHARDED and not self._behind:
+            self.used(unit)
             return
         if unit.index != self._current and unit.index not in self._root:
             self._current = unit.index
@@ -134,6 +135,12 @@ class UnitCache:
             self._bring_up(unit)
         elif unit.index in self._behind:
             self._refresh(unit)
+        self.used(unit)
+
+    def used(self, unit: ParamUnit) -> None:
+        """The caller's stream computes with the unit, which is up."""
+        if unit.buffer is not None:
+            self._transfers.use(unit.buffer)
 
     def _bring_up(self, unit: ParamUnit) -> None:
         if unit.state is UnitState.SHARDED:
