@@ -183,7 +183,7 @@ class ActivationOffload:
             self._drain()
             group = self._chunks.current().open_group(name, label)
             group.signature = signature
-            if self._book is not None:
+            if self._book is not None and not self._lane.capturing():  # what is captured has no time
                 group.began = self._lane.now()
         hooks = saved_tensors_hooks(PackHook(self, group), self._unpack)
         hooks.__enter__()
@@ -395,7 +395,7 @@ class ActivationOffload:
     def _close_group(self, group: Group) -> None:
         if group.index < 0:
             group.chunk.close_group(group)
-            if self._book is not None:
+            if self._book is not None and group.began is not None:
                 group.ended = self._lane.now()
 
     def _commit_or_delay(self, group: Group, release: list[Tensor] | None, delay: bool) -> None:

@@ -5,57 +5,54 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from rayzero.errors import ConfigError
+from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Span
+from rayzero.lanes.stream_event import StreamEvent
 
 
-class CudaEvent:
-    """A point in a stream's work."""
+class CudaEvent(StreamEvent):
+    """A point of a stream's work."""
 
-    __slots__ = ("_device", "event")
+    __slots__ = ("_lane", "_stream", "event", "graph")
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self.event = event
-        self._device = device
-
-    def finished(self) -> bool:
-        """See ``Event``; False while a graph is being captured, when no query is allowed."""
-        return not torch.cuda.is_current_stream_capturing() and self.passed()
-
-    def passed(self) -> bool:
-        """Whether the device has reached it."""
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def settle(self) -> None:
-        """See ``Event``: like ``wait()``. CUDA reports errors itself, at a later call."""
-        self.wait()
-
-    def wait(self) -> None:
-        """See ``Event``: the current stream waits."""
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+    def __init__(self, lane: CudaLane, stream: torch.cuda.Stream, graph: object | None) -> None:
+        """Record it on ``stream``, which is captured into ``graph``. A thread that joins it sleeps; what is captured
+        has no time."""
+        self._lane, self._stream, self.graph = lane, stream, graph
+        self.event = torch.cuda.Event(enable_timing=graph is None, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def join(self) -> None:
         """See ``Event``."""
         self.event.synchronize()
 
-    def before_free(self, *memory: Tensor) -> None:
-        """See ``Event``: the current stream waits, and whoever is handed the memory next waits for it."""
-        self.wait()
-        for tensor in memory:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+    def _caller(self) -> object | None:
+        return self._lane.graph()
+
+    def _passed(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def _order(self) -> None:
+        torch.cuda.current_stream(self._lane.device).wait_event(self.event)
+
+    def _hold(self, memory: Tensor) -> None:
+        memory.record_stream(self._stream)
+
+    def _hold_for_caller(self, memory: Tensor) -> None:
+        self._lane.used(memory)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     direction: Direction
     label: str
-    start: torch.cuda.Event
-    stop: torch.cuda.Event
+    start: CudaEvent
+    stop: CudaEvent
     nbytes: int
 
 
@@ -74,7 +71,9 @@ class CudaLane:
             self._streams["out"] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._streams["in"] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._copies: deque[_Copy] = deque(maxlen=SPANS_KEPT)
-        self._made = self._record()
+        self._graphs: WeakKeyDictionary[torch.cuda.CUDAGraph, object] = WeakKeyDictionary()
+        self._last: dict[Direction, object | None] = {}  # the graph that the last copy is captured into
+        self._made = CudaEvent(self, torch.cuda.current_stream(self.device), None)
 
     def issue(
         self,
@@ -87,33 +86,32 @@ class CudaLane:
         nbytes: int = 0,
     ) -> Event:
         """See ``Lane``: queues the work of ``copy`` on the direction's stream."""
-        stream = self._stream(direction)
-        if after is None:
+        stream, graph = self._stream(direction), self.graph()
+        before = [event for event in after or () if not isinstance(event, StreamEvent) or event.waits_in(graph)]
+        if after is None or graph is not None:  # so the stream is captured too
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(stream):
-            for event in after or ():
+            for event in before:
                 event.wait()
-            began = self._record() if nbytes and not self.capturing() else None
+            began = CudaEvent(self, stream, None) if nbytes and graph is None else None
             try:
                 copied = copy() is not False
             finally:  # if it raised, the work that it had queued runs all the same
                 for tensor in holds:
                     tensor.record_stream(stream)
-            ended = self._record()
+            ended = CudaEvent(self, stream, graph)
+        self._last[direction] = graph
         if copied and began is not None:
             self._copies.append(_Copy(direction, label, began, ended, nbytes))
-        return CudaEvent(ended, self.device)
+        return ended
 
     def now(self, stream: Hashable = None) -> Event:
         """See ``Lane``: an event on the current stream, or on ``stream``."""
-        return CudaEvent(self._record(stream), self.device)
-
-    def _record(self, stream: Any = None) -> torch.cuda.Event:
-        """Record an event on a stream, by default the current one. A thread that joins it sleeps; inside a graph
-        capture it has no time."""
-        event = torch.cuda.Event(enable_timing=not self.capturing(), blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream or torch.cuda.current_stream(self.device))
-        return event
+        if stream is None:
+            return CudaEvent(self, torch.cuda.current_stream(self.device), self.graph())
+        assert isinstance(stream, torch.cuda.Stream)
+        with torch.cuda.stream(stream):
+            return CudaEvent(self, stream, self.graph())
 
     def stream(self) -> Hashable:
         """See ``Lane``."""
@@ -127,21 +125,22 @@ class CudaLane:
         """See ``Lane``. The device's time; None until the device has reached both events."""
         assert isinstance(start, CudaEvent)
         assert isinstance(stop, CudaEvent)
-        if self.capturing() or not (start.passed() and stop.passed()):
+        if not (start.finished() and stop.finished()):
             return None
-        return _seconds(start.event, stop.event)
+        return _seconds(start, stop)
 
     def spans(self) -> list[Span]:
         """See ``Lane``. The clock is the device's and starts when the lane is made."""
-        return [self._span(copy) for copy in list(self._copies) if copy.stop.query()]  # type: ignore[no-untyped-call]
+        return [self._span(copy) for copy in list(self._copies) if copy.stop.finished()]
 
     def _span(self, copy: _Copy) -> Span:
         start = _seconds(self._made, copy.start)
         return Span(copy.direction, copy.label, start, start + _seconds(copy.start, copy.stop), copy.nbytes)
 
     def settle(self, direction: Direction) -> None:
-        """See ``Lane``: the current stream waits for the direction's stream."""
-        torch.cuda.current_stream(self.device).wait_stream(self._stream(direction))
+        """See ``Lane``: the current stream waits for the direction's stream, in a capture if that is captured too."""
+        if not self.capturing() or self._last.get(direction) is self.graph():
+            torch.cuda.current_stream(self.device).wait_stream(self._stream(direction))
 
     def drain(self, direction: Direction) -> None:
         """See ``Lane``."""
@@ -151,6 +150,17 @@ class CudaLane:
         """See ``Lane``."""
         return torch.cuda.is_current_stream_capturing()
 
+    def graph(self) -> object | None:
+        """What stands for the graph that the current stream is captured into; None outside a capture.
+
+        Raises UnsupportedError if torch does not know the graph."""
+        if not self.capturing():
+            return None
+        graph = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+        if not isinstance(graph, torch.cuda.CUDAGraph):
+            raise UnsupportedError("copies can only be captured into graphs of torch.cuda.CUDAGraph")
+        return self._graphs.setdefault(graph, object())
+
     def close(self) -> None:
         """See ``Lane``: does nothing. Streams need no end, and queued work still runs."""
 
@@ -158,5 +168,5 @@ class CudaLane:
         return self._streams.get(direction) or torch.cuda.current_stream(self.device)
 
 
-def _seconds(start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-    return float(start.elapsed_time(stop)) / 1e3
+def _seconds(start: CudaEvent, stop: CudaEvent) -> float:
+    return float(start.event.elapsed_time(stop.event)) / 1e3

@@ -26,12 +26,20 @@ of one that another uses must be held for it: else ``RaceError``::
     lane.used(y)  # y.record_stream(main)
     simulated_autograd.backward(lane, y.sum())  # each node on the stream of its forward, as autograd does it
 
+and be captured into CUDA graphs, where CUDA refuses many a wait: else ``CaptureError``::
+
+    with lane.captured():  # torch.cuda.graph(torch.cuda.CUDAGraph())
+        loss = model(x)
+        offload.graph_marks.forward_record()
+    with lane.captured():
+        loss.backward()
+
 Each direction has a clock of its own. A copy takes its bytes / ``link`` seconds there, however late it is made, and
 begins when its direction and what it waits for are ready. The computing streams' is the thread's clock, which jumps
 when one waits for a copy that would not have ended by then.
 
 What it cannot play: work of a computing stream that is late itself (the check of orders finds what depends on it),
-CUDA graphs, pageable memory, and operations that pass torch's dispatcher by (native kernels).
+graphs that are launched again, pageable memory, and operations that pass torch's dispatcher by (native kernels).
 """
 
 from __future__ import annotations
@@ -55,6 +63,7 @@ from torch.utils._pytree import tree_leaves
 
 from rayzero.engine.units.transfers import UnitTransfers, device_transfers
 from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Lane, Span
+from rayzero.lanes.stream_event import StreamEvent
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.protocol.store import ParameterStore
 from rayzero.testing.happens_before import HappensBefore, Stamp
@@ -65,38 +74,46 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _LINGER_S = (0.0, 0.0, 2e-4, 2e-3)  # how late a copy may be for which a thread waits
 
 
+class CaptureError(AssertionError):
+    """CUDA refuses this while a stream is captured into a graph, or of what was."""
+
+
+class _Graph:
+    """A CUDA graph that is being captured, or was."""
+
+    def __init__(self) -> None:
+        self.last: dict[Direction, Stamp] = {}  # the ends of the last copies in it
+
+
 @dataclass(eq=False)
-class SimulatedEvent:
+class SimulatedEvent(StreamEvent):
     """A point of a stream's work."""
 
     lane: SimulatedLane
     work: Work | None  # None: of a computing stream, which has passed it
     stamp: Stamp
     at: float  # seconds of its stream's clock
-
-    def finished(self) -> bool:
-        """See ``Event``."""
-        return self.lane._finished(self)
-
-    def settle(self) -> BaseException | None:
-        """See ``Event``."""
-        self.wait()
-        return None
-
-    def wait(self) -> None:
-        """See ``Event``: what the current stream does next comes after it."""
-        self.lane._wait(self)
+    graph: _Graph | None = None
 
     def join(self) -> BaseException | None:
         """See ``Event``."""
         self.lane._join(self)
         return None
 
-    def before_free(self, *memory: Tensor) -> None:
-        """See ``Event``."""
-        self.wait()
-        for tensor in memory:
-            self.lane.used(tensor)
+    def _caller(self) -> object | None:
+        return self.lane._graph
+
+    def _passed(self) -> bool:
+        return self.lane._finished(self)
+
+    def _order(self) -> None:
+        self.lane._wait(self)
+
+    def _hold(self, memory: Tensor) -> None:
+        self.lane._hold(self, memory)
+
+    def _hold_for_caller(self, memory: Tensor) -> None:
+        self.lane.used(memory)
 
 
 class SimulatedLane:
@@ -119,6 +136,7 @@ class SimulatedLane:
         self._lock = threading.RLock()
         self._issuing: Work | None = None  # whose copy is being taken apart
         self._busy = 0  # the thread that takes it apart, or makes copies
+        self._capture: tuple[int, _Graph] | None = None  # the thread whose work is captured, and into what
         self._checks = False
         self._each: Callable[[], object] = lambda: None
 
@@ -139,6 +157,8 @@ class SimulatedLane:
             self._schedule()
             events = [self.now()] if after is None else list(after)
             assert all(isinstance(event, SimulatedEvent) for event in events), "events of another lane"
+            events = [event for event in events if event.waits_in(self._graph)]  # type: ignore[attr-defined]
+            self._check_graphs(events)  # type: ignore[arg-type]
             work = Work(direction, events, holds=list(holds), label=label)  # type: ignore[arg-type]
             work.began = work.ended = max(
                 self._time(), self._free_at[direction], *(each.at for each in work.after), 0.0
@@ -159,16 +179,19 @@ class SimulatedLane:
                     self._orders.hold(direction, tensor)
                 for operation in work.operations:
                     operation.check(self._orders, work)
-            return SimulatedEvent(self, work, self._orders.record(direction), work.ended)
+            stamp = self._orders.record(direction)
+            if self._graph is not None:
+                self._graph.last[direction] = stamp
+            return SimulatedEvent(self, work, stamp, work.ended, self._graph)
 
     def now(self, stream: Hashable = None) -> Event:
         """See ``Lane``."""
         with self._lock:
             if (work := self._issuing) is not None:
-                return SimulatedEvent(self, work, self._orders.record(work.direction), work.ended)
+                return SimulatedEvent(self, work, self._orders.record(work.direction), work.ended, self._graph)
             on = self._current if stream is None else str(stream)
             self._orders.order(on, self._orders.record(_HOST))
-            return SimulatedEvent(self, None, self._orders.record(on), self._time())
+            return SimulatedEvent(self, None, self._orders.record(on), self._time(), self._graph)
 
     def stream(self) -> Hashable:
         """See ``Lane``."""
@@ -178,6 +201,13 @@ class SimulatedLane:
         """See ``Lane``."""
         with self._lock:
             self._orders.hold(self._current, memory)
+
+    def _hold(self, event: SimulatedEvent, memory: Tensor) -> None:
+        with self._lock:
+            assert event.work is not None, "held for a copy"
+            self._orders.hold(event.work.direction, memory)
+            if not event.work.has_run:
+                event.work.holds.append(memory)
 
     def _time(self) -> float:
         """Of the computing streams."""
@@ -190,9 +220,8 @@ class SimulatedLane:
         """See ``Lane``."""
         assert isinstance(start, SimulatedEvent)
         assert isinstance(stop, SimulatedEvent)
-        if any(event.work is not None and not event.work.has_run for event in (start, stop)):
-            return None
-        return stop.at - start.at
+        known = all(each.graph is None and (each.work is None or each.work.has_run) for each in (start, stop))
+        return stop.at - start.at if known and self._graph is None else None
 
     def spans(self) -> list[Span]:
         """See ``Lane``."""
@@ -201,20 +230,23 @@ class SimulatedLane:
     def settle(self, direction: Direction) -> None:
         """See ``Lane``."""
         with self._lock:
+            if self._graph is not None and direction not in self._graph.last:
+                return  # its stream is not captured
             self._run_all(direction)
             self._orders.order(self._current, self._orders.record(direction))
             self._stand_until(self._free_at[direction])
 
     def drain(self, direction: Direction) -> None:
         """See ``Lane``."""
+        self._refuse_in_capture("synchronize a stream")
         with self._lock:
             self._run_all(direction)
             self._orders.order(_HOST, self._orders.record(direction))
             self._stand_until(self._free_at[direction])
 
     def capturing(self) -> bool:
-        """Never."""
-        return False
+        """See ``Lane``."""
+        return self._graph is not None
 
     def close(self) -> None:
         """See ``Lane``."""
@@ -267,6 +299,24 @@ class SimulatedLane:
         self.now(stream).wait()
 
     @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Capture all that this thread does into one CUDA graph, by CUDA's rules. The graph is launched once:
+        as the block runs.
+
+        Raises CaptureError for what CUDA refuses, also if the block ends before the computing stream comes after all
+        copies in it."""
+        assert self._capture is None, "one capture at a time"
+        graph = _Graph()
+        self._capture = threading.get_ident(), graph
+        try:
+            yield
+        finally:
+            self._capture = None
+        for direction, stamp in graph.last.items():
+            if not self._orders.comes_after(self._current, stamp):
+                raise CaptureError(f"the stream of copies {direction!r} is not joined at the end of a capture")
+
+    @contextmanager
     def watching(self, each: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Check the order of everything that this thread computes, and of the copies that it issues. Raises RaceError
         where it happens. ``each``: called before every operation of the thread; it raises what it finds."""
@@ -292,9 +342,24 @@ class SimulatedLane:
         """Whether what this thread does now is its own, not a copy's."""
         return self._busy != threading.get_ident()
 
+    @property
+    def _graph(self) -> _Graph | None:
+        """Into which the calling thread's work is captured."""
+        thread, graph = self._capture or (0, None)
+        return graph if thread == threading.get_ident() else None
+
     # ---- events
 
+    def _check_graphs(self, events: Sequence[SimulatedEvent]) -> None:
+        if any(event.graph is not self._graph for event in events):
+            raise CaptureError("a stream waits for an event of another CUDA graph, or of none")
+
+    def _refuse_in_capture(self, what: str, event: SimulatedEvent | None = None) -> None:
+        if self._graph is not None or (event is not None and event.graph is not None):
+            raise CaptureError(f"{what} during a capture, or after it")
+
     def _finished(self, event: SimulatedEvent) -> bool:
+        self._refuse_in_capture("query an event", event)
         with self._lock:
             self._schedule()
             if event.work is None or self._orders.comes_after(_HOST, event.stamp):
@@ -306,6 +371,7 @@ class SimulatedLane:
             return done
 
     def _wait(self, event: SimulatedEvent) -> None:
+        self._check_graphs([event])
         with self._lock:
             if self._issuing is None:
                 self._run_until(event)
@@ -317,6 +383,7 @@ class SimulatedLane:
                 self._orders.order(self._issuing.direction, event.stamp)
 
     def _join(self, event: SimulatedEvent) -> None:
+        self._refuse_in_capture("synchronize an event", event)
         time.sleep(self._draws.choice(_LINGER_S))  # the link is slow: the fault under test
         with self._lock:
             self._run_until(event)

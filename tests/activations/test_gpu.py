@@ -64,3 +64,35 @@ def test_copies_are_timed_by_the_device():
         spans = offload.spans()
     assert {span.direction for span in spans} == {"out", "in"}
     assert all(span.stop > span.start for span in spans)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_forward_and_its_backward_captured_into_two_graphs(limit: int) -> None:
+    model = transformer(dim=256).cuda()
+    for layer in model.layers:
+        layer.drop.p = 0.0
+    x = torch.randn(8, 256, 256, device="cuda")
+    want = gradients(model, x)
+    policy = OffloadPolicy(min_bytes=1024, margin=0, max_in_flight=limit)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with ActivationOffload(model, policy, offload_modules=BLOCKS) as offload:
+        marks = offload.graph_marks
+        with torch.cuda.stream(marks.stream):
+            for _ in range(3):  # buffers are made, and libraries start, outside of captures
+                gradients(model, x)
+        torch.cuda.synchronize()
+        model.zero_grad()
+        with torch.cuda.graph(forward, stream=marks.stream):
+            loss = model(marks.backward_record(x.clone().requires_grad_())).square().mean()
+            marks.forward_record()
+        with torch.cuda.graph(backward, pool=forward.pool(), stream=marks.stream):
+            loss.backward()
+        for _ in range(5):
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+            forward.replay()
+            backward.replay()
+            torch.cuda.synchronize()
+            assert equal([p.grad for p in model.parameters()], want)
+        assert offload.summary().offloaded_bytes > 0
+    del forward, backward

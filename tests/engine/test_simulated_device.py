@@ -13,6 +13,7 @@ import torch
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
+from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import BufferPool, buffer_bytes
@@ -136,3 +137,17 @@ def test_no_copy_is_in_flight_when_the_store_frees_its_memory(
     assert lane.waiting or seed, "the first seed makes all copies at the last moment"
     engine.close()
     assert left == [0]
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["before it", "then"])
+def test_a_step_that_is_captured_into_a_cuda_graph_is_refused(steps: int, alone: RankContext) -> None:
+    lane = SimulatedLane(0)
+    base = seeded(lambda: Net(num_layers=3))
+    with device_behind(lane):
+        model, optimizer = rayzero.prepare(base, adamw(base.parameters()), tight(base, spare=4))
+    for step in range(steps):
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with lane.captured(), pytest.raises(UnsupportedError, match="used while a CUDA graph is captured"):
+        model(tokens(steps))

@@ -86,7 +86,10 @@ class CostBook:
             self._unread.append(_Timing(group.key, False, group.began, group.ended))
 
     def backward_began(self, group: Group) -> None:
-        """A group's backward begins, so that of the group before it in this chunk has ended."""
+        """A group's backward begins, so that of the group before it in this chunk has ended. What is captured into a
+        CUDA graph has no time."""
+        if self.lane.capturing():
+            return
         reads = self._reads.setdefault(id(group.chunk), [])
         reads.append((group.key, self.lane.now()))
         if len(reads) > 1:

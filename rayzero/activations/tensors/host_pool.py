@@ -108,15 +108,16 @@ class HostPool:
         self._total = self._pinned = self._peak = 0
         self._requests = self._hits = self._misses = self._refusals = 0
 
-    def acquire(self, nbytes: int) -> HostBuffer | None:
+    def acquire(self, nbytes: int, *, wait: bool = True) -> HostBuffer | None:
         """A buffer of ``nbytes`` bytes with undefined contents; None if the cap leaves no room for it.
 
-        Near the cap, it first drops free buffers of other sizes, then waits for copies that still use a buffer."""
+        Near the cap, it first drops free buffers of other sizes, then, with ``wait``, waits for copies that still use a
+        buffer."""
         size = size_class(nbytes)
         with self._lock:
             self._requests += 1
             self._collect()
-            buffer = self._take_free(size) or self._make(size)
+            buffer = self._take_free(size) or self._make(size, wait)
             if buffer is None:
                 self._refusals += 1
                 return None
@@ -186,8 +187,8 @@ class HostPool:
         self._hits += 1
         return kept.pop()
 
-    def _make(self, size: int) -> HostBuffer | None:
-        if not self._make_room(size):
+    def _make(self, size: int, wait: bool) -> HostBuffer | None:
+        if not self._make_room(size, wait):
             return self._take_free(size)
         self._misses += 1
         whole, pinned = self._new_memory(size)
@@ -196,14 +197,14 @@ class HostPool:
         self._peak = max(self._peak, self._total)
         return HostBuffer(whole, whole, pinned)
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, wait: bool) -> bool:
         """Whether a new buffer of ``size`` fits the cap. False also if a buffer of that size became free meanwhile."""
         if self._cap is None:
             return True
         while self._total + size > self._cap:
             if self._trim_bytes(self._total + size - self._cap):
                 continue
-            if not self._returning:
+            if not (self._returning and wait):
                 return False
             self._returning[0][1].join()
             self._collect()

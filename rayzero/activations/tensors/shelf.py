@@ -42,7 +42,7 @@ class Shelf:
         source = source_of(entry.piece, storage, tensor)
         codec = codec_for(self._policy.compress, entry.dtype)
         values = _values(source[source.numel() - take :], codec, entry.dtype)
-        lease = self._pool.acquire(codec.most_bytes(values.numel(), values.dtype))
+        lease = self._pool.acquire(codec.most_bytes(values.numel(), values.dtype), wait=not self._lane.capturing())
         if lease is None:
             return False
         entry.lease, entry.codec, entry.captured = lease, codec, self._lane.capturing()
@@ -81,7 +81,15 @@ class Shelf:
     def fetch(self, entry: Entry, *, ahead: bool) -> bool:
         """Start the entry's return if it is away; returns whether it did. ``ahead``: nobody waits for it yet.
 
-        An entry that is still leaving stays instead: its bytes are on the device until the entry is freed."""
+        An entry that is still leaving stays instead: its bytes are on the device until the entry is freed. Raises
+        UnsupportedError inside a CUDA graph capture for an entry that left outside of any."""
+        if self._lane.capturing() and not entry.captured and entry.lease is not None:
+            if ahead:
+                return False
+            raise UnsupportedError(
+                f"a backward that is captured into a CUDA graph reads activations of {entry.label!r} that were "
+                "offloaded outside a capture: capture their forward too, or disable() the offload before it"
+            )
         if entry.place is Place.LEAVING and entry.resident is not None and entry.resident.hold():
             return False
         if entry.place is not Place.AWAY or alive(entry) is not None:

@@ -112,6 +112,12 @@ class UnitTransfers:
         renewal = Renewal(published, held, lambda: self._store.fetch(unit.index, version, COMPUTE, out))
         return renewal.done, renewal
 
+    @property
+    def caller_is_captured(self) -> bool:
+        """Whether the caller's work is captured into a CUDA graph, for which nothing can be fetched: parameters move
+        from step to step."""
+        return False
+
     def use(self, buffer: UnitBuffer) -> None:
         """The caller is about to compute with a buffer's bytes, which somebody has waited for."""
 
@@ -253,6 +259,11 @@ class DeviceTransfers(UnitTransfers):
             staged = self._arriving.acquire(unit.size_bytes)
         assert staged is not None, "a pool without a limit always has room"
         return staged.tensor.view(unit.dtype), staged
+
+    @property
+    def caller_is_captured(self) -> bool:
+        """See ``UnitTransfers``."""
+        return self.lane.capturing()
 
     @property
     def owners_share_cores(self) -> bool:

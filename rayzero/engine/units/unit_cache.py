@@ -36,7 +36,7 @@ from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.use_times import UseTimes
 from rayzero.engine.units.writes import WrittenUnits
-from rayzero.errors import MemoryPlanError
+from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE
@@ -119,7 +119,13 @@ class UnitCache:
     # ---- up
 
     def use(self, unit: ParamUnit, phase: Phase) -> None:
-        """Something is about to compute with the unit: bring it up and prefetch what comes next."""
+        """Something is about to compute with the unit: bring it up and prefetch what comes next. Raises
+        UnsupportedError while a CUDA graph is captured."""
+        if self._transfers.caller_is_captured:
+            raise UnsupportedError(
+                f"{unit.name} is used while a CUDA graph is captured, but its parameters move from step to step, and "
+                "the graph would read their old place: train it without graphs, or capture only what is not prepared"
+            )
         if unit.index == self._current and unit.state is UnitState.UNSHARDED and not self._behind:
             self.used(unit)
             return
@@ -205,6 +211,8 @@ class UnitCache:
         self._prefetch(range(len(self._units)))
 
     def _prefetch(self, units: Sequence[int]) -> None:
+        if self._transfers.caller_is_captured:
+            return  # ``use`` refuses it
         for index in units:
             unit = self._units[index]
             if unit.state is UnitState.SHARDED and not self._fetch(unit, ahead=True):

@@ -1,0 +1,161 @@
+"""Offloaded activations of forwards and backwards that are captured into CUDA graphs: nothing that CUDA refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayzero.activations import ActivationOffload, OffloadPolicy
+from rayzero.errors import UnsupportedError
+from rayzero.lanes.stream_event import StreamEvent
+from rayzero.testing.simulated_lane import CaptureError, SimulatedLane
+from tests.activations.models import equal, transformer
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "wait for each": {"max_in_flight": 0},
+    "one in flight": {"max_in_flight": 1, "prefetch": 2},
+    "all in flight": {"max_in_flight": 50},
+    "a part": {"max_in_flight": 1, "fraction": 0.5},
+    "none": {"max_in_flight": 1, "fraction": 0.0},
+    "rounded": {"max_in_flight": 1, "compress": "bf16"},
+    "by cost": {"max_in_flight": 1, "device_budget_bytes": 1 << 14},
+    "a small host": {"max_in_flight": 1, "host_cap_bytes": 60_000},
+}
+Order = str  # of the passes: "f" a forward, "b" the oldest backward, "|" ends a graph, "(...)" captures nothing
+
+
+class Trained:
+    """A model whose passes are captured, beside a plain one."""
+
+    def __init__(self, seed: int, **policy: Any) -> None:
+        self.lane = SimulatedLane(seed)
+        torch.manual_seed(seed)
+        self.model, self.plain = (transformer(dim=16, num_layers=2) for _ in range(2))
+        for layer in [*self.model.layers, *self.plain.layers]:
+            layer.drop.p = 0.0
+        settings = OffloadPolicy(min_bytes=512, margin=0, poison=True, **policy)
+        patterns = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
+        self.offload = ActivationOffload(self.model, settings, offload_modules=patterns, lane=self.lane)
+        self.losses: list[Tensor] = []
+        self.batches: list[Tensor] = []
+
+    def forward(self) -> None:
+        self.batches.append(torch.randn(2, 7, 16))
+        marks = self.offload.graph_marks
+        x = marks.backward_record(self.batches[-1].clone().requires_grad_())
+        self.losses.append(self.model(x).square().mean())
+        marks.forward_record()
+
+    def run(self, order: Order) -> None:
+        """Graphs are separated by "|"; what stands in parentheses is not captured."""
+        for graph in order.split("|"):
+            with nullcontext() if graph.startswith("(") else self.lane.captured():
+                for each in graph.strip("()"):
+                    self.forward() if each == "f" else self.losses.pop(0).backward()
+
+    def check(self) -> None:
+        for batch in self.batches:
+            self.plain(batch).square().mean().backward()
+        ours, theirs = ([p.grad for p in net.parameters()] for net in (self.model, self.plain))
+        assert equal(ours, theirs)
+        self.batches.clear()
+
+
+@contextmanager
+def training(seed: int, **policy: Any) -> Iterator[Trained]:
+    trained = Trained(seed, **policy)
+    with trained.offload, trained.lane.watching():
+        yield trained
+
+
+@pytest.mark.parametrize("order", ["fb", "f|b", "f|f|b|b", "fb|fb", "f|fb|b", "(fb)|f|b", "(fb)|f|b|(fb)"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_captured_passes_give_equal_gradients(seed: int, policy: str, order: Order) -> None:
+    with training(seed, **POLICIES[policy]) as trained:
+        for _ in range(2):
+            trained.run(order)
+            if policy != "rounded":
+                trained.check()
+        assert (trained.offload.summary().offloaded_bytes > 0) is (policy != "none")
+        trained.offload.release_graph_buffers()
+        assert trained.offload.pool_status().in_use_bytes == 0
+        assert trained.offload.summary().device_bytes == 0
+
+
+def test_what_was_offloaded_outside_a_capture_cannot_come_back_in_one() -> None:
+    said = "offloaded outside a capture: capture their forward too"
+    with training(0, max_in_flight=0) as trained, pytest.raises(UnsupportedError, match=said):
+        trained.run("(f)|b")
+
+
+def test_a_captured_backward_brings_nothing_ahead_from_outside() -> None:
+    """The backward that follows is of an eager forward, and may be eager too."""
+    with training(1, max_in_flight=0, prefetch=20) as trained:
+        trained.run("f|(f)|b|(b)")
+        trained.check()
+
+
+def test_a_backward_of_captured_passes_may_be_eager() -> None:
+    with training(1, max_in_flight=1) as trained:
+        trained.run("f|(b)")
+        trained.check()
+
+
+def test_a_copy_needs_a_bound_to_be_captured() -> None:
+    with training(0) as trained, pytest.raises(UnsupportedError, match="needs max_in_flight to be a number"):
+        trained.run("f|b")
+
+
+def test_a_capture_that_is_not_joined_is_found() -> None:
+    x, said = torch.randn(2, 7, 16, requires_grad=True), "'out' is not joined"
+    with training(0, max_in_flight=5) as trained, pytest.raises(CaptureError, match=said), trained.lane.captured():
+        trained.model(x)
+
+
+def always(self: StreamEvent, graph: object | None) -> bool:
+    return True
+
+
+def asks(self: StreamEvent) -> bool:
+    return self._passed()
+
+
+def waits(self: StreamEvent, *memory: Tensor) -> None:
+    self.wait()
+
+
+@pytest.mark.parametrize(("name", "mutation"), [("waits_in", always), ("finished", asks)])
+def test_what_cuda_refuses_is_found(name: str, mutation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamEvent, name, mutation)
+    with training(0, max_in_flight=1) as trained, pytest.raises(CaptureError):
+        trained.run("f|b")
+
+
+def test_memory_of_an_eager_step_may_be_freed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph was dropped, and is noticed in the capture: which cannot wait for its copies, but may hold for them."""
+
+    def run() -> None:
+        with training(0, max_in_flight=50) as trained:
+            trained.model(torch.randn(2, 7, 16)).sum()
+            trained.run("f|b")
+            trained.check()
+
+    run()
+    monkeypatch.setattr(StreamEvent, "before_free", waits)
+    with pytest.raises((UnsupportedError, UserWarning), match="outside that graph"):  # torch may silence it in a hook
+        run()
+
+
+def test_what_is_captured_is_not_timed() -> None:
+    with training(0, **POLICIES["by cost"]) as trained:
+        trained.run("f|b|fb")
+        assert trained.offload._book is not None
+        assert not trained.offload._book._unread
+        trained.run("(fb)")
+        assert trained.offload._book._unread
