@@ -34,7 +34,9 @@ class OffloadPolicy:
     prefetch: int = 1
     """How many groups come back ahead of the one whose backward runs."""
     max_in_flight: int | None = None
-    """How many groups may be on their way out before the forward waits. 0 waits for each, None never waits."""
+    """How many groups may be on their way out before the forward waits. 0 waits for each, None never waits. With a
+    number, the device holds at most ``1 + max(max_in_flight, prefetch)`` groups, besides what stays by choice, as long
+    as groups come back in the reverse order; in any other order, ``1 + max_in_flight + prefetch``."""
     view_coverage: float = 0.5
     """A strided view that covers at least this share of its storage is stored as the whole storage."""
     compress: str = "none"

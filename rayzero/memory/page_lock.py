@@ -1,13 +1,18 @@
 """Page-locks host memory by registering it with the CUDA driver, so that CUDA can copy from and to it by itself.
 
 [Note: torch's own] ``pin_memory=True`` takes the next power of two, up to twice what was asked for, and keeps what is
-freed. A range that this module maps and registers takes whole pages, and goes back when its last tensor does."""
+freed. A range that this module maps and registers takes whole pages, and goes back when its last tensor does.
+
+[Note: CUDA's last error] CUDA keeps a refusal as the thread's last error, and torch reads it after each kernel launch:
+the next one, whatever it computes, would raise it as its own. torch does not offer cudaGetLastError, which clears it.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,12 +92,19 @@ def _register(address: int, size: int, *, read_only: bool) -> Any:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if read_only else 0))
     if int(status) != 0:
+        with suppress(RuntimeError):
+            _launch()  # takes the refusal. [Note: CUDA's last error]
         raise MemoryPlanError(
             f"CUDA refused to page-lock {format_bytes(size)} of host memory (error {int(status)}); "
             "raise the limit (ulimit -l), or set pin_cpu_memory=False"
         )
     _locked[address] = size
     return runtime
+
+
+def _launch() -> None:
+    """Launch a kernel of no consequence."""
+    torch.zeros(1, device="cuda")
 
 
 def _unregister_idle(runtime: Any, address: int) -> None:
@@ -111,4 +123,6 @@ def _unregister(runtime: Any, address: int) -> None:
     _locked.pop(address, None)
     status = int(runtime.cudaHostUnregister(address))
     if status != 0:
+        with suppress(RuntimeError):
+            _launch()  # [Note: CUDA's last error]
         log.warning("CUDA did not unregister host memory at %#x: error %d", address, status)

@@ -88,6 +88,10 @@ class HappensBefore:
         """The memory of ``tensor`` is new, and the stream's."""
         self._memory_of(tensor).stream = stream
 
+    def allocated(self) -> int:
+        """Bytes of the memory that streams have allocated and nobody has freed, whole storages."""
+        return sum(each.nbytes for each in self._memories.values() if each.stream is not None and not each.freed)
+
     def hold(self, stream: str, tensor: Tensor) -> None:
         """Once freed, the memory of ``tensor`` is handed out again only after what the stream has done by then
         (``record_stream``)."""

@@ -259,6 +259,12 @@ class SimulatedLane:
         """How many copies are queued."""
         return sum(map(len, self._queues.values()))
 
+    def allocated(self) -> int:
+        """Bytes of the device memory that was allocated while the lane watched, and is not freed. Host memory is taken
+        for device memory here, so let a step make the host's buffers before."""
+        with self._lock:
+            return self._orders.allocated()
+
     def held(self, direction: Direction) -> int:
         """Bytes of device memory that nobody but queued copies of a direction holds, whole storages."""
         with self._lock:

@@ -11,7 +11,7 @@ import torch
 
 from rayzero.activations import ActivationOffload, OffloadPolicy
 from rayzero.testing.simulated_lane import SimulatedLane
-from tests.activations.models import equal, transformer
+from tests.activations.models import Exps, equal, transformer
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
 
 POLICIES = {
@@ -62,3 +62,30 @@ def test_a_missing_wait_or_hold_is_found(change: Callable[[str, dict[str, Any]],
         except FOUND:
             found += 1
     assert found >= 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("max_in_flight", [0, 1, 3])
+def test_the_bound_of_activations_on_the_device_holds_at_every_operation(max_in_flight: int, prefetch: int) -> None:
+    """Each group saves one tensor; the model itself computes one more. What leaves last returns first."""
+    policy = OffloadPolicy(min_bytes=1, margin=0, max_in_flight=max_in_flight, prefetch=prefetch)
+    x = torch.randn(1 << 10, requires_grad=True)
+    groups = 1 + max(max_in_flight, prefetch)
+    most = 0
+
+    def train(lane: SimulatedLane) -> None:
+        def look() -> None:
+            nonlocal most
+            most = max(most, lane.allocated())
+            assert offload._ledger.device_bytes <= groups * x.nbytes
+
+        model = Exps(12)
+        with ActivationOffload(model, policy, offload_modules=["steps.*"], lane=lane) as offload:
+            torch.autograd.grad(model(x).sum(), x)  # makes the host's buffers
+            lane.drain("in")
+            with lane.watching(each=look):
+                torch.autograd.grad(model(x).sum(), x)
+
+    for seed in range(12):
+        train(SimulatedLane(seed))
+    assert most // x.nbytes == groups + 1

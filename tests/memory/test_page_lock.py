@@ -13,7 +13,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.split import Piece
 from rayzero.memory.mapping import PAGE
-from rayzero.memory.page_lock import host_zeros, locked_bytes
+from rayzero.memory.page_lock import PageLock, host_zeros, locked_bytes
 from rayzero.memory.pool import BufferPool
 from tests.cuda_driver import Driver, driver
 
@@ -78,3 +78,12 @@ def test_activations_go_on_in_pageable_memory_where_the_driver_refuses(driver: D
     with pytest.warns(UserWarning, match="continues with pageable host buffers"):
         leased: Any = HostPool(pin=True).acquire(4096)
     assert not leased.pinned
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_refusal_is_not_the_error_of_the_next_kernel() -> None:
+    found = host_zeros(100, torch.float32, pinned=True)
+    with pytest.raises(MemoryPlanError, match="CUDA refused to page-lock"):
+        PageLock([(found.data_ptr(), PAGE)], found, read_only=False)  # it is registered already
+    assert torch.ones(3, device="cuda").sum().item() == 3
