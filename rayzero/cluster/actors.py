@@ -37,9 +37,12 @@ from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinato
 from rayzero.cluster.spares import Spares
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.concurrency.processes import is_stopped
-from rayzero.config import TelemetryConfig
+from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import Ownership
+from rayzero.security.authority import Issuer, issuer
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials
+from rayzero.security.credentials import rank_name as name_of_rank
 from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
@@ -98,6 +101,7 @@ class RunActors:
         self._placement = placement
         self._places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
         self._token = secrets.token_hex(32)  # sent only as an argument of actors
+        self._issue: Issuer = lambda who, names: None  # of credentials, which are sent like the token
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: dict[str, psutil.Process] = {}  # on this node; end() waits until they are gone
         self._janitor: Janitor | None = None  # freed by: end()
@@ -140,6 +144,7 @@ class RunActors:
         share: Path | None,
         slab_dir: Path,
         telemetry: TelemetryConfig,
+        security: SecurityConfig | None = None,
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
@@ -149,8 +154,8 @@ class RunActors:
         routing table.
 
         owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
-        none. slab_dir: where it would be. beside_ranks: the device on which owners beside the ranks have their states;
-        None: no such owners.
+        none. slab_dir: where it would be. security: None: the defaults. beside_ranks: the device on which owners beside
+        the ranks have their states; None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
         library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
@@ -158,6 +163,7 @@ class RunActors:
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
+        self._issue = issuer(self._run, security or SecurityConfig())
         self._make_coordinator(max_failures)
         self._share = share
         self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0 or other_ranks, former)
@@ -220,6 +226,7 @@ class RunActors:
                 replaces_members=replaces,
                 succeeds=former is not None and former.continued,
                 token=self._token,
+                tls=self._issue(f"optimizer {owner}", [OWNER]),
             )
 
         numbers = range(plan.num_optimizers)
@@ -339,6 +346,7 @@ class RunActors:
             num_owners=ownership.num_owners + self._num_beside,
             ownership=ownership,
             succeeds=True,
+            tls=self._issue(f"optimizer {owner}", [OWNER]),
         )
         place = self._places.find(owner, node, there, {each.node: each.place for each in self._joining})
         exporter = self._exporter_of(owner, node) if self._exporters else None
@@ -515,6 +523,11 @@ class RunActors:
     def token(self) -> str:
         """The token that owners require in every call."""
         return self._token
+
+    def credentials_of(self, rank: int | None) -> Credentials | None:
+        """What a rank shows to owners; None: it uses no TLS. ``rank``: None: any."""
+        who, name = ("any rank", ANY_RANK) if rank is None else (f"rank {rank}", name_of_rank(rank))
+        return self._issue(who, [name])
 
     def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answers to calls already made, by process. Raises RunFailedError, naming the process that failed or is

@@ -140,6 +140,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         share=request.zero.shared_directory,
         slab_dir=Path(request.zero.slab_dir),
         telemetry=request.run.telemetry,
+        security=request.run.security,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
         max_failures=request.run.max_failures,

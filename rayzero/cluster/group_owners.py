@@ -28,7 +28,7 @@ from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, Wor
 from rayzero.cluster.run import RunState, optimizer_name
 from rayzero.cluster.supervision import Failure
 from rayzero.cluster.upkeep.replacement import Replacement
-from rayzero.config import TelemetryConfig, ZeroConfig
+from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import RunFailedError
@@ -50,8 +50,17 @@ class GroupOwners:
 
     Knows groups, and what one leaves to the next; not how a member is replaced, or what can be continued."""
 
-    def __init__(self, run: str, config: ZeroConfig, placement: Placement, *, max_failures: int) -> None:
-        """``max_failures``: how many deaths of owners are outlived in all."""
+    def __init__(
+        self,
+        run: str,
+        config: ZeroConfig,
+        placement: Placement,
+        *,
+        max_failures: int,
+        security: SecurityConfig | None = None,
+    ) -> None:
+        """``max_failures``: how many deaths of owners are outlived in all. ``security``: None: the defaults."""
+        self._security = security
         self._run, self._config, self._placement, self._max_failures = run, config, placement, max_failures
         self._share = config.shared_directory
         self._outlived = 0  # deaths, of ``max_failures``
@@ -108,6 +117,7 @@ class GroupOwners:
             share=self._share,
             slab_dir=Path(self._config.slab_dir),
             telemetry=TelemetryConfig(enabled=False),
+            security=self._security,
         )
         self._actors.move(RunState.RUNNING)
         names = {MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(len(routing.addresses))}
@@ -204,6 +214,7 @@ class GroupOwners:
             repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             resume=self._resume,
             token=self._actors.token,
+            tls=self._actors.credentials_of(None),
         )
         self._tell(self.groups.open.remote(group.name, start))
 

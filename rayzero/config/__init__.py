@@ -12,6 +12,7 @@ from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positiv
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
 from rayzero.config.help_text import describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
+from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
 from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml
 from rayzero.config.zero import ZeroConfig
@@ -32,6 +33,7 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "Seconds",
+    "SecurityConfig",
     "Share",
     "Size",
     "TelemetryConfig",

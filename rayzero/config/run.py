@@ -23,6 +23,7 @@ from rayzero.config.base import (
     WholeSeconds,
 )
 from rayzero.config.choices import CheckpointErrors
+from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
 
 MAX_NAME_BYTES = 128
@@ -168,6 +169,9 @@ class RunConfig(ConfigModel):
     telemetry: TelemetryConfig = TelemetryConfig()
     """What the run measures and exports, and where Prometheus finds it."""
 
+    security: SecurityConfig = SecurityConfig()
+    """How connections between the run's processes are protected."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -183,6 +187,7 @@ class RunConfig(ConfigModel):
             keep_states: int = ...,
             resume: bool | str | Path = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
+            security: SecurityConfig | Mapping[str, Any] = ...,
         ) -> None: ...
 
     @model_validator(mode="after")

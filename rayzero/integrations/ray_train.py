@@ -45,7 +45,7 @@ from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.cluster.processes.worker_groups import Ended, GroupsAsked, GroupStart, WorkerGroup
-from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.protocol.store import ParameterStore
@@ -106,6 +106,7 @@ class Owners:
                 rank,
                 table,
                 token=start.token,
+                tls=start.tls,
                 config=self.config,
                 recorder=recorder,
                 model=model,
@@ -176,12 +177,14 @@ def optimizer_actors(
     num_optimizers: int = 1,
     cpus_per_optimizer: float = 1.0,
     max_failures: int = 3,
+    security: SecurityConfig | None = None,
 ) -> Iterator[Owners]:
     """Start the optimizer actors of one ``fit()`` from the driver, and end them with the block.
 
     config: what ``rayzero.prepare`` uses in the workers if it is given no config.
     max_failures: how many deaths of optimizer actors are outlived in all. Those of workers are for Ray Train's
         ``FailureConfig``.
+    security: how connections between the actors and the workers are protected; None: the defaults.
 
     Joins a Ray that is running or starts a local one, which Ray Train uses too. Raises ConfigError if the cluster has
     no place for the actors, and UnsupportedError for settings that need owners or memory in the workers' processes."""
@@ -194,7 +197,7 @@ def optimizer_actors(
     with (
         ray_session(),
         placed(plan_optimizers(scaling), timeout_s=scaling.placement_timeout) as placement,
-        GroupOwners(run, config, placement, max_failures=max_failures) as owners,
+        GroupOwners(run, config, placement, max_failures=max_failures, security=security) as owners,
     ):
         yield Owners(run=run, config=config, groups=GroupsAsked(owners.groups))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -51,7 +50,6 @@ from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
     STORE_SERVICE,
-    TlsFiles,
     from_failure,
     from_status,
     methods,
@@ -144,52 +142,6 @@ def test_an_empty_token_is_refused_where_it_is_set() -> None:
     with pytest.raises(ConfigError, match="token must not be empty"):
         OwnerServer(service, token="")
     service.close()
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TlsFiles]:
-    """Makes certificates: ``authority("server")`` is signed by this run's authority, "stranger" by itself."""
-    folder = tmp_path_factory.mktemp("tls")
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make certificates with")
-
-    def run(*arguments: str) -> None:
-        subprocess.run([openssl, *arguments], check=True, cwd=folder, capture_output=True)
-
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    run("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=run")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
-
-    def make(name: str) -> TlsFiles:
-        run("req", *new, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signer = ["-signkey", f"{name}.key"] if name == "stranger" else ["-CA", "ca.pem", "-CAkey", "ca.key"]
-        serial = [] if name == "stranger" else ["-CAcreateserial"]
-        run("x509", "-req", "-in", f"{name}.csr", *signer, *serial, "-out", f"{name}.pem", "-extfile", "names")
-        return TlsFiles(certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=folder / "ca.pem")
-
-    return make
-
-
-def test_a_step_over_mutual_tls(authority: Callable[[str], TlsFiles]) -> None:
-    files, spec = authority("server"), make_spec(1)
-    with serving(2, tls=files) as servers, connected(servers, tls=files) as stores:
-        ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, 1)], 0.5)
-        assert masters(ranks[0])
-
-
-@pytest.mark.parametrize("client", ["stranger", None])
-def test_a_client_without_a_certificate_of_the_run_is_refused(
-    authority: Callable[[str], TlsFiles], client: str | None
-) -> None:
-    tls = None if client is None else authority(client)
-    with (
-        serving(tls=authority("server")) as servers,
-        connected(servers, tls=tls) as (store,),
-        pytest.raises(TransferError, match=r"optimizer 0 at .*UNAVAILABLE"),
-    ):
-        store.attach(make_spec(1))
 
 
 # ---- handshake (rule 9); what two ranks disagree on is in the conformance suite

@@ -11,6 +11,7 @@ import torch
 
 from rayzero.elastic.reform import Step
 from rayzero.protocol.ownership import Ownership
+from rayzero.security.credentials import Credentials
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.shm.same_host import why_no_sharing
@@ -34,6 +35,7 @@ class OwnerSettings:
     succeeds: bool = False  # it takes over the slabs of a dead owner of its number, or those prepared for its epoch
     replaces_members: bool = False  # whoever dies is started again
     token: str = field(repr=False)  # every call to the owner must carry it
+    tls: Credentials | None = None  # what it shows to others; None: it uses no TLS
 
 
 class ServedOwner:
@@ -62,6 +64,7 @@ class ServedOwner:
         self._server = serve_models(
             self.models,
             token=self._settings.token,
+            tls=self._settings.tls,
             host=host,
             replaces_ranks=replaces,
             replaces_owners=replaces and self._settings.share is not None,

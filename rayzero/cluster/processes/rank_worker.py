@@ -27,6 +27,7 @@ from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
+from rayzero.security.credentials import Credentials
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.discovery import Target
@@ -58,6 +59,7 @@ class RankSettings:
     repeats: int | None = None  # see RankContext
     outlives_owners: bool = False  # an owner that dies gets a successor
     token: str = field(repr=False)  # every call to an owner must carry it
+    tls: Credentials | None = None  # what it shows to owners; None: it uses no TLS
 
 
 class RankWorker:
@@ -229,6 +231,7 @@ def _context(
             settings.rank,
             table,
             token=settings.token,
+            tls=settings.tls,
             config=settings.config,
             recorder=recorder,
             model=model,

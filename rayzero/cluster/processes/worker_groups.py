@@ -13,6 +13,8 @@ from typing import Any
 
 import ray
 
+from rayzero.security.credentials import Credentials
+
 __all__ = ["Ended", "GroupStart", "GroupsAsked", "WorkerGroup", "WorkerGroups"]
 
 _LOOK_S = 0.5  # between two looks whether a rank still wants its answer
@@ -38,6 +40,7 @@ class GroupStart:
     repeats: int | None  # see RankContext
     resume: str | None  # the checkpoint that gave the run its first values
     token: str = field(repr=False)  # owners ask for it in every call
+    tls: Credentials | None = None  # what every rank shows to owners; None: it uses no TLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
+from rayzero.security.credentials import names_shown, require_role
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.memory.shared_memory import SharedOwner
@@ -440,6 +441,15 @@ class ModelCalls:
             raise
 
 
+def _require_role(service: str, method: str, metadata: Any, context: Context) -> None:
+    """Raise HandshakeError if the caller's certificate does not allow this call. Without TLS the token allows all."""
+    names = names_shown(context.auth_context())
+    if names is not None:
+        caller = caller_of(metadata)
+        of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
+        require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
+
+
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
 
@@ -455,6 +465,7 @@ def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> 
         began = time.perf_counter()
         try:
             metadata = context.invocation_metadata() or ()
+            _require_role(service, method, metadata, context)
             calls = await find(model_of(metadata), epoch_of(metadata))
             answer = await calls.answer(service, method, request, context)
             count(grpc.StatusCode.OK, began)

@@ -23,6 +23,7 @@ from rayzero.protocol.messages import Contribution, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
+from rayzero.security.credentials import Credentials
 from rayzero.store.owner.hosted import Hosted
 from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
@@ -30,7 +31,6 @@ from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.rank_links import RankLinks
 from rayzero.store.owner.running_calls import RunningCalls
 from rayzero.store.owner.step_calls import StepCalls
-from rayzero.store.wire.rpc import TlsFiles
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class ServerTerms:
     """The options that all models of a server share; see ``OwnerServer``."""
 
     token: str = field(repr=False)
-    tls: TlsFiles | None
+    tls: Credentials | None
     poll_s: float
     peer_timeout_s: float
     replaces_ranks: bool = False

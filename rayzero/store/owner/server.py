@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import threading
 from collections import defaultdict
@@ -19,6 +18,7 @@ from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedE
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
+from rayzero.security.credentials import Credentials, is_loopback
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls, TokenDoor
 from rayzero.store.owner.health import Health
@@ -28,7 +28,7 @@ from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.shm.words import leads, let_stand
-from rayzero.store.wire.rpc import SERVER_OPTIONS, TlsFiles
+from rayzero.store.wire.rpc import SERVER_OPTIONS, add_port
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
 
 _QUICK_S = 30.0  # starting and stopping a server
@@ -53,7 +53,7 @@ class OwnerServer:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: TlsFiles | None = None,
+        tls: Credentials | None = None,
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
         shared: SharedOwner | None = None,
@@ -66,7 +66,8 @@ class OwnerServer:
 
         ``service``: the service of the run's first prepared model. ``shared``: the memory that it shares with ranks of
         its host; None: it shares none. ``models``: makes the later models' services; None: later models are refused.
-        ``token``: what every caller must send. ``poll_s``: seconds that a call may wait for other ranks before its
+        ``token``: what every caller must send. ``tls``: what the server shows, and wants to see, on every address that
+        it protects; None: no TLS. ``poll_s``: seconds that a call may wait for other ranks before its
         caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
         ``interceptors``: grpc.aio server interceptors, around every call. ``replaces_ranks``: somebody starts a rank
         again that has died, so the others wait for it. ``replaces_owners``: the same for owners (``succeed``).
@@ -132,7 +133,7 @@ class OwnerServer:
         """Listen on ``host`` too (``port`` 0: any free one); returns the address there. Raises StoreError if the port
         is taken."""
         address: str = self._loop.run(self._listen(host, port), _QUICK_S)
-        if self._terms.tls is None and not _is_loopback(host):
+        if self._terms.tls is None and not is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", self._owner, address)
         return address
 
@@ -147,11 +148,9 @@ class OwnerServer:
         self._servers.append(server)
         return _joined(host, bound)
 
-    def _bind(self, server: Any, address: str, tls: TlsFiles | None) -> int:
+    def _bind(self, server: Any, address: str, tls: Credentials | None) -> int:
         try:
-            if tls is None:
-                return int(server.add_insecure_port(address))
-            return int(server.add_secure_port(address, tls.server_credentials()))
+            return add_port(server, address, tls)
         except RuntimeError as exc:
             raise StoreError(f"optimizer {self._owner} cannot listen on {address}: {exc}") from exc
 
@@ -346,12 +345,3 @@ def serve_models(models: HostedModels, **options: Any) -> OwnerServer:
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

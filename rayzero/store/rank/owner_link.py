@@ -26,21 +26,21 @@ from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, StoreError, TransferError
+from rayzero.security.credentials import Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
-    CHANNEL_OPTIONS,
     STORE_SERVICE,
     LinkNumber,
     Metadata,
-    TlsFiles,
     break_of,
     from_status,
     gave_no_answer,
     is_broken_link,
     life_metadata,
     methods,
+    open_channel,
     token_metadata,
 )
 from rayzero.telemetry.recorder import Recorder
@@ -99,16 +99,13 @@ class Channel:
         address: str,
         link: LinkNumber,
         metadata: Metadata,
-        credentials: grpc.ChannelCredentials | None,
+        credentials: Credentials | None,
     ) -> None:
         """``peer``: the owner, for messages. ``credentials``: None: without TLS."""
         self.link = link
         self._peer = f"rank {rank}, {peer}"
         self._metadata = (*metadata, *link.metadata)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, credentials)
         self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
         self._given_up = False
         self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
@@ -182,7 +179,7 @@ class OwnerLink:
         address: str,
         *,
         token: str,
-        tls: TlsFiles | None,
+        tls: Credentials | None,
         recorder: Recorder,
         hear: Callable[[OwnerLink, pb.NoticesResponse], None],
         over: Callable[[OwnerLink, RayZeroError], None],
@@ -200,7 +197,7 @@ class OwnerLink:
         self.owner, self.rank = owner, rank
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self._address, self._metadata = address, token_metadata(token, model, epoch) + life_metadata(rank, life)
-        self._credentials = None if tls is None else tls.channel_credentials()
+        self._credentials = tls
         self._hear, self._tell_over, self._recorder = hear, over, recorder
         self._number = LinkNumber(f"rank {rank}", 0)
         self._lock = threading.Lock()

@@ -25,6 +25,7 @@ from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
+from rayzero.security.credentials import Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.epochs import Epochs
@@ -45,7 +46,7 @@ from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import TlsFiles, from_failure
+from rayzero.store.wire.rpc import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class RemoteConnection:
         addresses: Sequence[str],
         *,
         token: str,
-        tls: TlsFiles | None = None,
+        tls: Credentials | None = None,
         model: int = 0,
         life: int = 0,
         stall_timeout: float = 600.0,

@@ -9,10 +9,10 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
+from rayzero.security.credentials import Credentials
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.store.wire.rpc import TlsFiles
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ def connect_store(
     model: int = 0,
     life: int = 0,
     outlives_owners: bool = False,
-    tls: TlsFiles | None = None,
+    tls: Credentials | None = None,
 ) -> ParameterStore:
     """Make a rank's store for owners in other processes, which are where ``table`` says. ``model``: the prepared
     model's number. ``life``: how often the rank has died and was started again. ``outlives_owners``: ``table`` will be
-    told of successors.
+    told of successors. ``tls``: what the rank shows to owners at addresses that it protects; None: no TLS.
 
     Raises UnsupportedError if ``config.transport`` cannot reach them."""
     if config.transport == "inproc":

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -16,6 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from rayzero import errors
 from rayzero.errors import RayZeroError, StoreError
+from rayzero.security.credentials import OWNER, Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -55,6 +55,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),  # a link repeats its calls itself, over a new channel
 )
+_TLS_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", OWNER))  # [Note: names in certificates]
 SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5_000))
 
 
@@ -130,24 +131,32 @@ def methods(service: str) -> dict[str, Method]:
 # -------------------------------------------------------------------------------------------------- credentials
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files for mutual TLS: servers and clients of a run must both show a certificate."""
+def open_channel(address: str, credentials: Credentials | None) -> Any:
+    """A channel to an owner; closed by whoever asked for it."""
+    if credentials is None or not credentials.protects(address):
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, _of_client(credentials), options=_TLS_OPTIONS)
 
-    certificate: Path  # this process's certificate chain
-    key: Path
-    authority: Path  # the authority whose certificates are trusted
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a server that refuses clients without a certificate."""
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        return grpc.ssl_server_credentials([pair], self.authority.read_bytes(), require_client_auth=True)
+def open_aio_channel(address: str, credentials: Credentials | None) -> Any:
+    """The same, for an event loop."""
+    if credentials is None or not credentials.protects(address):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, _of_client(credentials), options=_TLS_OPTIONS)
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of a client that shows its certificate."""
-        return grpc.ssl_channel_credentials(
-            self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
-        )
+
+def add_port(server: Any, address: str, credentials: Credentials | None) -> int:
+    """Let a server listen at ``address``; returns the port. With TLS it takes no client without a certificate. Raises
+    RuntimeError if the port is taken."""
+    if credentials is None or not credentials.protects(address):
+        return int(server.add_insecure_port(address))
+    pair = (credentials.key, credentials.certificate)
+    secured = grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
+    return int(server.add_secure_port(address, secured))
+
+
+def _of_client(credentials: Credentials) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
 
 
 def token_metadata(token: str, model: int = 0, epoch: int = 0) -> Metadata:

@@ -15,19 +15,19 @@ from torch import Tensor
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import StoreError
 from rayzero.protocol.messages import LoopState
+from rayzero.security.credentials import Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
-    CHANNEL_OPTIONS,
     OWNER_SERVICE,
     STORE_SERVICE,
-    TlsFiles,
     break_of,
     from_status,
     is_broken_link,
     methods,
+    open_channel,
     token_metadata,
 )
 
@@ -51,7 +51,7 @@ class RemoteShards:
         address: str,
         *,
         token: str,
-        tls: TlsFiles | None,
+        tls: Credentials | None,
         model: int,
         epoch: int,
         timeout_s: float,
@@ -121,9 +121,7 @@ class RemoteShards:
             raise StoreError(f"nothing is taken over from {self._name} any more: the owners stay as they are")
 
     def _open(self) -> Any:
-        if self._tls is None:
-            return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        return grpc.secure_channel(self._address, self._tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        return open_channel(self._address, self._tls)
 
 
 def _receive(messages: Any, shard: int, into: Tensor) -> None:

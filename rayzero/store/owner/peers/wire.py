@@ -23,19 +23,19 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.processes import watch_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
+from rayzero.security.credentials import Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
-    CHANNEL_OPTIONS,
     OWNER_SERVICE,
     LinkNumber,
     Metadata,
-    TlsFiles,
     break_of,
     from_status,
     is_broken_link,
     methods,
+    open_aio_channel,
     to_failure,
     token_metadata,
 )
@@ -53,13 +53,10 @@ _ABORT_S = 3.0  # how long an abort is repeated: an owner that cannot be reached
 class _Channel:
     """One channel of the lead's link to an owner. Lives on the event loop."""
 
-    def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: TlsFiles | None) -> None:
+    def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: Credentials | None) -> None:
         self.link = link
         self._metadata = (*metadata, *link.metadata)
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(address, tls)
         self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
 
     async def call(self, method: str, request: Any, timeout_s: float) -> Any:
@@ -82,7 +79,7 @@ class RemotePeer:
         address: str,
         *,
         token: str,
-        tls: TlsFiles | None = None,
+        tls: Credentials | None = None,
         timeout_s: float = 600.0,
         model: int = 0,
         epoch: int = 0,

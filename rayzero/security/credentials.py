@@ -1,0 +1,88 @@
+"""What a process of a run shows to others, and wants to see of them: mutual TLS with roles in the certificates.
+
+[Note: names in certificates] A certificate has DNS names. ``owner.rayzero`` serves shards, and may ask for what owners
+ask of each other. ``rank-3.rayzero`` may ask for what rank 3 asks of owners, ``rank.rayzero`` for what any rank does. A
+client talks only to a server that is an owner, whatever its address: so a rank cannot pose as an owner, and an owner
+may move to another host without another certificate.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rayzero.errors import ConfigError, HandshakeError
+
+OWNER = "owner.rayzero"
+ANY_RANK = "rank.rayzero"
+
+
+def rank_name(rank: int) -> str:
+    """The name in the certificate of one rank."""
+    return f"rank-{rank}.rayzero"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """One process's certificate and key, and the authority that it believes. All are PEM."""
+
+    certificate: bytes  # with the chain up to the authority's own, if there is one
+    key: bytes = field(repr=False)
+    authority: bytes
+    on_loopback: bool = False  # whether connections within a host are protected too
+
+    def protects(self, address: str) -> bool:
+        """Whether connections to ``address``, or to a server that listens there, use TLS. A port may follow the
+        host."""
+        return self.on_loopback or not is_loopback(address)
+
+
+def read_credentials(certificate: Path, key: Path, authority: Path, *, on_loopback: bool) -> Credentials:
+    """Raises ConfigError, naming the file, if one cannot be read or is not PEM."""
+    read = {name: _read(name, path) for name, path in (("certificate", certificate), ("key", key))}
+    return Credentials(**read, authority=_read("authority", authority), on_loopback=on_loopback)
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"security.{name}: cannot read {path}: {error.strerror}") from error
+    if b"-----BEGIN " not in content:
+        raise ConfigError(f"security.{name}: {path} is no PEM file; convert it, or pass another one")
+    return content
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, perhaps with a port, is reached from its own host only."""
+    host = address.rpartition("]")[0].removeprefix("[") if address.startswith("[") else address
+    if host.count(":") == 1:
+        host = host.partition(":")[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def names_shown(auth: Mapping[str, Iterable[bytes]]) -> frozenset[str] | None:
+    """The names in the certificate of a caller, from grpc's authentication context; None: the connection has no
+    TLS."""
+    if b"ssl" not in auth.get("transport_security_type", ()):
+        return None
+    return frozenset(name.decode(errors="replace") for name in auth.get("x509_subject_alternative_name", ()))
+
+
+def require_role(names: frozenset[str], method: str, *, of_owners: bool, rank: int | None) -> None:
+    """Raise HandshakeError unless a caller whose certificate has ``names`` may call ``method``. ``of_owners``: only
+    owners call it. ``rank``: which rank the caller says that it is, if any."""
+    allowed = {OWNER} if of_owners else {ANY_RANK, *([] if rank is None else [rank_name(rank)])}
+    if not names & allowed:
+        shown = ", ".join(sorted(names)) or "no name"
+        said = "" if rank is None or of_owners else f" by rank {rank}"
+        raise HandshakeError(
+            f"{method} was called{said} with a certificate of {shown}; it takes one of {' or '.join(sorted(allowed))}"
+        )
