@@ -147,6 +147,8 @@ def change_the_optimizers(folder: Path, prometheus: Prometheus) -> None:
     updated = 'count(rate(rayzero_optimizer_update_seconds_count{actor="2"}[5m]) > 0)'
     until(lambda: prometheus.values(updated), "the third actor has updated nothing", log)
     until(lambda: prometheus.values("rayzero_rescale_pause_seconds"), "the change is in no metric", log)
+    # Owners compare their memory with the plan after some steps, those of the new epoch too.
+    until(lambda: prometheus.values("rayzero_plan_error_ratio"), "no owner has compared its memory with the plan", log)
 
 
 def configuration(http_sd: str) -> dict[str, Any]:

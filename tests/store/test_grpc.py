@@ -45,7 +45,8 @@ from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.rank.store import RankStore
-from rayzero.store.wire import translate
+from rayzero.store.wire import rpc, translate
+from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
@@ -57,6 +58,7 @@ from rayzero.store.wire.rpc import (
     to_status,
     token_metadata,
 )
+from rayzero.store.wire.seal import unseal
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN
@@ -308,7 +310,8 @@ def test_a_stream_that_breaks_or_is_damaged_is_sent_again_whole(method: str, fli
     expected, none = train(None)
     found, retries = train(Meddler(method, 2, flip=flip))
     assert equal(found, expected)
-    assert (none, retries) == (0, 2)
+    assert none == 0
+    assert retries == 2 if flip else retries >= 2  # a link that breaks may carry two streams
 
 
 @pytest.mark.parametrize("method", ["Push", "Fetch"])
@@ -632,10 +635,36 @@ def test_masters_and_values_of_rank_0_reach_the_others() -> None:
 
 def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> None:
     async def nothing() -> AsyncIterator[bytes]:
-        yield pb.LoadRequest(header=pb.LoadRequest.Header(unit=0)).SerializeToString()  # and no shard
+        yield encode_header(pb.LoadRequest.Header(unit=0))  # and no shard
 
     async def compute(act: Callable[[], object]) -> object:
         return act()
 
     state: Any = SimpleNamespace(service=SimpleNamespace(is_loaded=True), compute=compute)  # an owner without shards
     assert asyncio.run(RankCalls(state).load(nothing(), None)) == pb.LoadResponse()
+
+
+@pytest.mark.parametrize("kind", ["FinishRequest", "FinishResponse", "CollectResponse", "ApplyRequest"])
+def test_a_damaged_message_is_sent_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm, a decision or a report with a flipped bit changes no bit of the training."""
+
+    def train() -> dict[str, torch.Tensor]:
+        spec = make_spec(1)
+        with serving(2) as servers, connected(servers) as stores:
+            ranks = start(stores, spec)
+            for step in range(3):
+                take_step(ranks, [random_grads(spec, step)], 0.5)
+            return masters(ranks[0])
+
+    expected, damaged = train(), []
+
+    def flip(sealed: bytes, kind_of: type[Any] | None = None, **named: Any) -> Any:
+        wanted = kind_of or named["kind"]
+        if wanted.DESCRIPTOR.name == kind and not damaged:
+            damaged.append(kind)
+            sealed = bytes([sealed[0] ^ 16]) + sealed[1:]
+        return unseal(sealed, wanted)
+
+    monkeypatch.setattr(rpc, "unseal", flip)
+    assert equal(train(), expected)
+    assert damaged == [kind]

@@ -17,7 +17,7 @@ from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
-from rayzero.store.wire.payload import decode_header
+from rayzero.store.wire.payload import decode_header, encode_chunk, encode_header
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN
@@ -180,7 +180,7 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
         channel = store.connection._links[0].channel()
         sent = pb.Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
         header = pb.PushRequest.Header(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
-        message = pb.PushRequest(header=header, chunk=pb.Chunk(shard=0)).SerializeToString()
+        message = encode_chunk(0, 0, memoryview(b""), encode_header(header))
         with pytest.raises(StoreError, match=r"gradients of 'emb' \(bfloat16\) cannot come in wire format 1"):
             channel.answer(channel.start("Push", iter([message]), WAIT))
         assert rank.step == 0

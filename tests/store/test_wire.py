@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from rayzero.errors import StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.payload import Assembly, byte_view, decode_chunk, decode_header, encode_chunk, encode_shard
+from rayzero.store.wire.payload import (
+    Assembly,
+    byte_view,
+    decode_chunk,
+    decode_header,
+    encode_chunk,
+    encode_header,
+    encode_shard,
+)
+from rayzero.store.wire.seal import seal, unseal
 
 CARRIERS = (pb.FetchResponse, pb.PushRequest, pb.LoadRequest)
 shards = st.integers(0, 2**32 - 1)
@@ -52,17 +61,18 @@ def test_fields_of_a_later_protocol_are_passed_over(payload: bytes, field: int, 
 @given(shards, payloads, st.lists(st.integers(0, 2**32 - 1), max_size=5))
 def test_the_first_message_holds_the_header_too(unit: int, payload: bytes, listed: list[int]) -> None:
     header = pb.LoadRequest.Header(unit=unit, shards=listed)
-    message = encode_chunk(3, 0, memoryview(payload), pb.LoadRequest(header=header).SerializeToString())
+    message = encode_chunk(3, 0, memoryview(payload), encode_header(header))
     generated = pb.LoadRequest.FromString(message)
-    assert (generated.header, generated.chunk.shard, generated.chunk.payload) == (header, 3, payload)
+    assert (generated.header.unit, generated.header.shards) == (unit, listed)
+    assert (generated.chunk.shard, generated.chunk.payload) == (3, payload)
     for written in (message, generated.SerializeToString(deterministic=True)):
         found, chunk = decode_header(written), decode_chunk(written)
         assert found is not None
-        assert pb.LoadRequest.Header.FromString(found) == header
+        assert unseal(found, pb.LoadRequest.Header) == header
         assert chunk is not None
         assert bytes(chunk.payload) == payload
     assert decode_header(encode_chunk(3, 0, memoryview(payload))) is None
-    assert decode_chunk(pb.LoadRequest(header=header).SerializeToString()) is None
+    assert decode_chunk(encode_header(header)) is None
 
 
 @given(payloads.filter(bool), st.data())
@@ -132,3 +142,25 @@ def test_chunks_that_are_not_next_are_refused(second: bytes | None, what: str) -
 def test_only_contiguous_1d_cpu_tensors_travel(tensor: torch.Tensor) -> None:
     with pytest.raises(StoreError, match="contiguous 1D CPU tensors"):
         byte_view(tensor)
+
+
+norms = st.builds(pb.Norm, step=st.integers(0, 2**63), total=st.floats(allow_nan=False), finite=st.booleans())
+
+
+@given(norms)
+def test_a_sealed_message_is_still_a_protobuf_message(norm: pb.Norm) -> None:
+    sealed = seal(norm)
+    assert unseal(sealed, pb.Norm) == norm
+    other = pb.Norm.FromString(sealed)
+    assert (other.step, other.total, other.finite) == (norm.step, norm.total, norm.finite)
+
+
+@given(norms, st.data())
+def test_a_message_that_was_damaged_is_not_read(norm: pb.Norm, data: st.DataObject) -> None:
+    sealed = bytearray(seal(norm))
+    bit = data.draw(st.integers(0, 8 * len(sealed) - 1))
+    sealed[bit // 8] ^= 1 << bit % 8
+    cut = data.draw(st.integers(0, len(sealed) - 1))
+    for damaged in (bytes(sealed), seal(norm)[:cut], seal(norm)[cut + 1 :], norm.SerializeToString(), b""):
+        with pytest.raises(TransferError, match=r"a Norm of .* bytes was damaged on the way"):
+            unseal(damaged, pb.Norm)

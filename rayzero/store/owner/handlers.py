@@ -50,6 +50,7 @@ from rayzero.store.wire.rpc import (
     to_status,
     token_matches,
 )
+from rayzero.store.wire.seal import unseal
 from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
 
@@ -70,7 +71,7 @@ async def _sections(requests: Requests, message: type[Any]) -> AsyncIterator[tup
         header = decode_header(opening)
         if header is None:
             raise TransferError(f"{message.__name__}: the stream has chunks where a header must come")
-        yield message.Header.FromString(header), _chunks(opening, requests)
+        yield unseal(header, message.Header), _chunks(opening, requests)
         opening = await anext(requests, None)
 
 
@@ -463,6 +464,9 @@ def _guarded(service: str, method: str, find: FindModel, recorder: Recorder) -> 
 
     async def guarded(request: Any, context: Context) -> Any:
         began = time.perf_counter()
+        if isinstance(request, TransferError):  # its caller takes that for a broken link, and repeats the call
+            count(grpc.StatusCode.UNAVAILABLE, began)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(request))
         try:
             metadata = context.invocation_metadata() or ()
             _require_role(service, method, metadata, context)

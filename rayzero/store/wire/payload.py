@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from rayzero.errors import StoreError, TransferError
+from rayzero.store.wire.seal import seal
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,6 +97,12 @@ def encode_chunk(shard: int, offset: int, payload: memoryview, header: bytes = b
         fields += bytes([_PAYLOAD]) + _varint(len(payload))
     opening = bytes([_CHUNK]) + _varint(len(fields) + len(payload))
     return b"".join((opening, fields, payload, header))
+
+
+def encode_header(header: Any) -> bytes:
+    """A message that has only the header field: ``header``, with a checksum."""
+    content = seal(header)
+    return b"".join((bytes([_HEADER]), _varint(len(content)), content))
 
 
 def encode_shard(shard: int, values: Tensor, chunk_bytes: int, header: bytes = b"") -> Iterator[bytes]:
@@ -173,8 +181,8 @@ def decode_chunk(message: bytes) -> Chunk | None:
 
 
 def decode_header(message: bytes) -> bytes | None:
-    """The encoded header of a client's stream; None if the message has none. Raises ``TransferError`` if the bytes are
-    not a protobuf message."""
+    """The encoded header of a client's stream, sealed; None if the message has none. Raises ``TransferError`` if the
+    bytes are not a protobuf message."""
     body = _field(message, _HEADER)
     return None if body is None else bytes(body)
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -14,9 +15,10 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from rayzero import errors
-from rayzero.errors import RayZeroError, StoreError
+from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.security.credentials import OWNER, Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.wire.seal import seal, unseal
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -90,7 +92,8 @@ class Method:
         return self.response is pb.FetchResponse
 
     def handler(self, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
-        """The server's entry for this method; ``behaviour`` is an async function of (request, context)."""
+        """The server's entry for this method; ``behaviour`` is an async function of (request, context). A request that
+        was damaged on the way is a TransferError."""
         kinds = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
@@ -98,8 +101,8 @@ class Method:
         }
         return kinds[self.client_streaming, self.server_streaming](
             behaviour,
-            request_deserializer=None if self.raw_request else self.request.FromString,
-            response_serializer=None if self.raw_response else self.response.SerializeToString,
+            request_deserializer=None if self.raw_request else self._received,
+            response_serializer=None if self.raw_response else seal,
         )
 
     def bind(self, channel: Any) -> Any:
@@ -107,9 +110,15 @@ class Method:
         kinds = {(False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary"}
         return getattr(channel, kinds[self.client_streaming, self.server_streaming])(
             self.path,
-            request_serializer=None if self.raw_request else self.request.SerializeToString,
-            response_deserializer=None if self.raw_response else self.response.FromString,
+            request_serializer=None if self.raw_request else seal,
+            response_deserializer=None if self.raw_response else partial(unseal, kind=self.response),
         )
+
+    def _received(self, sealed: bytes) -> Any:
+        try:
+            return unseal(sealed, self.request)
+        except TransferError as damaged:  # raised here, it would end the call without a word
+            return damaged
 
 
 def _method(service: str, described: MethodDescriptor) -> Method:
@@ -239,6 +248,7 @@ def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bo
 # ------------------------------------------------------------------------------------------------------- errors
 
 _S = grpc.StatusCode
+_UNREADABLE = "Exception deserializing response!"  # grpc's words for an answer that ``unseal`` refuses
 _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.RayZeroError: _S.FAILED_PRECONDITION,
     errors.ConfigError: _S.INVALID_ARGUMENT,
@@ -289,8 +299,10 @@ def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
 
 
 def is_broken_link(error: grpc.RpcError) -> bool:
-    """Whether a call failed because its connection did, or could not be made. An error that the owner sent is none."""
-    return error.code() is _S.UNAVAILABLE and not _is_sent(error)
+    """Whether a call failed because its connection did, could not be made, or damaged a message. An error that the
+    owner sent is none."""
+    damaged = error.code() is _S.INTERNAL and error.details() == _UNREADABLE
+    return (error.code() is _S.UNAVAILABLE or damaged) and not _is_sent(error)
 
 
 def gave_no_answer(error: grpc.RpcError) -> bool:

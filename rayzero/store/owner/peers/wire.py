@@ -60,7 +60,11 @@ class _Channel:
         self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
 
     async def call(self, method: str, request: Any, timeout_s: float) -> Any:
-        return await self._calls[method](request, timeout=timeout_s, metadata=self._metadata)
+        answer = await self._calls[method](request, timeout=timeout_s, metadata=self._metadata)
+        if answer is None:  # grpc.aio says no more of an answer that ``unseal`` refuses
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "its answer was damaged", None)
+        return answer
 
     async def close(self) -> None:
         """End every call and the connection."""

@@ -38,6 +38,7 @@ from rayzero.store.rank.transfers.batches import Batches
 from rayzero.store.rank.transfers.parts import Download, Sending, holes_of
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
+from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import MAX_CHUNK_BYTES
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
@@ -134,8 +135,8 @@ class WireTransfers:
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See ``Transfers.load``."""
-        header = pb.LoadRequest(header=pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
-        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=header.SerializeToString())
+        header = encode_header(pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
+        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=header)
         self._when(_DONE, part, lambda: self._loads.add(part))
 
     def stage(
@@ -150,8 +151,7 @@ class WireTransfers:
     ) -> None:
         """See ``Transfers.stage``."""
         header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
-        message = pb.StageRequest(header=header).SerializeToString()
-        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=message)
+        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=encode_header(header))
         self._staged = part
         made.add_done_callback(lambda _: self._forget_staged(part))
         self._when(_DONE, part, lambda: self._stages.add(part))
@@ -217,7 +217,7 @@ class WireTransfers:
             values=grads,
             codec=codec,
             holes=holes_of(unit, contribution.presence) if codec.mixes else (),
-            header=pb.PushRequest(header=header).SerializeToString(),
+            header=encode_header(header),
         )
 
     def push_again(
