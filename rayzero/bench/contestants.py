@@ -138,6 +138,7 @@ class OursOptions:
     transport: Transport | None = None
     owners: int = 1
     overlap: Overlap = "forward"
+    tls: bool = False
 
 
 def best_transport(world_size: int) -> Transport:
@@ -171,6 +172,7 @@ def host_ranks(build: Callable[[Seat], Player], options: OursOptions, seats: tup
         options.transport != "inproc",
         threads=seats[0].threads,
         stall_timeout=3600.0,  # a rank may wait long for its turn
+        tls=options.tls,
     )
 
 

@@ -18,6 +18,9 @@ import torch
 from rayzero.bench.figures import timed
 from rayzero.bench.turns import Player, Seat, Turn
 from rayzero.memory.malloc import keep_message_buffers
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import OWNER, Credentials
+from rayzero.store.wire.rpc import add_port, open_channel
 
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -45,16 +48,16 @@ async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes])
         await context.write(message)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, shown: Credentials | None) -> None:
     keep_message_buffers()
-    asyncio.run(_serve_both(pipe))
+    asyncio.run(_serve_both(pipe, shown))
 
 
-async def _serve_both(pipe: Connection) -> None:
+async def _serve_both(pipe: Connection, shown: Credentials | None) -> None:
     """Serve each direction with the faster kind of server: threads receive what comes up, an event loop sends down."""
     up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up()], options=_UNLIMITED)
     down = grpc.aio.server(handlers=[_Down()], options=_UNLIMITED)
-    ports = up.add_insecure_port("127.0.0.1:0"), down.add_insecure_port("127.0.0.1:0")
+    ports = add_port(up, "127.0.0.1:0", shown), add_port(down, "127.0.0.1:0", shown)
     up.start()
     await down.start()
     pipe.send(ports)
@@ -64,8 +67,10 @@ async def _serve_both(pipe: Connection) -> None:
 class RawPlayer:
     """A client of bare stream servers that run in another process."""
 
-    def __init__(self, size_bytes: int, chunks: tuple[int, ...], ports: tuple[int, int]) -> None:
-        up, down = (grpc.insecure_channel(f"127.0.0.1:{port}", options=_UNLIMITED) for port in ports)
+    def __init__(
+        self, size_bytes: int, chunks: tuple[int, ...], ports: tuple[int, int], shown: Credentials | None
+    ) -> None:
+        up, down = (open_channel(f"127.0.0.1:{port}", shown) for port in ports)
         self._up = up.stream_unary("/raw/Up", bytes, bytes)
         self._down = down.unary_stream("/raw/Down", bytes, bytes)
         self._out = torch.zeros(size_bytes, dtype=torch.uint8)
@@ -82,7 +87,8 @@ class RawPlayer:
         return {"seconds": seconds}
 
     def _stream(self, chunk: int) -> Iterable[bytes]:
-        return self._down(b"%d %d" % (chunk, self._size // chunk))
+        messages: Iterable[bytes] = self._down(b"%d %d" % (chunk, self._size // chunk))
+        return messages
 
     def _drop(self, chunk: int) -> None:
         for _ in self._stream(chunk):
@@ -98,11 +104,12 @@ class RawPlayer:
         self._up(message for _ in range(self._size // chunk))
 
 
-def build_raw(size_bytes: int, chunks: tuple[int, ...], seat: Seat) -> Player:
-    """Build a client, and start its server, which ends with it."""
+def build_raw(size_bytes: int, chunks: tuple[int, ...], tls: bool, seat: Seat) -> Player:
+    """Build a client, and start its server, which ends with it. ``tls``: between them is mutual TLS."""
+    shown = Authority("bench", on_loopback=True).issue("both", [OWNER]) if tls else None
     torch.set_num_threads(seat.threads)
     keep_message_buffers()
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    spawn.Process(target=_serve, args=(theirs,), daemon=True, name="bare-stream").start()
-    return RawPlayer(size_bytes, chunks, ours.recv())
+    spawn.Process(target=_serve, args=(theirs, shown), daemon=True, name="bare-stream").start()
+    return RawPlayer(size_bytes, chunks, ours.recv(), shown)

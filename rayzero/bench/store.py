@@ -1,11 +1,12 @@
 """Measures how fast parameters and gradients move through each transport, against memcpy and a bare gRPC stream.
 
-    rayzero bench store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--json]
+    rayzero bench store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--tls] [--json]
 
 One rank has its owners in another process (with ``inproc`` in its own), one bf16 unit of ``--mib`` and two small ones.
 A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another in the
 same process (``memcpy``, ``--threads`` torch threads) and pushes them; then the step is decided, which is not timed.
 ``bare`` streams ready bytes over gRPC between two processes, down from a server and up from a client. All take turns.
+With ``--tls`` gRPC also takes part as between hosts, over mutual TLS, and so does the bare stream.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.testing import Transport
 
 BARE = "bare"
+_TLS = "+tls"
 CHUNKS = (1 << 20, 4 << 20)  # bytes of a bare stream's messages
 SMALL = (1 << 20, 1 << 14)  # bytes of the small units
 HYPER = ({"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},)
@@ -120,8 +122,10 @@ class Row:
     of_memcpy: Spread | None  # over memcpy in the same process, turn by turn; None for memcpy itself and bare streams
 
 
-def entries_of(transports: Sequence[Transport], sizes: tuple[int, ...], owners: int) -> list[Entry]:
-    """The entries of all transports, and of the bare stream."""
+def entries_of(
+    transports: Sequence[Transport], sizes: tuple[int, ...], owners: int, *, tls: bool = False
+) -> list[Entry]:
+    """The entries of all transports, and of the bare stream. ``tls``: also of gRPC and of a bare stream over TLS."""
     # imported here: only the bare stream needs grpc, no other benchmark
     from rayzero.bench.raw_stream import build_raw
 
@@ -129,7 +133,13 @@ def entries_of(transports: Sequence[Transport], sizes: tuple[int, ...], owners: 
         Entry(name=t, programs=partial(_store_programs, sizes, OursOptions(transport=t, owners=owners)))
         for t in transports
     ]
-    return [*found, Entry(name=BARE, programs=partial(one_process_a_rank, partial(build_raw, sizes[0], CHUNKS)))]
+    for protected in (False, True)[: 1 + tls]:
+        if protected and "grpc" in transports:
+            options = OursOptions(transport="grpc", owners=owners, tls=True)
+            found.append(Entry(name="grpc" + _TLS, programs=partial(_store_programs, sizes, options)))
+        raw = partial(build_raw, sizes[0], CHUNKS, protected)
+        found.append(Entry(name=BARE + _TLS * protected, programs=partial(one_process_a_rank, raw)))
+    return found
 
 
 def measure(entries: Sequence[Entry], size: int, rounds: int, steps: int, threads: int) -> list[Row]:
@@ -151,10 +161,10 @@ def rows_of(who: str, turns: Sequence[dict[str, list[float]]], size: int) -> lis
     """A contestant's rows. ``turns``: seconds by what was done, of each turn."""
     rows = []
     for key in turns[0]:
-        what, moved = (key, size) if who == BARE else (key.partition(" ")[0], int(key.partition(" ")[2]))
+        what, moved = (key, size) if who.startswith(BARE) else (key.partition(" ")[0], int(key.partition(" ")[2]))
         medians = [Spread.of(turn[key]).median for turn in turns]
         copies = [Spread.of(turn.get(f"memcpy {moved}", turn[key])).median for turn in turns]
-        compared = who != BARE and what != "memcpy"
+        compared = not who.startswith(BARE) and what != "memcpy"
         rows.append(
             Row(
                 who=who,
@@ -172,10 +182,11 @@ def summary_of(rows: Sequence[Row], size: int) -> dict[str, float]:
     """The ratios of medians that matter, for the large unit: each way to memcpy, and gRPC to the best bare stream."""
     large = [row for row in rows if row.bytes == size]
     found = {f"{r.who} {r.what} / memcpy": r.of_memcpy.median for r in large if r.of_memcpy is not None}
-    for verb, way in (("fetch", "down"), ("push", "up")):
-        ours, bare = _best(large, "grpc", verb), _best(large, BARE, way)
-        if ours and bare:
-            found[f"grpc {verb} / best bare stream {way}"] = ours / bare
+    for tls in ("", _TLS):
+        for verb, way in (("fetch", "down"), ("push", "up")):
+            ours, bare = _best(large, "grpc" + tls, verb), _best(large, BARE + tls, way)
+            if ours and bare:
+                found[f"grpc{tls} {verb} / best bare{tls} stream {way}"] = ours / bare
     return found
 
 
@@ -198,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
         ("threads", min(2, os.cpu_count() or 1), "torch threads of the rank, and so of memcpy"),
     ):
         found.add_argument(f"--{name}", type=at_least_one, default=default, help=text)
+    found.add_argument("--tls", action="store_true", help="also over TLS, as between hosts")
     found.add_argument("--json", action="store_true")
     return found
 
@@ -208,7 +220,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = args.mib << 20
     facts = about() | {"mib": args.mib, "owners": args.owners, "threads": args.threads, "rounds": args.rounds}
     rows = measure(
-        entries_of(args.transports, (size, *SMALL), args.owners), size, args.rounds, args.steps, args.threads
+        entries_of(args.transports, (size, *SMALL), args.owners, tls=args.tls),
+        size,
+        args.rounds,
+        args.steps,
+        args.threads,
     )
     summary = summary_of(rows, size)
     if args.json:

@@ -19,6 +19,7 @@ from rayzero.elastic.reform import Step
 from rayzero.errors import RayZeroError
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
+from rayzero.security.credentials import Credentials
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
@@ -60,6 +61,7 @@ class ServedReach:
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     config: ZeroConfig
     outlives_owners: bool = False
+    tls: Credentials | None = None
 
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
         """See ``Reach``."""
@@ -69,6 +71,7 @@ class ServedReach:
                 rank,
                 addresses,
                 token=self.token,
+                tls=self.tls,
                 stall_timeout=self.stall_timeout,
                 chunk_bytes=self.config.chunk_bytes,
                 wire_compression=self.config.wire_compression,
@@ -128,6 +131,7 @@ class Service:
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
+    tls: Credentials | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
     def host(self, owner: int, life: int, ownership: Ownership | None = None) -> HostedModels:
@@ -144,7 +148,11 @@ class Service:
     def serve(self, models: HostedModels, *, replaces_owners: bool) -> OwnerServer:
         """A server in front of them."""
         return serve_models(
-            models, token=self.token, replaces_ranks=self.replaces_ranks, replaces_owners=replaces_owners
+            models,
+            token=self.token,
+            tls=self.tls,
+            replaces_ranks=self.replaces_ranks,
+            replaces_owners=replaces_owners,
         )
 
 

@@ -25,6 +25,8 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import ANY_RANK, OWNER
 from rayzero.slabs.slab import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
@@ -52,6 +54,7 @@ def run_ranks(
     max_failures: int = 0,
     faults: Faults | None = None,
     hosts: Mapping[str, Path] | None = None,
+    tls: bool = False,
 ) -> list[T]:
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners. Returns the ranks' results by rank.
 
@@ -75,6 +78,7 @@ def run_ranks(
         processes only with max_failures > 0.
     hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
         of /dev/shm. Members with different directories share none, as on different hosts. Only with transport="shm".
+    tls: whether connections are protected, as between hosts.
 
     If a rank fails, the others are told to stop, and the error of the first is raised with a note that names its rank.
     No thread, process or port is left behind. Raises ConfigError if the arguments do not fit together.
@@ -89,6 +93,8 @@ def run_ranks(
         raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0, and 0 with a transport of your own")
     if faults is not None and not processes:
         raise ConfigError("faults strike processes; pass processes=True")
+    if tls and transport not in ("grpc", "shm"):
+        raise ConfigError(f'tls=True needs connections, and transport={transport!r} has none; use "grpc" or "shm"')
     run = f"run_ranks-{secrets.token_hex(4)}"  # slabs are swept by run, so each needs a name of its own
     places = [
         Place(rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads)
@@ -110,6 +116,7 @@ def run_ranks(
     share = SHARED_MEMORY if transport == "shm" else None
     replaces = max_failures > 0
     homes = dict(hosts or {}) if share is not None else {}
+    shown = Authority(run, on_loopback=True).issue("every process", [OWNER, ANY_RANK]) if tls else None
     service = Service(
         num_owners=num_optimizers + beside_ranks,
         beside=beside_ranks,
@@ -117,6 +124,7 @@ def run_ranks(
         share=share,
         hosts=homes,
         replaces_ranks=replaces,
+        tls=shown,
     )
     reach = ServedReach(
         token=service.token,
@@ -125,6 +133,7 @@ def run_ranks(
         hosts=homes,
         config=settings,
         outlives_owners=processes and replaces and share is not None,
+        tls=shown,
     )
     try:
         if processes and replaces:
