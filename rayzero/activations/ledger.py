@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import asdict, dataclass, fields
 
 from rayzero.lanes import Event, Lane
 from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import Recorder
+
+_AT_ONCE_S = 2e-5  # what two events without a wait between them are apart, with a margin
 
 
 @dataclass(slots=True)
@@ -41,6 +44,19 @@ class GroupTotals:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    name: str
+    lane: Lane
+    start: Event
+    stop: Event
+    ahead: bool
+
+    @property
+    def seconds(self) -> float | None:
+        return self.lane.seconds(self.start, self.stop)
+
+
 class Ledger:
     """The device bytes of saved activations, now and at their peak, and the totals of each group name. Thread-safe."""
 
@@ -49,7 +65,7 @@ class Ledger:
         self._recorder = recorder
         self._device = self._peak = 0
         self._totals: dict[str, GroupTotals] = {}
-        self._stalls: list[tuple[str, Lane, Event, Event]] = []  # not yet read
+        self._waits: deque[_Wait] = deque()  # not counted yet, oldest first
 
     @property
     def device_bytes(self) -> int:
@@ -88,28 +104,27 @@ class Ledger:
         """Count a copy in the metrics. ``direction``: "out" or "in"."""
         self._recorder.add(ACTIVATION_BYTES, nbytes, direction=direction)
 
-    def stalled(self, name: str, lane: Lane, start: Event, stop: Event) -> None:
-        """The backward of ``name`` waited between two events of a lane. They are read once both have happened."""
+    def waited(self, name: str, lane: Lane, start: Event, stop: Event, *, ahead: bool) -> None:
+        """The backward of ``name`` may have waited between two events of a lane, for bytes that were asked for
+        ``ahead`` or not. They are counted once both events have happened."""
         with self._lock:
-            self._stalls.append((name, lane, start, stop))
-        if len(self._stalls) > 64:
-            self._read_stalls()
+            self._waits.append(_Wait(name, lane, start, stop, ahead))
+        self._count_waits()
 
-    def _read_stalls(self) -> None:
+    def _count_waits(self) -> None:
         with self._lock:
-            stalls, self._stalls = self._stalls, []
-        for name, lane, start, stop in stalls:
-            seconds = lane.seconds(start, stop)
-            if seconds is None:
-                with self._lock:
-                    self._stalls.append((name, lane, start, stop))
-                continue
-            with self._lock:
-                self._totals.setdefault(name, GroupTotals()).stall_s += seconds
+            while self._waits and (seconds := self._waits[0].seconds) is not None:
+                wait = self._waits.popleft()
+                totals = self._totals.setdefault(wait.name, GroupTotals())
+                stood = seconds > _AT_ONCE_S
+                totals.stall_s += seconds if stood else 0.0
+                if wait.ahead:
+                    totals.late += stood
+                    totals.hits += not stood
 
     def totals(self) -> dict[str, GroupTotals]:
         """A copy of the totals, by group name."""
-        self._read_stalls()
+        self._count_waits()
         with self._lock:
             copies = {name: GroupTotals() for name in self._totals}
             for name, totals in self._totals.items():

@@ -261,8 +261,21 @@ class ActivationOffload:
         """Event hooks for a CUDA graph that contains groups."""
         return self._graph_marks
 
+    def prepare_capture(self, forwards: int = 1) -> None:
+        """Make host buffers for ``forwards`` forwards that will be captured before their graphs are gone, each like the
+        largest of the steps so far: a capture cannot make them. Call it after a step without graphs, with the streams
+        and shapes of the capture. Waits for all copies."""
+        if type(forwards) is not int or forwards < 1:
+            raise ConfigError(f"forwards is {forwards!r}; pass a whole number >= 1")
+        with self._lock:
+            self._drain()
+            self._lane.drain("out")
+            self._lane.drain("in")
+            self._pool.reserve(forwards)
+
     def release_graph_buffers(self) -> None:
-        """Give the host buffers of captured graphs back to the pool. Call it when those graphs are gone."""
+        """Give the host buffers of captured graphs back to the pool. Call it when those graphs are gone, and the device
+        has ended what was launched of them (``torch.cuda.synchronize()``)."""
         self._shelf.release_graph_leases()
 
     # ------------------------------------------------------------------------------------- read-outs

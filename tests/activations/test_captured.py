@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.activations import ActivationOffload, OffloadPolicy
-from rayzero.errors import UnsupportedError
+from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes.stream_event import StreamEvent
 from rayzero.testing.simulated_lane import CaptureError, SimulatedLane
 from tests.activations.models import equal, transformer
@@ -51,6 +51,13 @@ class Trained:
         self.losses.append(self.model(x).square().mean())
         marks.forward_record()
 
+    def warm_up(self, forwards: int) -> None:
+        """A step without graphs, and the host's buffers for what is captured then."""
+        self.run("(fb)")
+        self.model.zero_grad()
+        self.batches.clear()
+        self.offload.prepare_capture(forwards)
+
     def run(self, order: Order) -> None:
         """Graphs are separated by "|"; what stands in parentheses is not captured."""
         for graph in order.split("|"):
@@ -78,6 +85,7 @@ def training(seed: int, **policy: Any) -> Iterator[Trained]:
 @pytest.mark.parametrize("seed", range(3))
 def test_captured_passes_give_equal_gradients(seed: int, policy: str, order: Order) -> None:
     with training(seed, **POLICIES[policy]) as trained:
+        trained.warm_up(2 * order.count("f"))
         for _ in range(2):
             trained.run(order)
             if policy != "rounded":
@@ -97,12 +105,14 @@ def test_what_was_offloaded_outside_a_capture_cannot_come_back_in_one() -> None:
 def test_a_captured_backward_brings_nothing_ahead_from_outside() -> None:
     """The backward that follows is of an eager forward, and may be eager too."""
     with training(1, max_in_flight=0, prefetch=20) as trained:
+        trained.warm_up(2)
         trained.run("f|(f)|b|(b)")
         trained.check()
 
 
 def test_a_backward_of_captured_passes_may_be_eager() -> None:
     with training(1, max_in_flight=1) as trained:
+        trained.warm_up(1)
         trained.run("f|(b)")
         trained.check()
 
@@ -114,8 +124,22 @@ def test_a_copy_needs_a_bound_to_be_captured() -> None:
 
 def test_a_capture_that_is_not_joined_is_found() -> None:
     x, said = torch.randn(2, 7, 16, requires_grad=True), "'out' is not joined"
-    with training(0, max_in_flight=5) as trained, pytest.raises(CaptureError, match=said), trained.lane.captured():
-        trained.model(x)
+    with training(0, max_in_flight=5) as trained:
+        trained.warm_up(1)
+        with pytest.raises(CaptureError, match=said), trained.lane.captured():
+            trained.model(x)
+
+
+def test_a_capture_needs_its_host_buffers_beforehand() -> None:
+    said = r"call prepare_capture\(\)"
+    with training(0, max_in_flight=1) as trained, pytest.raises(UnsupportedError, match=said):
+        trained.run("f|b")
+
+
+@pytest.mark.parametrize("forwards", [0, -1, True, 1.5])
+def test_the_number_of_captured_forwards_is_checked(forwards: Any) -> None:
+    with training(0) as trained, pytest.raises(ConfigError, match="forwards is"):
+        trained.offload.prepare_capture(forwards)
 
 
 def always(self: StreamEvent, graph: object | None) -> bool:
@@ -133,8 +157,10 @@ def waits(self: StreamEvent, *memory: Tensor) -> None:
 @pytest.mark.parametrize(("name", "mutation"), [("waits_in", always), ("finished", asks)])
 def test_what_cuda_refuses_is_found(name: str, mutation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamEvent, name, mutation)
-    with training(0, max_in_flight=1) as trained, pytest.raises(CaptureError):
-        trained.run("f|b")
+    with training(0, max_in_flight=1) as trained:
+        trained.warm_up(1)
+        with pytest.raises(CaptureError):
+            trained.run("f|b")
 
 
 def test_memory_of_an_eager_step_may_be_freed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +168,7 @@ def test_memory_of_an_eager_step_may_be_freed_during_a_capture(monkeypatch: pyte
 
     def run() -> None:
         with training(0, max_in_flight=50) as trained:
+            trained.warm_up(2)
             trained.model(torch.randn(2, 7, 16)).sum()
             trained.run("f|b")
             trained.check()
@@ -154,6 +181,8 @@ def test_memory_of_an_eager_step_may_be_freed_during_a_capture(monkeypatch: pyte
 
 def test_what_is_captured_is_not_timed() -> None:
     with training(0, **POLICIES["by cost"]) as trained:
+        trained.warm_up(3)
+        trained.offload._book._read_timings()
         trained.run("f|b|fb")
         assert trained.offload._book is not None
         assert not trained.offload._book._unread

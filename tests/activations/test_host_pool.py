@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rayzero.activations.tensors.host_pool import HostPool, size_class
-from rayzero.errors import RayZeroError
+from rayzero.errors import RayZeroError, UnsupportedError
 
 
 class Copy:
@@ -54,14 +54,52 @@ def test_a_double_free_is_named():
         pool.give_back(buffer)
 
 
-def test_a_buffer_still_read_by_a_copy_is_not_leased_again():
+def test_a_buffer_still_read_by_a_copy_is_leased_at_once_with_what_to_come_after():
     pool, copy = HostPool(), Copy()
     first = pool.acquire(5000)
     pool.give_back(first, after=copy)
-    assert pool.acquire(5000).whole.data_ptr() != first.whole.data_ptr()
-    assert pool.status().returning_bytes == 5120
+    status = pool.status()
+    assert (status.returning_bytes, status.free_bytes) == (5120, 0)
+    assert pool.trim() == 0  # the copy would lose its memory
+    again = pool.acquire(5000)
+    assert again is first
+    assert again.after is copy
+    pool.give_back(again, after=copy)
     copy.ended.set()
-    assert pool.acquire(5000).whole.data_ptr() == first.whole.data_ptr()
+    assert pool.status().returning_bytes == 0
+    assert pool.acquire(5000).after is None
+
+
+def test_the_longest_free_buffer_is_leased_first():
+    pool, copies = HostPool(), [Copy() for _ in range(3)]
+    leased = [pool.acquire(5000) for _ in range(3)]
+    for buffer, copy in zip(leased, copies, strict=True):
+        pool.give_back(buffer, after=copy)
+    assert [pool.acquire(5000) for _ in range(3)] == leased
+
+
+def test_a_capture_takes_only_what_was_reserved():
+    pool, copy = HostPool(), Copy()
+    leased = [pool.acquire(5000), pool.acquire(5000), pool.acquire(100)]
+    for buffer in leased:
+        pool.give_back(buffer, after=copy)
+    with pytest.raises(UnsupportedError, match="needs one more host buffer of 5,120 bytes"):
+        pool.acquire(5000, captured=True)  # their copies may be in flight
+    pool.reserve(2)
+    made = pool.status().misses
+    assert len({pool.acquire(5000, captured=True).whole.data_ptr() for _ in range(4)}) == 4
+    assert pool.acquire(100, captured=True) is not None
+    with pytest.raises(UnsupportedError, match=r"call prepare_capture\(\)"):
+        pool.acquire(5000, captured=True)
+    assert pool.status().misses == made
+
+
+def test_a_capture_near_the_cap_keeps_tensors_on_the_device():
+    pool = HostPool(cap_bytes=6000)
+    pool.give_back(pool.acquire(5000))
+    pool.reserve(2)
+    assert pool.acquire(5000, captured=True) is not None
+    assert pool.acquire(5000, captured=True) is None
 
 
 def test_the_cap_refuses_after_trimming_and_waiting():

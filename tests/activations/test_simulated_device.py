@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -89,3 +90,33 @@ def test_the_bound_of_activations_on_the_device_holds_at_every_operation(max_in_
     for seed in range(12):
         train(SimulatedLane(seed))
     assert most // x.nbytes == groups + 1
+
+
+@pytest.mark.parametrize(("link", "late"), [(1e15, False), (1e6, True)])
+def test_a_hit_is_what_the_device_did_not_wait_for(link: float, late: bool) -> None:
+    """The host is ahead of its device all the time: what it sees of a copy says nothing."""
+    times = itertools.count()
+    lane, model = SimulatedLane(0, link=link, clock=lambda: next(times) * 1e-6), Exps(12)
+    x = torch.randn(1 << 10, requires_grad=True)
+    policy = OffloadPolicy(min_bytes=1, margin=0, max_in_flight=0, prefetch=3)
+    with ActivationOffload(model, policy, offload_modules=["steps.*"], lane=lane) as offload:
+        for _ in range(3):
+            torch.autograd.grad(model(x).sum(), x)
+        lane.drain("in")
+        (totals,) = offload.summary().groups.values()
+    assert (totals.hits, totals.late)[late] == 3 * 11
+    assert totals.misses == 3
+    assert (totals.stall_s > 0) is late
+
+
+def test_a_host_that_runs_ahead_of_its_device_needs_no_more_host_memory() -> None:
+    lane, model = SimulatedLane(0), Exps(12)  # makes every copy at the last moment
+    x = torch.randn(1 << 10, requires_grad=True)
+    policy = OffloadPolicy(min_bytes=1, margin=0, max_in_flight=0)
+    with ActivationOffload(model, policy, offload_modules=["steps.*"], lane=lane) as offload:
+        total = []
+        for _ in range(4):
+            with lane.watching():
+                torch.autograd.grad(model(x).sum(), x)
+            total.append(offload.pool_status().total_bytes)
+    assert total == [12 * x.nbytes] * 4

@@ -121,6 +121,8 @@ class CostBook:
         self._unread = waiting
 
     def _plan(self) -> None:
+        if not self._stale:
+            return
         link = link_of(self.lane.spans())
         for stage, keys in list(self._stale.items()):
             groups = [self._measured.get(key) for key in keys]

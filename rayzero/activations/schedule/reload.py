@@ -108,13 +108,12 @@ class Reload:
         """Order the backward after the entry's return, and count how long that takes."""
         if self._shelf.fetch(entry, ahead=False):
             self._ledger.add(group.name, returned_bytes=entry.piece.nbytes)
-        place = entry.place
-        found = "hits" if place is Place.BACK else "late"
-        self._ledger.add(group.name, **{found if entry.ahead else "misses": 1})
-        start = self._lane.now()
+        if not entry.ahead:
+            self._ledger.add(group.name, misses=1)
+        start = None if self._lane.capturing() else self._lane.now()  # a captured wait has no duration
         self._shelf.wait(entry)
-        if place is not Place.BACK and not self._lane.capturing():  # a captured wait has no duration
-            self._ledger.stalled(group.name, self._lane, start, self._lane.now())
+        if start is not None:
+            self._ledger.waited(group.name, self._lane, start, self._lane.now(), ahead=entry.ahead)
 
 
 def _still_there(entry: Entry, saved: Saved[Group]) -> Tensor | None:

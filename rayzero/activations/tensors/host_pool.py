@@ -4,6 +4,10 @@
 classes reuse buffers across near sizes and leave up to a quarter of them spare. ``memory/pool.py`` fits units almost
 exactly, because their budget is device memory. That pool refuses at once; this one first waits for a copy that ends
 soon. That one lets a single oversize unit through; here the cap holds, and the tensor stays on the device.
+
+[Note: reuse in the device's order] A buffer comes back while a copy of it is only queued. It is leased again at once,
+and whoever fills it next orders that after the copy (``HostBuffer.after``). If the host waited until it knows that the
+copy is over, a host that runs ahead of its device would need one more set of buffers for each step that it is ahead.
 """
 
 from __future__ import annotations
@@ -11,13 +15,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from rayzero.errors import MemoryPlanError, RayZeroError
+from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
 from rayzero.lanes import Event
 from rayzero.memory.page_lock import host_zeros
 
@@ -42,6 +46,14 @@ class HostBuffer:
     whole: Tensor  # 1D uint8, the whole size class; freed by: HostPool.trim, or the pool's end
     pinned: bool
     leased: bool = True
+    after: Event | None = None  # the last copy of its last lease, which may be in flight: fill it after that
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether a copy of its last lease may still be in flight."""
+        if self.after is not None and self.after.finished():
+            self.after = None
+        return self.after is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +96,7 @@ class PoolStatus:
 class HostPool:
     """Leases host memory to copies.
 
-    Knows sizes, and which buffer is leased, free, or still used by a copy; not what is in them. A buffer that is given
-    back with a copy in flight is leased again only after that copy has finished. Thread-safe."""
+    Knows sizes, and which buffer is leased or free, and the copy to come after; not what is in them. Thread-safe."""
 
     def __init__(
         self,
@@ -98,30 +109,32 @@ class HostPool:
     ) -> None:
         """``pin``: use page-locked memory as far as ``pinned_cap_bytes`` and the system allow, and pageable memory
         after that. ``allocate(nbytes, pinned)``: makes the memory (1D uint8); by default torch does. ``poison``: for
-        tests, fill each buffer with 0xFF when it comes back."""
+        tests, fill each buffer with 0xFF when it comes back, unless a copy is in flight."""
         self._cap, self._pinned_cap, self._pin, self._poison = cap_bytes, pinned_cap_bytes, pin, poison
         self._allocate = allocate or _host_bytes
         self._lock = threading.Lock()
-        self._free: dict[int, list[HostBuffer]] = {}
-        self._returning: deque[tuple[HostBuffer, Event]] = deque()
+        self._free: dict[int, deque[HostBuffer]] = {}  # by size class, the longest free first
         self._in_use: dict[int, int] = {}
+        self._most_in_use: dict[int, int] = {}
         self._total = self._pinned = self._peak = 0
         self._requests = self._hits = self._misses = self._refusals = 0
 
-    def acquire(self, nbytes: int, *, wait: bool = True) -> HostBuffer | None:
+    def acquire(self, nbytes: int, *, captured: bool = False) -> HostBuffer | None:
         """A buffer of ``nbytes`` bytes with undefined contents; None if the cap leaves no room for it.
 
-        Near the cap, it first drops free buffers of other sizes, then, with ``wait``, waits for copies that still use a
-        buffer."""
+        Near the cap, it first drops free buffers of other sizes, then waits for copies that still use a buffer.
+        ``captured``: the buffer is for a CUDA graph capture, in which CUDA neither makes nor frees page-locked memory,
+        and waits for nothing outside: only what ``reserve`` has made is leased. Raises UnsupportedError if that is not
+        enough."""
         size = size_class(nbytes)
         with self._lock:
             self._requests += 1
-            self._collect()
-            buffer = self._take_free(size) or self._make(size, wait)
+            buffer = self._take_quiet(size) if captured else self._take_free(size) or self._make(size)
             if buffer is None:
                 self._refusals += 1
                 return None
-            self._in_use[size] = self._in_use.get(size, 0) + 1
+            in_use = self._in_use[size] = self._in_use.get(size, 0) + 1
+            self._most_in_use[size] = max(in_use, self._most_in_use.get(size, 0))
         buffer.bytes, buffer.leased = buffer.whole[:nbytes], True
         return buffer
 
@@ -132,26 +145,34 @@ class HostPool:
         with self._lock:
             if not buffer.leased:
                 raise RayZeroError(f"a host buffer of {buffer.bytes.numel()} bytes was given back twice")
-            buffer.leased = False
+            buffer.leased, buffer.after = False, after
             self._in_use[buffer.whole.numel()] -= 1
-            if after is None or after.finished():
-                self._keep(buffer)
-            else:
-                self._returning.append((buffer, after))
+            self._keep(buffer)
+
+    def reserve(self, times: int) -> None:
+        """Have ``times`` as many free buffers as were ever in use at once, as far as the cap allows; all copies are
+        over."""
+        with self._lock:
+            for size, most in self._most_in_use.items():
+                free = self._free.setdefault(size, deque())
+                for buffer in free:
+                    buffer.after = None
+                while len(free) < times * most and (self._cap is None or self._total + size <= self._cap):
+                    made = self._new(size)
+                    made.leased = False
+                    free.append(made)
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Drop free buffers, the biggest first, until at most ``keep_bytes`` of them are left. Returns the bytes that
         were dropped."""
         with self._lock:
-            self._collect()
             return self._trim(keep_bytes)
 
     def status(self) -> PoolStatus:
         """The pool's present numbers."""
         with self._lock:
-            self._collect()
-            free = sum(size * len(kept) for size, kept in self._free.items())
-            returning = sum(buffer.whole.numel() for buffer, _ in self._returning)
+            returning = sum(buffer.whole.numel() for buffer in self._all_free() if buffer.is_returning)
+            free = sum(size * len(kept) for size, kept in self._free.items()) - returning
             return PoolStatus(
                 total_bytes=self._total,
                 in_use_bytes=self._total - free - returning,
@@ -169,27 +190,49 @@ class HostPool:
     # -------------------------------------------------------------------------------- under the lock
 
     def _classes(self) -> tuple[SizeClassStatus, ...]:
-        returning = [buffer.whole.numel() for buffer, _ in self._returning]
-        return tuple(
-            SizeClassStatus(
-                size_bytes=size,
-                num_in_use=self._in_use.get(size, 0),
-                num_free=len(self._free.get(size, ())),
-                num_returning=returning.count(size),
+        found = []
+        for size in sorted(self._in_use.keys() | self._free.keys()):
+            kept = self._free.get(size, ())
+            returning = sum(buffer.is_returning for buffer in kept)
+            found.append(
+                SizeClassStatus(
+                    size_bytes=size,
+                    num_in_use=self._in_use.get(size, 0),
+                    num_free=len(kept) - returning,
+                    num_returning=returning,
+                )
             )
-            for size in sorted(self._in_use.keys() | self._free.keys())
-        )
+        return tuple(found)
+
+    def _all_free(self) -> Iterator[HostBuffer]:
+        for kept in self._free.values():
+            yield from kept
 
     def _take_free(self, size: int) -> HostBuffer | None:
         kept = self._free.get(size)
         if not kept:
             return None
         self._hits += 1
-        return kept.pop()
+        return kept.popleft()
 
-    def _make(self, size: int, wait: bool) -> HostBuffer | None:
-        if not self._make_room(size, wait):
-            return self._take_free(size)
+    def _take_quiet(self, size: int) -> HostBuffer | None:
+        """A free buffer that no copy uses, for a capture."""
+        kept = self._free.get(size, deque())
+        found = next((buffer for buffer in kept if buffer.after is None), None)
+        if found is not None:
+            self._hits += 1
+            kept.remove(found)
+        elif self._cap is None or self._total + size <= self._cap:
+            raise UnsupportedError(
+                f"a CUDA graph capture needs one more host buffer of {size:,} bytes, which cannot be made in it: take "
+                "a step without a graph, then call prepare_capture() with the number of forwards to be captured"
+            )
+        return found
+
+    def _make(self, size: int) -> HostBuffer | None:
+        return self._new(size) if self._make_room(size) else self._take_free(size)
+
+    def _new(self, size: int) -> HostBuffer:
         self._misses += 1
         whole, pinned = self._new_memory(size)
         self._total += size
@@ -197,19 +240,18 @@ class HostPool:
         self._peak = max(self._peak, self._total)
         return HostBuffer(whole, whole, pinned)
 
-    def _make_room(self, size: int, wait: bool) -> bool:
-        """Whether a new buffer of ``size`` fits the cap. False also if a buffer of that size became free meanwhile."""
+    def _make_room(self, size: int) -> bool:
+        """Whether a new buffer of ``size`` fits the cap."""
         if self._cap is None:
             return True
         while self._total + size > self._cap:
             if self._trim_bytes(self._total + size - self._cap):
                 continue
-            if not (self._returning and wait):
+            returning = next((buffer for buffer in self._all_free() if buffer.after is not None), None)
+            if returning is None or returning.after is None:
                 return False
-            self._returning[0][1].join()
-            self._collect()
-            if self._free.get(size):
-                return False
+            returning.after.join()
+            returning.after = None
         return True
 
     def _new_memory(self, size: int) -> tuple[Tensor, bool]:
@@ -224,19 +266,10 @@ class HostPool:
             _warn_pageable(f"the cap of {self._pinned_cap:,} page-locked bytes is reached")
         return self._allocate(size, False), False
 
-    def _collect(self) -> None:
-        still = [(buffer, copy) for buffer, copy in self._returning if not copy.finished()]
-        if len(still) < len(self._returning):
-            waiting = {id(buffer) for buffer, _ in still}
-            for buffer, _ in self._returning:
-                if id(buffer) not in waiting:
-                    self._keep(buffer)
-            self._returning = deque(still)
-
     def _keep(self, buffer: HostBuffer) -> None:
-        if self._poison:
+        if self._poison and not buffer.is_returning:
             buffer.whole.fill_(255)
-        self._free.setdefault(buffer.whole.numel(), []).append(buffer)
+        self._free.setdefault(buffer.whole.numel(), deque()).append(buffer)
 
     def _trim_bytes(self, wanted: int) -> int:
         free = sum(size * len(kept) for size, kept in self._free.items())
@@ -246,10 +279,11 @@ class HostPool:
         free = sum(size * len(kept) for size, kept in self._free.items())
         dropped = 0
         for size in sorted(self._free, reverse=True):
-            while free - dropped > keep_bytes and self._free[size]:
-                buffer = self._free[size].pop()
-                dropped += size
-                self._pinned -= size if buffer.pinned else 0
+            for buffer in list(self._free[size]):
+                if free - dropped > keep_bytes and not buffer.is_returning:  # else a copy would lose its memory
+                    self._free[size].remove(buffer)
+                    dropped += size
+                    self._pinned -= size if buffer.pinned else 0
         self._total -= dropped
         return dropped
 

@@ -35,14 +35,14 @@ class Shelf:
         them. What has computed them is ordered before the caller's stream.
 
         Returns False, and does nothing, if the pool has no room. Raises UnsupportedError inside a CUDA graph capture if
-        the policy has no ``max_in_flight``."""
+        the policy has no ``max_in_flight``, or the pool too few buffers."""
         if self._lane.capturing() and not self._lets_go:
             raise UnsupportedError("activation offload inside a CUDA graph capture needs max_in_flight to be a number")
         self._lane.used(tensor)  # the caller's stream may gather its bytes, or cut some off
         source = source_of(entry.piece, storage, tensor)
         codec = codec_for(self._policy.compress, entry.dtype)
         values = _values(source[source.numel() - take :], codec, entry.dtype)
-        lease = self._pool.acquire(codec.most_bytes(values.numel(), values.dtype), wait=not self._lane.capturing())
+        lease = self._pool.acquire(codec.most_bytes(values.numel(), values.dtype), captured=self._lane.capturing())
         if lease is None:
             return False
         entry.lease, entry.codec, entry.captured = lease, codec, self._lane.capturing()
@@ -55,6 +55,7 @@ class Shelf:
 
     def _copy_out(self, entry: Entry, resident: Resident, source: Tensor, take: int) -> Event:
         host, codec, dtype, label = _host(entry), entry.codec, entry.dtype, entry.label
+        before = None if entry.lease is None else entry.lease.after  # [Note: reuse in the device's order]
         frees = not self._lets_go
         del entry
 
@@ -62,6 +63,8 @@ class Shelf:
             data = resident.bytes
             if data is None:
                 return False  # the bytes were dropped while the copy waited
+            if before is not None:
+                before.settle()
             host.copy_(codec.encode(_values(data[-take:], codec, dtype)), non_blocking=True)
             if frees:
                 resident.clear()
