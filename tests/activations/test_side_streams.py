@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from rayzero.activations import ActivationOffload, OffloadPolicy
 from rayzero.testing import simulated_autograd
@@ -165,3 +166,25 @@ def test_what_is_still_leaving_is_held_until_it_has_left() -> None:
         with lane.on("far side"):
             del y
             assert offload.pool_status().in_use_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_host_buffer_is_filled_after_a_return_that_only_another_stream_has_waited_for(seed: int) -> None:
+    """A graph whose first group was asked for ahead is dropped on another stream than the next forward's."""
+    lane = SimulatedLane(seed)
+    policy = OffloadPolicy(min_bytes=1, margin=0, max_in_flight=0, prefetch=1)
+    with ActivationOffload(nn.Identity(), policy, lane=lane) as offload, lane.watching():
+        for _ in range(4):
+            x = torch.randn(1 << 10, requires_grad=True)
+            with offload.chunk():
+                with offload.group("first"):
+                    low = (x * 1.0).exp()
+                top = low * 1.0
+                with offload.group("second"):
+                    y = top.sigmoid().sum()
+            node = low.grad_fn
+            del low
+            torch.autograd.grad(y, [GradientEdge(node, 0)])  # reads the second alone, and asks for the first ahead
+            with lane.on("far side"):
+                del x, y, top, node
+                assert offload.pool_status().in_use_bytes == 0  # frees
