@@ -58,7 +58,13 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),  # a link repeats its calls itself, over a new channel
 )
 _TLS_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", OWNER))  # [Note: names in certificates]
-SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5_000))
+SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.server_handshake_timeout_ms", 5_000),  # a client that connects and says nothing, or too slowly, is cut
+    ("grpc.max_concurrent_streams", 1_000),  # of one connection; a rank has some dozens
+)
 
 
 # ------------------------------------------------------------------------------------------------------ methods

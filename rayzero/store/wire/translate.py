@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.errors import TransferError
 from rayzero.protocol.messages import (
     Action,
     CheckpointInfo,
@@ -45,6 +48,15 @@ _KINDS = {
 _FROM_KINDS = {wire: kind for kind, wire in _KINDS.items()}
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Raise TransferError where a caller has sent something else than ``what``."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TransferError(f"this is not {what}: {error!r}") from error
+
+
 def _json(value: Any) -> bytes:
     return canonical_json(value).encode()
 
@@ -60,7 +72,8 @@ def spec_to_bytes(spec: ModelSpec) -> bytes:
 
 def spec_from_bytes(described: bytes) -> ModelSpec:
     """The inverse of :func:`spec_to_bytes`."""
-    return ModelSpec.from_json(json.loads(described))
+    with _reading("the description of a model"):
+        return ModelSpec.from_json(json.loads(described))
 
 
 def contribution_to_pb(c: Contribution) -> pb.Contribution:
@@ -113,8 +126,9 @@ def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
 
 def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
     """The inverse of :func:`inputs_to_pb`; the digest is the same."""
-    edits = tuple(Edit(_FROM_KINDS[edit.kind], edit.value) for edit in inputs.edits)
-    return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
+    with _reading("a rank's inputs to a step"):
+        edits = tuple(Edit(_FROM_KINDS[edit.kind], edit.value) for edit in inputs.edits)
+        return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
 
 
 def norm_to_pb(norm: Norm) -> pb.Norm:
@@ -142,15 +156,16 @@ def decision_to_pb(decision: Decision) -> pb.Decision:
 
 def decision_from_pb(decision: pb.Decision) -> Decision:
     """The inverse of :func:`decision_to_pb`."""
-    return Decision(
-        step=decision.step,
-        attempts=tuple(decision.attempts),
-        action=_FROM_ACTIONS[decision.action],
-        scale=decision.scale,
-        norm=decision.norm,
-        hyper=_hyper(decision.hyper),
-        limit=decision.limit,
-    )
+    with _reading("a decision"):
+        return Decision(
+            step=decision.step,
+            attempts=tuple(decision.attempts),
+            action=_FROM_ACTIONS[decision.action],
+            scale=decision.scale,
+            norm=decision.norm,
+            hyper=_hyper(decision.hyper),
+            limit=decision.limit,
+        )
 
 
 def record_to_pb(record: Record) -> pb.Record:
@@ -216,9 +231,9 @@ def file_to_pb(entry: FileEntry) -> pb.FileEntry:
 
 def file_from_pb(entry: pb.FileEntry) -> FileEntry:
     """The inverse of :func:`file_to_pb`."""
-    return FileEntry(
-        name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=json.loads(entry.content)
-    )
+    with _reading("a file of a checkpoint"):
+        content = json.loads(entry.content)
+    return FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=content)
 
 
 def checkpoint_to_pb(info: CheckpointInfo) -> pb.SaveResponse.Checkpoint:

@@ -1,0 +1,229 @@
+"""Clients that mean harm, or are broken: they are cut, memory stays bounded, and training goes on."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import OWNER, Credentials
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.wire.payload import encode_chunk, encode_header
+from rayzero.store.wire.rpc import (
+    OWNER_SERVICE,
+    STORE_SERVICE,
+    Method,
+    life_metadata,
+    methods,
+    open_channel,
+    token_metadata,
+)
+from store.stores import TOKEN
+from store.test_grpc import connected, serving
+from store.toy import make_spec, masters, random_grads, start, take_step
+
+SHOWN = Authority("hostile", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"])
+MIB = 1 << 20
+
+
+@contextmanager
+def training_goes_on(shown: Credentials | None, most_bytes: int) -> Iterator[OwnerServer]:
+    """A rank takes a step before the block and after it; the process grows by less than ``most_bytes`` meanwhile."""
+    spec = make_spec(1)
+    with serving(tls=shown) as (server,), connected([server], tls=shown) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)], 0.5)
+        before = psutil.Process().memory_info().rss
+        yield server
+        assert psutil.Process().memory_info().rss - before < most_bytes
+        take_step(ranks, [random_grads(spec, 2)], 0.5)
+        assert masters(ranks[0])
+
+
+def connect(server: OwnerServer) -> socket.socket:
+    host, _, port = server.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the server ends the connection within the socket's timeout."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+SAID = {
+    "noise": lambda draws: draws.randbytes(1 << 16),
+    "another protocol": lambda draws: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "half a TLS hello": lambda draws: bytes.fromhex("160301020001fc0303") + draws.randbytes(40),
+    "nothing": lambda draws: b"",
+    "half an HTTP/2 preface": lambda draws: b"PRI * HTTP/2",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("shown", [None, SHOWN], ids=["plain", "tls"])
+def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Credentials | None) -> None:
+    draws = random.Random(1)
+    with training_goes_on(shown, 64 * MIB) as server, ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(100)]
+        for connection in connections:
+            try:
+                connection.sendall(SAID[said](draws))
+            except OSError:  # cut already
+                continue
+        began = time.monotonic()
+        assert all(map(is_cut, connections))
+        assert time.monotonic() - began < 15
+
+
+# ---- frames of HTTP/2 by hand (RFC 9113): grpc's own client sends no lies
+
+
+def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
+
+
+def headers(path: str, metadata: Any) -> bytes:
+    """As HPACK literals without an index (RFC 7541, 6.2.2)."""
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
+    fields += [("content-type", "application/grpc"), ("te", "trailers"), *metadata]
+    return b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field) for field in fields)
+
+
+@pytest.mark.parametrize("service", ["StoreService/Push", "StoreService/Attach", "OwnerService/Apply"])
+@pytest.mark.parametrize("token", [TOKEN, "guess"])
+def test_a_message_that_claims_two_gigabytes_is_refused(service: str, token: str) -> None:
+    with training_goes_on(None, 64 * MIB) as server, ExitStack() as stack:
+        for _ in range(20):
+            connection = stack.enter_context(connect(server))
+            opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+            metadata = (*token_metadata(token), *life_metadata(0, 0))
+            call = frame(1, 4, 1, headers(f"/rayzero.v1.{service}", metadata))
+            connection.sendall(opening + call + frame(0, 0, 1, b"\0\x7f\xff\xff\xff" + bytes(1000)))
+            assert ends_stream(connection), "the call is neither answered nor reset"
+
+
+def ends_stream(connection: socket.socket) -> bool:
+    """Whether the server ends stream 1: with trailers, or a reset."""
+    received = b""
+    while True:
+        size = int.from_bytes(received[:3], "big")
+        if len(received) < 9 + size or len(received) < 9:
+            more = connection.recv(1 << 16)
+            if not more:
+                return True  # the connection
+            received += more
+            continue
+        kind, flags, stream = received[3], received[4], int.from_bytes(received[5:9], "big")
+        if stream == 1 and (kind == 3 or (kind == 1 and flags & 1)):
+            return True
+        received = received[9 + size :]
+
+
+def test_a_million_tiny_chunks_of_a_stranger_are_not_read() -> None:
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1_000_000):
+            sent += 1
+            yield encode_chunk(0, 0, memoryview(b"x"))
+
+    with training_goes_on(None, 64 * MIB) as server, open_channel(server.address, None) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            methods(STORE_SERVICE)["Push"].bind(channel)(chunks(), metadata=token_metadata("guess"), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert sent < 100_000
+
+
+# ---- messages that no rank would send
+
+
+VALUES: dict[int, Callable[[random.Random], Any]] = {
+    FieldDescriptor.CPPTYPE_INT32: lambda draws: draws.choice([0, 1, -1, 2**31 - 1]),
+    FieldDescriptor.CPPTYPE_INT64: lambda draws: draws.choice([0, 1, -1, 2**63 - 1]),
+    FieldDescriptor.CPPTYPE_UINT32: lambda draws: draws.choice([0, 1, 2, 7, 2**32 - 1]),
+    FieldDescriptor.CPPTYPE_UINT64: lambda draws: draws.choice([0, 1, 5, 2**64 - 1]),
+    FieldDescriptor.CPPTYPE_DOUBLE: lambda draws: draws.choice([0.0, 1.0, -1.0, float("nan"), float("inf"), 1e308]),
+    FieldDescriptor.CPPTYPE_BOOL: lambda draws: draws.random() < 0.5,
+    FieldDescriptor.CPPTYPE_ENUM: lambda draws: draws.choice([0, 1, 2, 99]),
+}
+TEXTS = ["", "x", "../../etc/passwd", "/nonexistent/y", "\u2603" * 50, "a" * 5000, "compute"]
+BYTES = [b"", b"\0", b"{}", b"[]", b"null", b"\xff" * 9, b"a" * 5000]
+
+
+def filled(message: Any, draws: random.Random, depth: int = 0) -> Any:
+    """Some fields of a message, with any values."""
+    for field in message.DESCRIPTOR.fields:
+        kind = field.cpp_type
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        for _ in range(draws.randint(0, 3) if field.is_repeated else draws.random() < 0.65):
+            if kind == FieldDescriptor.CPPTYPE_MESSAGE:
+                if depth < 4 and not is_map:
+                    part = getattr(message, field.name)
+                    filled(part.add() if field.is_repeated else part, draws, depth + 1)
+                continue
+            if kind == FieldDescriptor.CPPTYPE_STRING:
+                value = draws.choice(BYTES if field.type == FieldDescriptor.TYPE_BYTES else TEXTS)
+            else:
+                value = VALUES[kind](draws)
+            if field.is_repeated:
+                getattr(message, field.name).append(value)
+            else:
+                setattr(message, field.name, value)
+    return message
+
+
+def stream_of(method: Method, draws: random.Random) -> list[bytes]:
+    messages = []
+    for _ in range(draws.randint(0, 3)):
+        header = encode_header(filled(method.request.Header(), draws)) if draws.random() < 0.8 else b""
+        payload = memoryview(draws.randbytes(draws.choice([0, 1, 4, 4096])))
+        whole = encode_chunk(draws.choice([0, 1, 99]), draws.choice([0, 4096]), payload, header)
+        messages.append(draws.choice([whole, whole, draws.randbytes(30)]))
+    return messages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_member_sends_is_answered_by_name(seed: int) -> None:
+    """With the token and the certificate of an owner and a rank. What it says may end the run, in words."""
+    draws, unnamed = random.Random(seed), []
+    ends = {"Notices", "Leave", "Abort"}
+    with serving() as (server,), connected([server]) as stores:
+        start(stores, make_spec(1))
+        with open_channel(server.address, None) as channel:
+            known = [
+                (service, name, method, method.bind(channel))
+                for service in (STORE_SERVICE, OWNER_SERVICE)
+                for name, method in methods(service).items()
+                if name not in ends
+            ]
+            for _ in range(500):
+                service, name, method, call = draws.choice(known)
+                metadata = token_metadata(TOKEN) + (life_metadata(0, 0) if service == STORE_SERVICE else ())
+                request = iter(stream_of(method, draws)) if method.client_streaming else filled(method.request(), draws)
+                try:
+                    answer = call(request, metadata=metadata, timeout=0.3)
+                    if method.server_streaming:
+                        list(answer)
+                except grpc.RpcError as error:
+                    named = "rayzero-error" in dict(error.trailing_metadata() or ())
+                    if not named and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                        unnamed.append((name, error.code(), error.details()))
+    assert unnamed == []
