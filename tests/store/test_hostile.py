@@ -52,7 +52,7 @@ def training_goes_on(shown: Credentials | None, most_bytes: int) -> Iterator[Own
 
 def connect(server: OwnerServer) -> socket.socket:
     host, _, port = server.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def is_cut(connection: socket.socket) -> bool:
@@ -89,7 +89,7 @@ def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Creden
                 continue
         began = time.monotonic()
         assert all(map(is_cut, connections))
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60  # grpc itself gives them two minutes
 
 
 # ---- frames of HTTP/2 by hand (RFC 9113): grpc's own client sends no lies
