@@ -25,8 +25,7 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
-from rayzero.security.authority import Authority
-from rayzero.security.credentials import ANY_RANK, OWNER
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials
 from rayzero.slabs.slab import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
@@ -116,7 +115,7 @@ def run_ranks(
     share = SHARED_MEMORY if transport == "shm" else None
     replaces = max_failures > 0
     homes = dict(hosts or {}) if share is not None else {}
-    shown = Authority(run, on_loopback=True).issue("every process", [OWNER, ANY_RANK]) if tls else None
+    shown = _certificate_of_all(run) if tls else None
     service = Service(
         num_owners=num_optimizers + beside_ranks,
         beside=beside_ranks,
@@ -147,6 +146,13 @@ def run_ranks(
         if share is not None:  # remove what processes that were ended in the middle have left
             for directory in {share, *homes.values()}:
                 sweep(directory)
+
+
+def _certificate_of_all(run: str) -> Credentials:
+    # imported here: other runs need no certificates, and their processes no memory for the library
+    from rayzero.security.authority import Authority
+
+    return Authority(run, on_loopback=True).issue("every process", [OWNER, ANY_RANK])
 
 
 def _reached_by(own: Connect) -> OwnersHere:

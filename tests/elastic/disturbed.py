@@ -88,7 +88,9 @@ class Disturbed:
         transport: Transport = "shm",
         stall_timeout: float = 30.0,
         hosts: Mapping[str, Path] | None = None,
+        tls: bool = False,
     ) -> None:
+        self.tls = tls
         self.folder, self.faults, self.hosts = folder, Faults(folder, faults), dict(hosts or {})
         self.transport: Transport = transport
         self.stall_timeout = stall_timeout
@@ -107,6 +109,7 @@ class Disturbed:
             max_failures=max(1, self.deaths.total()),
             faults=self.faults,
             hosts=self.hosts,
+            tls=self.tls,
         )
         assert [life for life, *_ in found] == [self.deaths[f"rank {rank}"] for rank in range(RANKS)]
         return found

@@ -242,6 +242,34 @@ def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_aga
         disturbed.check(caplog.messages)
 
 
+PROTECTED = {
+    "nothing": (),
+    "both-ranks": TOGETHER["both-ranks"],
+    "the-lead": (LEAD["in-the-record"],),
+    "the-owner-and-a-rank": ELSEWHERE["the-owner-and-a-rank"],
+}
+
+
+@pytest.mark.parametrize("faults", PROTECTED.values(), ids=PROTECTED)
+def test_members_of_several_hosts_come_back_over_tls(
+    faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One owner has a host of its own: shared memory to the other, mutual TLS to both."""
+    with another_host("optimizer 1") as hosts:
+        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0, tls=True)
+        assert differences(disturbed.results(), expected) == []
+        disturbed.check(caplog.messages)
+
+
+@pytest.mark.parametrize("fault", ["finish-drop", "collect-drop", "apply-duplicate", "answer-to-save-drop"])
+def test_calls_that_are_lost_are_repeated_over_tls(
+    fault: str, expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disturbed = Disturbed(tmp_path, WIRE[fault], transport="grpc", tls=True)
+    assert differences(disturbed.results(), expected) == []
+    disturbed.check(caplog.messages)
+
+
 def test_what_dead_ranks_had_pushed_takes_no_memory_once_it_is_applied(tmp_path: Path, expected: Any) -> None:
     """Each death would otherwise cost the host the size of all gradients until the run ends."""
     faults = Faults(tmp_path, tuple(killed("rank 1", "rank.pushed", 4, life) for life in range(3)))

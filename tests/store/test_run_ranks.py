@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.errors import HandshakeError, RayZeroError
+from rayzero.errors import ConfigError, HandshakeError, RayZeroError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -137,3 +137,8 @@ def test_bytes_travel_as_the_config_says(compression: Literal["none", "bf16", "i
     ((sent, raw),) = run_ranks(_pushed, 1, 1, "grpc", config=config)
     assert raw > 2 * 4 * 512 * 64
     assert sent == pytest.approx(part * raw, rel=0.01)
+
+
+def test_protected_connections_need_connections() -> None:
+    with pytest.raises(ConfigError, match="tls=True needs connections, and transport='inproc' has none"):
+        run_ranks(lambda ctx: ctx.rank, tls=True)
