@@ -164,7 +164,7 @@ VALUES: dict[int, Callable[[random.Random], Any]] = {
     FieldDescriptor.CPPTYPE_BOOL: lambda draws: draws.random() < 0.5,
     FieldDescriptor.CPPTYPE_ENUM: lambda draws: draws.choice([0, 1, 2, 99]),
 }
-TEXTS = ["", "x", "../../etc/passwd", "/nonexistent/y", "\u2603" * 50, "a" * 5000, "compute"]
+TEXTS = ["", "x", "../../etc/passwd", "/proc/1/nothing", "\u2603" * 50, "a" * 5000, "compute"]
 BYTES = [b"", b"\0", b"{}", b"[]", b"null", b"\xff" * 9, b"a" * 5000]
 
 

@@ -20,7 +20,8 @@ from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.credentials import Credentials, is_loopback
 from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.handlers import ModelCalls, TokenDoor
+from rayzero.store.owner.door import TokenDoor
+from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
