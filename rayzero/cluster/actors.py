@@ -315,7 +315,8 @@ class RunActors:
     def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> dict[Any, str]:
         """Start one rank's loop; see ``run_loops``."""
         who = rank_name(settings.rank)
-        return {self.ranks[who].run.remote(settings, packed_loop, self.coordinator): who}
+        own = replace(settings, tls=self.credentials_of(settings.rank))
+        return {self.ranks[who].run.remote(own, packed_loop, self.coordinator): who}
 
     def watch_owners(self) -> dict[Any, str]:
         """Returns call -> the owner's name; a call lasts as long as its owner serves."""
@@ -329,7 +330,8 @@ class RunActors:
         who = optimizer_name(owner)
         spare = self.spares.give(self.members[who].node)
         actor = self._serving[who] = self.owners[who] = spare or self._make_owner(owner)
-        settings, bind = replace(self._settings[who], succeeds=True), self._placement.plan.bind_numa
+        issued = self._issue(f"optimizer {owner}", [OWNER])
+        settings, bind = replace(self._settings[who], succeeds=True, tls=issued), self._placement.plan.bind_numa
         place = self._hosts[who], self._exporters.get(who), self.coordinator
         return control(actor.take_place).remote(settings, bind, *place)
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cryptography import x509
 from safetensors.torch import load_file
 
 from rayzero.checkpoint import CheckpointReader
@@ -206,25 +208,42 @@ class Resumed(NamedTuple):
     run: Path
     moved_before: dict[tuple[str, str], float]  # bytes, by transport and direction, until it was stopped
     said: str  # by the command that resumed it
+    shown: list[str]  # the names in the owners' certificates
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    """A run over gRPC that was stopped by Ctrl-C, and resumed with one owner more."""
+    """A run over gRPC and TLS that was stopped by Ctrl-C, and resumed with one owner more."""
     folder = tmp_path_factory.mktemp("resumed")
     (folder / "text.txt").write_text(VERSE * 300)
-    process = start(*TRAIN, "--run-dir", "runs/b", "zero.transport=grpc", cwd=folder)
+    process = start(*TRAIN, "--run-dir", "runs/b", "zero.transport=grpc", "run.security.tls=always", cwd=folder)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 16/"):
             break
+    shown = list(map(name_shown, json.loads((folder / "runs/b/run.json").read_text())["routing"]["addresses"]))
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
     assert f"continue with: rayzero train --resume --run-dir {folder}/runs/b" in err
     run = folder / "runs" / "b"
     moved = bytes_moved(run)
-    return Resumed(run, moved, finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder))
+    said = finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder)
+    return Resumed(run, moved, said, shown)
+
+
+def name_shown(address: str) -> str:
+    """The name in a server's certificate."""
+    host, _, port = address.rpartition(":")
+    shown = x509.load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=20).encode())
+    (name,) = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+        x509.DNSName
+    )
+    return str(name)
+
+
+def test_owners_show_the_certificate_of_an_owner(resumed):
+    assert resumed.shown == ["owner.rayzero"] * 2
 
 
 def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, resumed):
