@@ -50,7 +50,7 @@ def bring(lane: Lane, bucket: Bucket, indices: Sequence[int], params: Sequence[T
             staged = bucket.params[start:stop].to(lane.device, non_blocking=True)
             torch._foreach_copy_(targets, _within(bucket, indices, staged, start, targets))
 
-    return lane.issue("in", copy, after=[after])
+    return lane.issue("in", copy, after=[after], holds=params)  # a model may be dropped before it has run
 
 
 def _range(bucket: Bucket, indices: Sequence[int]) -> tuple[int, int]:
