@@ -20,6 +20,9 @@ class Unwaited(SimulatedEvent):
     def wait(self) -> None:
         """Forget it."""
 
+    def join(self) -> None:
+        """Forget it."""
+
 
 class MutatedLane(SimulatedLane):
     """``change``: what becomes of the options of each copy, by direction, "after" and "holds". ``waits``: whether

@@ -57,7 +57,8 @@ class Gate:
     may call ``open``."""
 
     def __init__(self, wait: Callable[[int], None]) -> None:
-        """``wait(bucket)`` returns once its parameters are back. If it raises, they stay closed."""
+        """``wait(bucket)`` returns once its parameters are back, for every stream of their device: nobody sees who uses
+        them afterwards. If it raises, they stay closed."""
         self._wait = wait
         self._class: type[AwayParameter] = type("AwayParameter", (AwayParameter,), {"gate": self})
         self._members: dict[int, Sequence[nn.Parameter]] = {}  # bucket that is away -> its parameters

@@ -2,7 +2,8 @@
 
 [Note: ways to wait] ``finished()`` asks and never blocks. ``wait()`` orders: what the caller computes next comes after
 the copy. On CUDA the stream waits for that and not the thread; without streams, the thread has to block. ``join()``
-blocks the thread until the bytes are there, for host memory that the CPU reads or reuses.
+blocks the thread until the bytes are there: for host memory that the CPU reads or reuses, and for device memory that
+any stream may use next, because what is over needs no order.
 
 [Note: who may free device memory] The device tensors of a copy are memory of the stream that was current when they were
 allocated, and the allocator hands them out again behind that stream. Their owner may let go of one in three ways. It

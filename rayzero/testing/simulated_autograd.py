@@ -2,9 +2,11 @@
 
 [Note: autograd's streams] Autograd runs a node on the stream of its forward, after the nodes that its gradients come
 from (the first one: after what the caller computed), and has the allocator hold these gradients for it. Where gradients
-of two nodes are added up, the stream of the node that reads them waits for each as it comes. Gradients of leaves arrive
-on the stream that is current here, which has waited for all others in the end. (``torch/csrc/autograd/engine.cpp``,
-``input_buffer.cpp``.) On the CPU autograd has no streams: hooks on every node stand for them.
+of two nodes are added up, the stream of the node that reads them waits for each as it comes. The gradient of a leaf
+arrives on the stream where the leaf was first used. In the end, the stream that is current here has waited for all
+others. (``torch/csrc/autograd/engine.cpp``, ``input_buffer.cpp``, ``accumulate_grad.h``.) On the CPU autograd has no
+streams: hooks on every node stand for them. A leaf that was used several times is played on the stream that is current
+here, whichever it was first used on.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from rayzero.testing.simulated_lane import SimulatedLane
 def backward(lane: SimulatedLane, loss: Tensor) -> None:
     """``loss.backward()``, each node of its graph on the stream on which its forward ran. See [Note: autograd's
     streams]."""
-    tape = _Tape(lane)
-    hooks = [hook for node in _nodes(loss.grad_fn) for hook in tape.follow(node)]
+    nodes = list(_nodes(loss.grad_fn))
+    tape = _Tape(lane, nodes)
+    hooks = [hook for node in nodes for hook in tape.follow(node)]
     try:
         with lane.on(str(lane.stream())):  # the tape changes this stream
             loss.backward()  # type: ignore[no-untyped-call]
@@ -37,9 +40,13 @@ def backward(lane: SimulatedLane, loss: Tensor) -> None:
 class _Tape:
     """Which nodes a node's gradients come from, and when each of these was over."""
 
-    def __init__(self, lane: SimulatedLane) -> None:
+    def __init__(self, lane: SimulatedLane, nodes: Sequence[Any]) -> None:
         self._lane, self._home = lane, str(lane.stream())
         self._sources: dict[Any, list[int]] = defaultdict(list)  # node -> the nodes before it
+        for node in nodes:
+            for after, _ in node.next_functions:
+                if after is not None:
+                    self._sources[_key(after)].append(_key(node))
         self.over: dict[int, Event] = {}
 
     def follow(self, node: Any) -> Iterator[Any]:
@@ -47,15 +54,14 @@ class _Tape:
         key = _key(node)
         stream = self._stream_of(node)
         readers = [None if after is None else (_key(after), self._stream_of(after)) for after, _ in node.next_functions]
-        for reader in readers:
-            if reader is not None:
-                self._sources[reader[0]].append(key)
         yield node.register_prehook(lambda gradients: self._begin(key, stream, gradients))
-        if not _is_leaf(node):
-            yield node.register_hook(lambda gradients, _: self._end(key, readers, gradients))
+        yield node.register_hook(lambda gradients, _: self._end(key, readers, gradients))
 
     def _stream_of(self, node: Any) -> str:
-        return self._home if _is_leaf(node) else self._lane.made_on(node._sequence_nr())
+        if not _is_leaf(node):
+            return self._lane.made_on(node._sequence_nr())
+        sources = self._sources[_key(node)]
+        return self._lane.made_on(sources[0]) if len(sources) == 1 else self._home
 
     def _compute_on(self, stream: str) -> None:
         self._lane._leave()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rayzero import HybridDeviceOptimizer
+from rayzero.errors import UnsupportedError
 from rayzero.testing.simulated_lane import SimulatedLane
 from tests.hybrid.models import backward, equal, net, weights
 from tests.mutated_lane import FOUND, MutatedLane, out_at_once, unchanged
@@ -64,3 +70,69 @@ def test_a_missing_wait_is_found_with_every_seed(
 ) -> None:
     with pytest.raises(FOUND):
         train(MutatedLane(seed, change, waits), 1.0, **way)
+
+
+@contextmanager
+def stepping(seed: int) -> Iterator[tuple[SimulatedLane, nn.Module, HybridDeviceOptimizer]]:
+    """A watched lane, a model that is updated in host memory and has gradients, which are on their way there."""
+    lane, model = SimulatedLane(seed), net()
+    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=lane, **ADAMW)
+    try:
+        with lane.watching():
+            backward(model, 0)
+            assert all(run.sends for run in hybrid._runs)
+            yield lane, model, hybrid
+    finally:
+        hybrid.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_may_be_dropped_while_they_leave(seed: int) -> None:
+    with stepping(seed) as (lane, _, hybrid):
+        hybrid.zero_grad(set_to_none=True)
+        lane.drain("out")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_may_be_overwritten_after_step_before_they_have_left(seed: int) -> None:
+    with stepping(seed) as (_, _, hybrid):
+        begin = threading.Event()
+        hybrid._sides.host._worker.submit(begin.wait)  # so the worker has not waited for them: step() has to
+        try:
+            hybrid.step()
+            hybrid.zero_grad(set_to_none=False)
+        finally:
+            begin.set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parameters_return_after_what_has_read_them_since_backward(seed: int) -> None:
+    with stepping(seed) as (_, model, hybrid):
+        torch._foreach_norm(list(model.parameters()))
+        hybrid.step()
+        hybrid.wait()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_and_its_optimizer_may_be_dropped_while_parameters_return(seed: int) -> None:
+    lane = SimulatedLane(seed)
+    with lane.watching():
+        model = net()
+        hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=lane, **ADAMW)
+        backward(model, 0)
+        hybrid.step()
+        hybrid._sides.host.close()  # the worker has issued the copies, and holds nothing
+        gone = [weakref.ref(param) for param in model.parameters()]
+        del model, hybrid
+        gc.collect()
+        assert not any(ref() is not None for ref in gone)
+    lane.drain("in")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_capture_that_uses_a_parameter_on_its_way_back_is_refused_by_name(seed: int) -> None:
+    with stepping(seed) as (lane, model, hybrid):
+        hybrid.step()
+        with pytest.raises(UnsupportedError, match="capture both, or neither"), lane.captured():
+            model(torch.ones(1, 13))
+        model(torch.ones(1, 13))

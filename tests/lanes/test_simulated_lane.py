@@ -195,3 +195,16 @@ def test_a_backward_runs_where_its_forward_did(waits: bool, monkeypatch: pytest.
         with nullcontext() if waits else pytest.raises(RaceError, match=r"on stream 'side'.* on stream 'compute'"):
             simulated_autograd.backward(lane, loss)
     assert not waits or torch.equal(x.grad, torch.full_like(x, 8.0))
+
+
+@pytest.mark.parametrize(("uses", "expected"), [(1, "side"), (2, "compute")])
+def test_the_gradient_of_a_leaf_arrives_on_the_stream_that_used_it_once(uses: int, expected: str) -> None:
+    """And the stream that calls backward comes after that. Of a leaf with several uses, it arrives there."""
+    lane, x, streams = SimulatedLane(0), torch.ones(100, requires_grad=True), list[object]()
+    x.register_post_accumulate_grad_hook(lambda _: streams.append(lane.stream()))
+    with lane.watching():
+        with lane.on("side"):
+            loss = sum((x * 2.0).square().sum() for _ in range(uses))
+        simulated_autograd.backward(lane, loss)
+        assert x.grad.sum() == 800.0 * uses
+    assert streams == [expected]

@@ -8,12 +8,19 @@
 
 [Note: what was sent] A copy of a gradient is valid until ``.grad`` is another tensor or torch has counted a write to it
 (``_version``). After accumulation, clipping or ``mul_``, ``step()`` therefore sends it again.
+
+[Note: streams of a bucket] A model may compute on several streams, and one bucket may have parameters that different
+streams use. Autograd runs the hook of a gradient on the stream where its parameter was first used in the forward. So a
+bucket leaves after the work so far of every stream that one of its hooks ran on. A bucket opens as a whole at its first
+use, and nobody sees which streams use its parameters after that: some have waited for the caller's stream before, and
+will not do so again. So the thread waits for the copy, which is then over for all of them. It has had to wait for the
+update before, and the copy of one bucket is short beside that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -52,7 +59,7 @@ class BucketRun:
     def __init__(self, bucket: Bucket, rule: Rule, link: HyperLink, params: Sequence[Tensor], lane: Lane) -> None:
         """``params``: the parameter of each piece. ``lane``: copies to and from their device."""
         self.bucket, self.rule, self.link, self.params, self.lane = bucket, rule, link, tuple(params), lane
-        self.arrived: set[int] = set()  # parameters (ids) whose gradient is complete in this backward
+        self.arrived: dict[int, Hashable] = {}  # parameter (id) whose gradient is complete -> the stream it arrived on
         self.wanted = {id(param) for param in params}
         self.sent: dict[int, tuple[Tensor, int]] = {}  # piece -> the gradient that was copied, its version then
         self.sends: list[Event] = []  # copies that may still read gradients; freed by: finish()
@@ -93,11 +100,11 @@ class HostSide:
     # ---- gradients
 
     def arrive(self, param: Tensor) -> list[BucketRun]:
-        """A gradient is complete. Sends the buckets that it completes, and returns them."""
+        """A gradient is complete, on the caller's stream. Sends the buckets that it completes, and returns them."""
         complete = []
         for run in self._runs_of.get(id(param), ()):
-            run.arrived.add(id(param))
-            if run.arrived == run.wanted:
+            run.arrived[id(param)] = run.lane.stream()
+            if run.arrived.keys() == run.wanted:
                 self.send(run)
                 complete.append(run)
         return complete
@@ -113,8 +120,10 @@ class HostSide:
         return found, [index for index, grad in found.items() if not run.current(index, grad)]
 
     def send(self, run: BucketRun) -> list[int]:
-        """Send every gradient that has no valid copy; returns the pieces that have a gradient."""
+        """Send every gradient that has no valid copy; returns the pieces that have a gradient. See [Note: streams of a
+        bucket]."""
         found, stale = self.stale(run)
+        streams = {*run.arrived.values(), run.lane.stream()}
         present = list(found)
         dtype = _common_dtype(found.values())
         if stale and (run.scales or run.bucket.grads is None or run.bucket.grads.dtype is not dtype):
@@ -125,7 +134,8 @@ class HostSide:
             run.bucket.gradient_memory(dtype)
         if stale:
             pieces = [_sent_range(found[index], run.bucket.pieces[index]) for index in stale]
-            run.sends.append(send(run.lane, run.bucket, stale, pieces))
+            computed = [run.lane.now(stream) for stream in streams]
+            run.sends.append(send(run.lane, run.bucket, stale, pieces, computed))
             run.sent |= {index: (found[index], found[index]._version) for index in stale}
         return present
 
@@ -180,10 +190,13 @@ class HostSide:
         return bring(run.lane, run.bucket, run.present, params, after)
 
     def finish(self, run: BucketRun) -> None:
-        """Wait until the bucket's parameters are on the device. Raises the error of its update or copies."""
+        """Wait until the bucket's parameters are on the device, whichever stream uses them next: see [Note: streams of
+        a bucket]. Raises the error of its update or copies."""
         assert run.back is not None, "no update is in flight"
         begin = time.perf_counter()
-        run.back.result().wait()
+        copied = run.back.result()
+        copied.wait()  # raises the copy's error, and refuses a capture
+        copied.join()
         self.stall_s += time.perf_counter() - begin
         run.back = run.update = None
         run.present = []

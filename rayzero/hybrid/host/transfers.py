@@ -17,8 +17,8 @@ from rayzero.lanes import Event, Lane
 from rayzero.tensor_metadata import plain
 
 
-def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Tensor]) -> Event:
-    """Copy gradients into the bucket's gradient memory, after what the caller has computed. ``grads[i]`` is on the
+def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Tensor], after: Sequence[Event]) -> Event:
+    """Copy gradients into the bucket's gradient memory, once all in ``after`` has happened. ``grads[i]`` is on the
     device and has the shape of piece ``indices[i]``; indices ascend."""
     found, landing = list(grads), bucket.grads
     assert landing is not None
@@ -34,7 +34,7 @@ def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Ten
             torch._foreach_copy_(_within(bucket, indices, staged, start, found), found)
             landing[start:stop].copy_(staged, non_blocking=True)
 
-    return lane.issue("out", copy, holds=grads)
+    return lane.issue("out", copy, after=after, holds=grads)  # zero_grad() may drop them before it has run
 
 
 def bring(lane: Lane, bucket: Bucket, indices: Sequence[int], params: Sequence[Tensor], after: Event) -> Event:
@@ -50,7 +50,7 @@ def bring(lane: Lane, bucket: Bucket, indices: Sequence[int], params: Sequence[T
             staged = bucket.params[start:stop].to(lane.device, non_blocking=True)
             torch._foreach_copy_(targets, _within(bucket, indices, staged, start, targets))
 
-    return lane.issue("in", copy, after=[after])
+    return lane.issue("in", copy, after=[after], holds=params)  # a model may be dropped before it has run
 
 
 def _range(bucket: Bucket, indices: Sequence[int]) -> tuple[int, int]:
