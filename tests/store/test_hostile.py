@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -201,8 +202,11 @@ def stream_of(method: Method, draws: random.Random) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_member_sends_is_answered_by_name(seed: int) -> None:
+def test_whatever_a_member_sends_is_answered_by_name(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the token and the certificate of an owner and a rank. What it says may end the run, in words."""
+    monkeypatch.chdir(tmp_path)  # where it may have checkpoints written
     draws, unnamed = random.Random(seed), []
     ends = {"Notices", "Leave", "Abort"}
     with serving() as (server,), connected([server]) as stores:
