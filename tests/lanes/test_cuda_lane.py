@@ -173,6 +173,11 @@ def test_a_thread_on_the_device_does_not_change_it(use: Callable[[Any, Cuda], ob
     assert cuda.exchanges == before
 
 
+def test_a_lane_of_cuda_is_of_the_device_that_is_current_when_it_is_made(cuda: Cuda) -> None:
+    cuda.set(OURS.index)
+    assert CudaLane("cuda").device == OURS
+
+
 # ---- captures ---------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +190,17 @@ def test_only_a_capture_on_the_lanes_device_counts(lane: Any, cuda: Cuda) -> Non
     with cuda.captured(Graph()):
         assert lane.capturing()
         assert lane.graph() is not None
+
+
+def test_a_moment_is_captured_if_the_stream_that_is_named_is(lane: Any, cuda: Cuda) -> None:
+    outside = Stream(OURS)
+    with cuda.captured(Graph()):
+        captured = cuda.current_stream(OURS)
+        assert lane.now().graph is lane.graph()
+        assert lane.now(outside).graph is None
+        with torch.cuda.device(OURS), torch.cuda.stream(outside):  # type: ignore[arg-type]
+            assert not lane.capturing()
+            assert lane.now(captured).graph is not None
 
 
 def test_a_captured_copy_is_not_timed_and_stays_in_its_graph(lane: Any, cuda: Cuda) -> None:
@@ -217,11 +233,14 @@ def test_work_outside_its_graph_does_not_wait_for_what_is_captured(lane: Any, cu
     out.wait()
     lane.issue("in", lambda: cuda.work("copy"), after=[out])
     assert cuda.take() == ["copy on in", "record in#2"]
+    lane.settle("out")
+    assert cuda.take() == ["record out#2", "compute waits for out#2"], "the stream is not captured any more"
 
 
 def test_what_is_captured_cannot_wait_for_a_copy_outside_a_graph(lane: Any, cuda: Cuda) -> None:
     event = lane.issue("in", lambda: cuda.work("copy"))
     with cuda.captured(Graph()):
+        assert not event.finished(), "CUDA refuses the question"
         cuda.take()
         with pytest.raises(UnsupportedError, match="wait for a copy outside that graph"):
             event.wait()
