@@ -116,12 +116,18 @@ def test_activations_go_on_in_pageable_memory_where_the_driver_refuses(driver: D
 
 
 def test_a_device_without_a_number_is_the_one_that_is_current_then(driver: Driver) -> None:
-    driver.devices.set(OURS.index)
-    found = host_zeros(100, torch.float32, pinned_for=torch.device("cuda"))
-    driver.devices._maybe_exchange(0)
-    del found
+    """And not the one of whichever thread comes later."""
+    device = torch.device("cuda")
+    with torch.cuda.device(OURS):
+        found = host_zeros(100, torch.float32, pinned_for=device)
+        lock = PageLock([(PAGE, PAGE)], None, read_only=False, device=device)
+        pool = BufferPool(pinned_for=device)
+    lock.release()
+    pool.acquire(4096)
+    del found, pool
     gc.collect()
-    assert driver.events[1:] == [("synchronize", OURS.index), ("unregister", PAGE)]
+    assert driver.registered == {}
+    assert [index for event, index in driver.events if event == "synchronize"] == [OURS.index] * 2
 
 
 @pytest.mark.gpu
