@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.activations.tensors.host_pool import HostPool
+from rayzero.activations import ActivationOffload
+from rayzero.activations.tensors.host_pool import HostPool, size_class
 from rayzero.errors import MemoryPlanError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.split import Piece
+from rayzero.lanes import ThreadLane
 from rayzero.memory.mapping import PAGE
 from rayzero.memory.page_lock import PageLock, host_zeros, locked_bytes
 from rayzero.memory.pool import BufferPool
@@ -113,6 +115,17 @@ def test_activations_go_on_in_pageable_memory_where_the_driver_refuses(driver: D
     with pytest.warns(UserWarning, match="continues with pageable host buffers"):
         leased: Any = HostPool(pinned_for=OURS).acquire(4096)
     assert not leased.pinned
+
+
+def test_activations_are_locked_for_the_device_of_their_lane(driver: Driver) -> None:
+    lane = ThreadLane()
+    lane.device = OURS
+    offload = ActivationOffload(torch.nn.Linear(4, 4), lane=lane)
+    leased = offload._pool.acquire(4096)
+    assert leased is not None
+    assert leased.pinned
+    assert locked_bytes() == size_class(4096)
+    lane.close()
 
 
 def test_a_device_without_a_number_is_the_one_that_is_current_then(driver: Driver) -> None:
