@@ -134,7 +134,7 @@ class ActivationOffload:
         self._pool = pool or HostPool(
             cap_bytes=self.policy.host_cap_bytes,
             pinned_cap_bytes=self.policy.pinned_cap_bytes,
-            pin=self._lane.device.type == "cuda",
+            pinned_for=self._lane.device if self._lane.device.type == "cuda" else None,
             poison=self.policy.poison,
         )
         self._ledger = Ledger(recorder or NullRecorder())

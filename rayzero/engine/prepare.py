@@ -16,6 +16,7 @@ from torch import nn
 from rayzero.activations.attach import match_modules
 from rayzero.checkpoint.weights import Weights, WeightSource
 from rayzero.codecs import CODECS
+from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
@@ -131,7 +132,8 @@ def prepare(
         context.handing_over(_host_bytes(model))
     store = context.connect(number) if context.connect is not None else _alone(config, context, device)
     try:
-        attached = store.attach(spec, page_lock=device.type == "cuda" and config.pin_cpu_memory)
+        on_cuda = device.type == "cuda"
+        attached = store.attach(spec, page_lock=with_index(device) if on_cuda and config.pin_cpu_memory else None)
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise

@@ -93,18 +93,19 @@ class Builder:
         self, pieces: Sequence[Piece], params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]
     ) -> BucketRun:
         members = [params[piece.param] for piece in pieces]
-        cuda = members[0].device.type == "cuda"
+        device = members[0].device
+        cuda = device.type == "cuda"
         bucket = Bucket(
             pieces,
             {piece.param: tuple(params[piece.param].shape) for piece in pieces},
             members[0].dtype,
             working=self._working(members[0]),
-            pin_params=self.pin_params and cuda,
-            pin_grads=self.pin_grads and cuda,
+            params_pinned_for=device if self.pin_params and cuda else None,
+            grads_pinned_for=device if self.pin_grads and cuda else None,
         )
         rule = self._rule(bucket, {index: self._host_options(group) for index, group in enumerate(groups)}, group_of)
         link = HyperLink(rule.group_indices, lambda: rule.param_groups, self._host_options)
-        return BucketRun(bucket, rule, link, members, self._lane(members[0].device))
+        return BucketRun(bucket, rule, link, members, self._lane(device))
 
     def _host_options(self, group: Group) -> Group:
         return fused(numbers_of(group), self.cpu_class)

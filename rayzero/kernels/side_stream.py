@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rayzero.concurrency.cuda_device import on_device, sleep_until_done
+
 
 class SideStream:
     """A stream for updates on a CUDA device, so that they do not wait for the work that the rank has queued."""
@@ -18,10 +20,12 @@ class SideStream:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Work that is queued inside this context runs on the stream and is done at the end."""
+        """Work that is queued inside this context runs on the stream and is done at the end. Any thread may use it; it
+        is on the stream's device meanwhile, and sleeps at the end."""
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        with on_device(self._stream.device):
+            with torch.cuda.stream(self._stream):
+                yield
+            sleep_until_done(self._stream)

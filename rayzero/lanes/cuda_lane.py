@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.cuda_device import on_device, sleep_until_done, with_index
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Span
 from rayzero.lanes.stream_event import StreamEvent
@@ -21,27 +23,31 @@ class CudaEvent(StreamEvent):
     __slots__ = ("_lane", "_stream", "event", "graph")
 
     def __init__(self, lane: CudaLane, stream: torch.cuda.Stream, graph: object | None) -> None:
-        """Record it on ``stream``, which is captured into ``graph``. A thread that joins it sleeps; what is captured
-        has no time."""
+        """Record it on ``stream``, which is captured into ``graph``; the caller is on the lane's device. A thread that
+        joins it sleeps; what is captured has no time."""
         self._lane, self._stream, self.graph = lane, stream, graph
         self.event = torch.cuda.Event(enable_timing=graph is None, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def join(self) -> None:
         """See ``Event``."""
-        self.event.synchronize()
+        with self._lane.current():
+            self.event.synchronize()
 
     def _caller(self) -> object | None:
         return self._lane.graph()
 
     def _passed(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        with self._lane.current():
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def _order(self) -> None:
-        torch.cuda.current_stream(self._lane.device).wait_event(self.event)
+        with self._lane.current():
+            torch.cuda.current_stream(self._lane.device).wait_event(self.event)
 
     def _hold(self, memory: Tensor) -> None:
-        memory.record_stream(self._stream)
+        with self._lane.current():
+            memory.record_stream(self._stream)
 
     def _hold_for_caller(self, memory: Tensor) -> None:
         self._lane.used(memory)
@@ -57,15 +63,16 @@ class _Copy:
 
 
 class CudaLane:
-    """Copies on two streams of one CUDA device. See ``Lane`` and [Note: who may free device memory]."""
+    """Copies on two streams of one CUDA device. See ``Lane`` and [Note: who may free device memory].
+
+    Any thread may call it: CUDA is only asked on the lane's device. [Note: a thread's device] in cuda_device.py"""
 
     def __init__(self, device: torch.device | str = "cuda", *, overlap: bool = True) -> None:
         """``overlap=False``: copies run on the current stream. Raises ConfigError if ``device`` is not CUDA."""
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ConfigError(f"a CUDA lane needs a CUDA device, got {self.device}")
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = with_index(self.device)
         self._streams: dict[Direction, torch.cuda.Stream] = {}
         if overlap:
             self._streams["out"] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -73,7 +80,12 @@ class CudaLane:
         self._copies: deque[_Copy] = deque(maxlen=SPANS_KEPT)
         self._graphs: WeakKeyDictionary[torch.cuda.CUDAGraph, object] = WeakKeyDictionary()
         self._last: dict[Direction, object | None] = {}  # the graph that the last copy is captured into
-        self._made = CudaEvent(self, torch.cuda.current_stream(self.device), None)
+        with self.current():
+            self._made = CudaEvent(self, torch.cuda.current_stream(self.device), None)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the lane's device the calling thread's."""
+        return on_device(self.device)
 
     def issue(
         self,
@@ -86,6 +98,18 @@ class CudaLane:
         nbytes: int = 0,
     ) -> Event:
         """See ``Lane``: queues the work of ``copy`` on the direction's stream."""
+        with self.current():
+            return self._issue(direction, copy, after, holds, label, nbytes)
+
+    def _issue(
+        self,
+        direction: Direction,
+        copy: Callable[[], object],
+        after: Sequence[Event] | None,
+        holds: Sequence[Tensor],
+        label: str,
+        nbytes: int,
+    ) -> Event:
         stream, graph = self._stream(direction), self.graph()
         before = [event for event in after or () if not isinstance(event, StreamEvent) or event.waits_in(graph)]
         if after is None or graph is not None:  # so the stream is captured too
@@ -107,11 +131,12 @@ class CudaLane:
 
     def now(self, stream: Hashable = None) -> Event:
         """See ``Lane``: an event on the current stream, or on ``stream``."""
-        if stream is None:
-            return CudaEvent(self, torch.cuda.current_stream(self.device), self.graph())
-        assert isinstance(stream, torch.cuda.Stream)
-        with torch.cuda.stream(stream):
-            return CudaEvent(self, stream, self.graph())
+        with self.current():
+            if stream is None:
+                return CudaEvent(self, torch.cuda.current_stream(self.device), self.graph())
+            assert isinstance(stream, torch.cuda.Stream)
+            with torch.cuda.stream(stream):
+                return CudaEvent(self, stream, self.graph())
 
     def stream(self) -> Hashable:
         """See ``Lane``."""
@@ -119,19 +144,20 @@ class CudaLane:
 
     def used(self, memory: Tensor) -> None:
         """See ``Lane``. The allocator ignores the stream that the memory was allocated on."""
-        memory.record_stream(torch.cuda.current_stream(self.device))
+        with self.current():
+            memory.record_stream(torch.cuda.current_stream(self.device))
 
     def seconds(self, start: Event, stop: Event) -> float | None:
         """See ``Lane``. The device's time; None until the device has reached both events."""
         assert isinstance(start, CudaEvent)
         assert isinstance(stop, CudaEvent)
-        if not (start.finished() and stop.finished()):
-            return None
-        return _seconds(start, stop)
+        with self.current():
+            return _seconds(start, stop) if start.finished() and stop.finished() else None
 
     def spans(self) -> list[Span]:
         """See ``Lane``. The clock is the device's and starts when the lane is made."""
-        return [self._span(copy) for copy in list(self._copies) if copy.stop.finished()]
+        with self.current():
+            return [self._span(copy) for copy in list(self._copies) if copy.stop.finished()]
 
     def _span(self, copy: _Copy) -> Span:
         start = _seconds(self._made, copy.start)
@@ -139,26 +165,33 @@ class CudaLane:
 
     def settle(self, direction: Direction) -> None:
         """See ``Lane``: the current stream waits for the direction's stream, in a capture if that is captured too."""
-        if not self.capturing() or self._last.get(direction) is self.graph():
-            torch.cuda.current_stream(self.device).wait_stream(self._stream(direction))
+        with self.current():
+            if not self.capturing() or self._last.get(direction) is self.graph():
+                torch.cuda.current_stream(self.device).wait_stream(self._stream(direction))
 
     def drain(self, direction: Direction) -> None:
-        """See ``Lane``."""
-        self._stream(direction).synchronize()
+        """See ``Lane``. The thread sleeps."""
+        with self.current():
+            sleep_until_done(self._stream(direction))
 
     def capturing(self) -> bool:
-        """See ``Lane``."""
-        return torch.cuda.is_current_stream_capturing()
+        """See ``Lane``: the current stream of the lane's device."""
+        with self.current():
+            return torch.cuda.is_current_stream_capturing()
 
     def graph(self) -> object | None:
         """What stands for the graph that the current stream is captured into; None outside a capture.
 
         Raises UnsupportedError if torch does not know the graph."""
-        if not self.capturing():
-            return None
-        graph = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+        with self.current():
+            if not torch.cuda.is_current_stream_capturing():
+                return None
+            try:
+                graph = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+            except RuntimeError as error:  # the capture was begun at CUDA itself
+                raise _unknown_graph() from error
         if not isinstance(graph, torch.cuda.CUDAGraph):
-            raise UnsupportedError("copies can only be captured into graphs of torch.cuda.CUDAGraph")
+            raise _unknown_graph()
         return self._graphs.setdefault(graph, object())
 
     def close(self) -> None:
@@ -170,3 +203,7 @@ class CudaLane:
 
 def _seconds(start: CudaEvent, stop: CudaEvent) -> float:
     return float(start.event.elapsed_time(stop.event)) / 1e3
+
+
+def _unknown_graph() -> UnsupportedError:
+    return UnsupportedError("copies can only be captured into graphs of torch.cuda.CUDAGraph")

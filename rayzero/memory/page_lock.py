@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.cuda_device import on_device, with_index
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.mapping import Mapping, whole_pages
 from rayzero.quantities import format_bytes
@@ -34,17 +35,19 @@ def locked_bytes() -> int:
     return sum(list(_locked.values()))
 
 
-def host_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Zeroed host memory, 1D. ``pinned``: page-locked. [Note: torch's own] Pages that are not take no memory before
-    they are written; torch.zeros would write them. Raises MemoryPlanError if the driver refuses. Freed with its last
-    tensor, and if it is page-locked, once the device has ended what is queued."""
+def host_zeros(numel: int, dtype: torch.dtype, *, pinned_for: torch.device | None) -> Tensor:
+    """Zeroed host memory, 1D. ``pinned_for``: page-locked, for copies to and from this CUDA device; None: it is not.
+    [Note: torch's own] Pages that are not take no memory before they are written; torch.zeros would write them. Raises
+    MemoryPlanError if the driver refuses. Freed with its last tensor, and if it is page-locked, once that device has
+    ended what is queued."""
     if not numel:
         return torch.zeros(0, dtype=dtype)
     mapping = Mapping.fresh(whole_pages(numel * dtype.itemsize))
-    if not pinned:
+    if pinned_for is None:
         return mapping.tensor(0, numel, dtype)
-    runtime = _register(mapping.address, mapping.size, read_only=False)
-    last = weakref.finalize(mapping.keeper, _unregister_idle, runtime, mapping.address)  # runs before it is unmapped
+    device = with_index(pinned_for)
+    runtime = _register(mapping.address, mapping.size, device, read_only=False)
+    last = weakref.finalize(mapping.keeper, _unregister_idle, runtime, mapping.address, device)  # before it is unmapped
     last.atexit = False
     return mapping.tensor(0, numel, dtype)
 
@@ -69,31 +72,36 @@ def beyond_limit(params: int, gradients: int, limit: int) -> str | None:
 class PageLock:
     """Registered ranges of memory. They stay registered until ``release()``, or until nothing refers to this object."""
 
-    def __init__(self, ranges: Sequence[tuple[int, int]], keeper: object, *, read_only: bool) -> None:
+    def __init__(
+        self, ranges: Sequence[tuple[int, int]], keeper: object, *, read_only: bool, device: torch.device
+    ) -> None:
         """``ranges``: (address, bytes) of each part. ``keeper``: keeps them mapped. ``read_only``: they are mapped
-        without the right to write; not every device can register such memory. Raises MemoryPlanError if the driver
-        refuses; then none is registered."""
+        without the right to write; not every device can register such memory. ``device``: the CUDA device that copies
+        from and to them. Raises MemoryPlanError if the driver refuses; then none is registered."""
         done: list[tuple[Any, int]] = []
+        device = with_index(device)
         try:
             for address, size in ranges:
-                done.append((_register(address, size, read_only=read_only), address))
+                done.append((_register(address, size, device, read_only=read_only), address))
         except MemoryPlanError:
-            _unregister_all(done, keeper)
+            _unregister_all(done, device, keeper)
             raise
-        self._release = weakref.finalize(self, _unregister_all, done, keeper)
+        self._release = weakref.finalize(self, _unregister_all, done, device, keeper)
 
     def release(self) -> None:
         """Unregister it. Call it after the last copy. Idempotent."""
         self._release()
 
 
-def _register(address: int, size: int, *, read_only: bool) -> Any:
-    """Register a range; returns CUDA's runtime."""
+def _register(address: int, size: int, device: torch.device, *, read_only: bool) -> Any:
+    """Register a range; returns CUDA's runtime. [Note: a thread's device] in cuda_device.py: this makes a context, if
+    there is none."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if read_only else 0))
+    with on_device(device):
+        status = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if read_only else 0))
     if int(status) != 0:
         with suppress(RuntimeError):
-            _launch()  # takes the refusal. [Note: CUDA's last error]
+            _launch(device)  # takes the refusal. [Note: CUDA's last error]
         raise MemoryPlanError(
             f"CUDA refused to page-lock {format_bytes(size)} of host memory (error {int(status)}); "
             "raise the limit (ulimit -l), or set pin_cpu_memory=False"
@@ -102,27 +110,35 @@ def _register(address: int, size: int, *, read_only: bool) -> Any:
     return runtime
 
 
-def _launch() -> None:
+def _launch(device: torch.device) -> None:
     """Launch a kernel of no consequence."""
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, device=device)
 
 
-def _unregister_idle(runtime: Any, address: int) -> None:
-    """Unregister a range whose last tensor is gone; a copy that is queued may still use it."""
-    torch.cuda.synchronize()
-    _unregister(runtime, address)
+def _unregister_idle(runtime: Any, address: int, device: torch.device) -> None:
+    """Unregister a range whose last tensor is gone; a copy that is queued may still use it.
+
+    The thread spins meanwhile: an event, for which it could sleep, is of one stream, and who used the range is not
+    known here."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # in a capture, which refuses it, or after a fault of the device
+        log.exception("could not wait for %s before giving back page-locked memory at %#x", device, address)
+    finally:  # it is unmapped next, and must not be registered then
+        _unregister(runtime, address, device)
 
 
-def _unregister_all(ranges: Sequence[tuple[Any, int]], keeper: object) -> None:
+def _unregister_all(ranges: Sequence[tuple[Any, int]], device: torch.device, keeper: object) -> None:
     """``keeper`` is held until here, because a registered range must not be unmapped."""
     for runtime, address in ranges:
-        _unregister(runtime, address)
+        _unregister(runtime, address, device)
 
 
-def _unregister(runtime: Any, address: int) -> None:
+def _unregister(runtime: Any, address: int, device: torch.device) -> None:
     _locked.pop(address, None)
-    status = int(runtime.cudaHostUnregister(address))
+    with on_device(device):
+        status = int(runtime.cudaHostUnregister(address))
     if status != 0:
         with suppress(RuntimeError):
-            _launch()  # [Note: CUDA's last error]
+            _launch(device)  # [Note: CUDA's last error]
         log.warning("CUDA did not unregister host memory at %#x: error %d", address, status)

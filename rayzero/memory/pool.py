@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.cuda_device import with_index
 from rayzero.errors import ConfigError
 from rayzero.memory.budget import Lease, MemoryBudget
 from rayzero.memory.page_lock import host_zeros
@@ -95,16 +96,16 @@ class BufferPool:
         self,
         device: torch.device | str = "cpu",
         *,
-        pinned: bool = False,
+        pinned_for: torch.device | None = None,
         budget: MemoryBudget | None = None,
         poison: bool = False,
     ) -> None:
-        """``pinned``: page-locked host memory, which needs CUDA; raises ConfigError if that is impossible. Without a
-        budget, nothing is bounded, only counted."""
+        """``pinned_for``: page-locked host memory, for copies to and from this CUDA device; raises ConfigError if that
+        is impossible. Without a budget, nothing is bounded, only counted."""
         self.device = torch.device(device)
-        if pinned and (self.device.type != "cpu" or not torch.cuda.is_available()):
+        if pinned_for is not None and (self.device.type != "cpu" or not torch.cuda.is_available()):
             raise ConfigError(f"pinned buffers need host memory and CUDA, got device {self.device}")
-        self.pinned = pinned
+        self.pinned_for = None if pinned_for is None else with_index(pinned_for)
         self.budget = budget or MemoryBudget(None)
         self._poison = poison
         self._lock = threading.Lock()
@@ -175,8 +176,8 @@ class BufferPool:
         if self.budget.limit is not None:
             self._trim(max(0, self.budget.limit - self._leased - size))
         self._allocated += size
-        if self.pinned:
-            return _Memory(host_zeros(size, torch.uint8, pinned=True), size)
+        if self.pinned_for is not None:
+            return _Memory(host_zeros(size, torch.uint8, pinned_for=self.pinned_for), size)
         return _Memory(torch.empty(size, dtype=torch.uint8, device=self.device), size)
 
     def _count(self, size: int, sign: int) -> None:

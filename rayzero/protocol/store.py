@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rayzero.protocol.messages import (
@@ -48,10 +49,11 @@ class ParameterStore(Protocol):
         """Whether its owners are in this process."""
         ...
 
-    def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.
 
-        ``page_lock``: lock the memory that ``mapped`` and ``landing`` return, for copies to and from a CUDA device.
+        ``page_lock``: the CUDA device for whose copies the memory that ``mapped`` and ``landing`` return is locked;
+        None: it is not.
 
         Raises HandshakeError, naming both sides, if this rank's spec differs from the one an owner already has, and
         MemoryPlanError if the owner's host has too little memory.

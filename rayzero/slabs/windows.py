@@ -57,16 +57,16 @@ class Window:
         """The whole window, 1D. The tensor stays readable after ``close()``. Raises StoreClosedError after that."""
         return self._open().tensor(0, self.bytes // dtype.itemsize, dtype)
 
-    def page_lock(self) -> PageLock:
-        """Lock the window's pages, so that CUDA copies from it directly. See :class:`PageLock`."""
+    def page_lock(self, device: torch.device) -> PageLock:
+        """Lock the window's pages, so that a CUDA device copies from it directly. See :class:`PageLock`."""
         mapping = self._open()
         try:
-            return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False)
+            return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False, device=device)
         except MemoryPlanError:
             if len(self._parts) == 1:
                 raise
         parts = [(mapping.address + at, whole_pages(size)) for at, size in self._parts]  # a driver may want one a file
-        return PageLock(parts, mapping.keeper, read_only=False)
+        return PageLock(parts, mapping.keeper, read_only=False, device=device)
 
     def revert(self) -> None:
         """Discard what this process wrote, so that the window shows the slabs again. Costs little if nothing was

@@ -308,7 +308,7 @@ class LocalConnection:
         self._lead = LocalLead(rank, life, owners, self._watch)
         self._attached = False
 
-    def attach(self, spec: ModelSpec, *, page_lock: bool) -> Joined:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """See ``Connection.attach``."""
         services = self.owners.services
         require_life(self.rank, self.life, self.owners.lives)
@@ -316,7 +316,7 @@ class LocalConnection:
         back = self.life > 0
         answers = [service.attach(self.rank, spec, own_gradients=True, comes_back=back) for service in services]
         if self._gradients is None:
-            self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
+            self._gradients = GradientRegion(spec, gradient_memory(spec, pinned_for=page_lock))
         step = self.owners.lead.attach(self.rank, spec, answers[0].version)
         for service in services:
             service.map_gradients(self.rank, self._gradients.flats, step if self.life else None)
@@ -336,7 +336,7 @@ class LocalConnection:
             windows=self._windows,
             gradients=self._gradients,
             takes_scattered=spec.accumulation_steps == 1,  # else each would be copied by the step's next push
-            gradient_tier="pinned" if page_lock else "ram",
+            gradient_tier="ram" if page_lock is None else "pinned",
             kernel=services[0].kernel,
             transport="inproc",
         )

@@ -133,7 +133,7 @@ def test_failed_pinning_falls_back_to_pageable_with_one_warning():
             raise RuntimeError("no more page-locked memory")
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    pool = HostPool(pin=True, allocate=allocate)
+    pool = HostPool(pinned_for=torch.device("cuda"), allocate=allocate)
     with pytest.warns(UserWarning, match="pageable"):
         assert pool.acquire(10) is not None
     with warnings.catch_warnings():
@@ -143,7 +143,11 @@ def test_failed_pinning_falls_back_to_pageable_with_one_warning():
 
 
 def test_the_pinned_cap_falls_back_too():
-    pool = HostPool(pin=True, pinned_cap_bytes=4096, allocate=lambda n, pinned: torch.empty(n, dtype=torch.uint8))
+    pool = HostPool(
+        pinned_for=torch.device("cuda"),
+        pinned_cap_bytes=4096,
+        allocate=lambda n, pinned: torch.empty(n, dtype=torch.uint8),
+    )
     pool.acquire(10)
     with pytest.warns(UserWarning, match="cap of 4,096"):
         pool.acquire(10)

@@ -12,13 +12,15 @@ import torch
 
 import rayzero
 from rayzero.engine.context import RankContext
+from rayzero.engine.units.residency import mapped_units
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
 from rayzero.errors import UnsupportedError
+from rayzero.lanes import Direction, Event
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore
-from rayzero.testing.simulated_lane import SimulatedLane, device_behind
+from rayzero.testing.simulated_lane import SimulatedEvent, SimulatedLane, device_behind
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
 
 from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
@@ -137,6 +139,56 @@ def test_no_copy_is_in_flight_when_the_store_frees_its_memory(
     assert lane.waiting or seed, "the first seed makes all copies at the last moment"
     engine.close()
     assert left == [0]
+
+
+class HostWaits(SimulatedLane):
+    """Knows the copies that the thread itself has not waited for: on CUDA, what a stream waits for may still run."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.open: dict[str, list[Event]] = {"out": [], "in": []}
+
+    def issue(self, direction: Direction, copy: Callable[[], object], **options: Any) -> Event:
+        self.open[direction].append(event := super().issue(direction, copy, **options))
+        return event
+
+    def drain(self, direction: Direction) -> None:
+        super().drain(direction)
+        self.open[direction].clear()
+
+    def _join(self, event: SimulatedEvent) -> None:
+        super()._join(event)
+        for events in self.open.values():
+            events[:] = [each for each in events if each is not event]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_is_finished_once_the_thread_has_waited_for_all_copies(
+    seed: int, alone: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After that, owners overwrite the parameters that copies to the device read. No gradient on its way out comes
+    after those of a forward without gradients."""
+    lane, left = HostWaits(seed), list[tuple[int, int]]()
+    base = seeded(lambda: Net(num_layers=3))
+    with device_behind(lane):
+        model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS["one ahead"](base))
+    engine = optimizer.engine
+    assert mapped_units(engine.store, [unit.layout for unit in engine.units]), "copies read the owners' memory"
+    commit = engine.step_state.commit
+
+    def committed(*of: Any) -> None:
+        left.append((len(lane.open["out"]), len(lane.open["in"])))
+        commit(*of)
+
+    monkeypatch.setattr(engine.step_state, "commit", committed)
+    for step in range(2):
+        token_loss(model, tokens(step)).backward()
+        with torch.no_grad():
+            model(tokens(step)[0])
+        assert lane.open["in"], "its parameters were copied"
+        optimizer.step()
+        optimizer.zero_grad()
+    assert left == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["before it", "then"])

@@ -20,15 +20,18 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.units.partition import build_layout
 from rayzero.engine.units.residency import UnitBuffer
-from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
+from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers, device_transfers
 from rayzero.lanes import ThreadLane
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.protocol.messages import Contribution
 from rayzero.protocol.store import ParameterStore
+from tests.cuda_driver import OURS, Driver, driver
 
 from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
+
+__all__ = ["driver"]
 
 
 def adamw(params) -> torch.optim.AdamW:
@@ -89,6 +92,9 @@ class OneUnit:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def mapped(self, unit: int) -> None:
+        return None
 
     def landing(self, contribution: Contribution) -> None:
         return None
@@ -169,6 +175,21 @@ def test_draining_waits_for_copies_into_the_stores_memory() -> None:
     assert ended == ["out"]
     carried.close()
     assert torch.equal(store.pushed[0], store.values)
+
+
+def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> None:
+    """Whichever one the fetching thread is on: the driver fails at what would make a context there."""
+    unit, store, published = one_unit()
+    lane = ThreadLane()
+    lane.device = OURS
+    carried = device_transfers(store, lane, [unit], pinned=True)
+    buffer = UnitBuffer(torch.zeros(unit.numel), (), Buffer(torch.zeros(0), {}, lambda: None), mapped=False)
+    carried.fetch(unit, 0, buffer, published=published, held=None, ahead=False).wait()
+    assert list(driver.registered.values()) == [buffer_bytes(unit.size_bytes)]
+    carried.trim()
+    assert driver.events[1:] == [("synchronize", OURS.index), ("unregister", buffer_bytes(unit.size_bytes))]
+    assert ("staging", "pinned") in carried.allocated()
+    carried.close()
 
 
 class Landing(OneUnit):

@@ -24,10 +24,12 @@ class Link(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[str, torch.dtype, torch.dtype, int]] = []  # from, its dtype, the other one's, elements
+        self.blocking = 0  # copies that the thread would wait for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
-            into, source = args[0], args[1]
+            into, source, *more = args
+            self.blocking += not any([*more, *(kwargs or {}).values()])
             self.copies.append((source.device.type, source.dtype, into.dtype, source.numel()))
             return into
         return func(*args, **(kwargs or {}))
@@ -40,6 +42,7 @@ def test_gradients_go_to_the_device_as_they_are(dtype: torch.dtype, num_ranks: i
     with Link() as link:
         RankSum(LENGTH, META).sum(grads, range(num_ranks), 0, LENGTH)
     assert link.copies == [("cpu", dtype, dtype, LENGTH)] * num_ranks
+    assert link.blocking == 0, "the thread queues them all, and the link is never idle in between"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -57,6 +60,7 @@ def test_an_update_moves_each_ranks_gradient_and_the_parameters_once_in_their_dt
     with Link() as link:
         TorchKernel(LENGTH, device=META).update(memory, grads, [segment], 0.5, lambda done, total: None)
     assert link.copies == [("cpu", dtype, dtype, LENGTH)] * 2 + [("meta", dtype, dtype, LENGTH)]
+    assert link.blocking == 0
 
 
 def test_the_sum_over_a_link_has_the_bits_of_the_one_on_the_host() -> None:

@@ -149,10 +149,10 @@ def test_live_buffers_never_share_memory_and_the_counts_agree(actions: list[tupl
 
 def test_pinned_memory_needs_cuda() -> None:
     if torch.cuda.is_available():
-        assert acquire(BufferPool(pinned=True), 100).tensor.is_pinned()
+        assert acquire(BufferPool(pinned_for=torch.device("cuda")), 100).tensor.is_pinned()
     else:
         with pytest.raises(ConfigError, match="need host memory and CUDA"):
-            BufferPool(pinned=True)
+            BufferPool(pinned_for=torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from rayzero.memory.mapping import PAGE
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab, create_slabs
 from rayzero.slabs.windows import Window, WindowPiece, can_map
-from tests.cuda_driver import Driver, driver
+from tests.cuda_driver import OURS, Driver, driver
 
 __all__ = ["driver"]
 
@@ -188,15 +188,15 @@ def test_reverting_a_window_that_nobody_wrote_to_keeps_its_pages(slabs: list[Sla
 def test_a_window_is_page_locked_as_one_range_or_where_the_driver_refuses_piece_by_piece(
     slabs: list[Slab], driver: Driver
 ) -> None:
-    lock = mixed(slabs, private=False).page_lock()
+    lock = mixed(slabs, private=False).page_lock(OURS)
     assert list(driver.registered.values()) == [4 * PAGE]
     lock.release()
     driver.most = 2 * PAGE
-    lock = mixed(slabs, private=False).page_lock()
+    lock = mixed(slabs, private=False).page_lock(OURS)
     assert list(driver.registered.values()) == [2 * PAGE, PAGE, PAGE]
     lock.release()
     lock.release()
     driver.most = PAGE
     with pytest.raises(MemoryPlanError, match="CUDA refused to page-lock 8 KiB"):
-        mixed(slabs, private=False).page_lock()
+        mixed(slabs, private=False).page_lock(OURS)
     assert driver.registered == {}

@@ -70,7 +70,7 @@ def test_a_window_shows_what_all_owners_of_a_unit_write_or_there_is_none(owners:
     plan = plan_of(owners, shard_numel=shard_numel)
     with ExitStack() as stack:
         arenas = {owner: owner_slabs(stack, plan, owner).arena for owner in range(owners)}
-        windows = UnitWindows(plan, arenas, page_lock=False)
+        windows = UnitWindows(plan, arenas, page_lock=None)
         stack.callback(windows.close)
         fill(plan, arenas)
         for unit in plan.spec.layout.units:
@@ -84,7 +84,7 @@ def test_a_window_shows_what_all_owners_of_a_unit_write_or_there_is_none(owners:
 
 def test_a_unit_of_an_owner_elsewhere_has_no_window(slabs: ExitStack) -> None:
     plan = plan_of(2, shard_numel=1024)
-    windows = UnitWindows(plan, {0: owner_slabs(slabs, plan, 0).arena}, page_lock=False)
+    windows = UnitWindows(plan, {0: owner_slabs(slabs, plan, 0).arena}, page_lock=None)
     here = {shard.unit for shard in plan.shards_of(0)} - {shard.unit for shard in plan.shards_of(1)}
     assert {u.index for u in plan.spec.layout.units if windows.tensor(u.index) is not None} == here
 
@@ -93,7 +93,7 @@ def test_writes_into_a_window_stay_private_and_are_reverted(slabs: ExitStack) ->
     plan = plan_of(1)
     arenas = {0: owner_slabs(slabs, plan, 0).arena}
     fill(plan, arenas)
-    windows = UnitWindows(plan, arenas, page_lock=False)
+    windows = UnitWindows(plan, arenas, page_lock=None)
     window, truth = windows.tensor(0), arenas[0].tensor(0)
     assert window is not None
     window.zero_()

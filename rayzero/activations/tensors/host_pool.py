@@ -17,6 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,15 +104,17 @@ class HostPool:
         *,
         cap_bytes: int | None = None,
         pinned_cap_bytes: int | None = None,
-        pin: bool = False,
+        pinned_for: torch.device | None = None,
         poison: bool = False,
         allocate: Callable[[int, bool], Tensor] | None = None,
     ) -> None:
-        """``pin``: use page-locked memory as far as ``pinned_cap_bytes`` and the system allow, and pageable memory
-        after that. ``allocate(nbytes, pinned)``: makes the memory (1D uint8); by default torch does. ``poison``: for
-        tests, fill each buffer with 0xFF when it comes back, unless a copy is in flight."""
-        self._cap, self._pinned_cap, self._pin, self._poison = cap_bytes, pinned_cap_bytes, pin, poison
-        self._allocate = allocate or _host_bytes
+        """``pinned_for``: use memory that is page-locked for copies to and from this CUDA device as far as
+        ``pinned_cap_bytes`` and the system allow, and pageable memory after that. ``allocate(nbytes, pinned)``: makes
+        the memory (1D uint8); by default torch does. ``poison``: for tests, fill each buffer with 0xFF when it comes
+        back, unless a copy is in flight."""
+        self._cap, self._pinned_cap, self._poison = cap_bytes, pinned_cap_bytes, poison
+        self._pin = pinned_for is not None
+        self._allocate = allocate or partial(_host_bytes, pinned_for)
         self._lock = threading.Lock()
         self._free: dict[int, deque[HostBuffer]] = {}  # by size class, the longest free first
         self._in_use: dict[int, int] = {}
@@ -288,8 +291,8 @@ class HostPool:
         return dropped
 
 
-def _host_bytes(nbytes: int, pinned: bool) -> Tensor:
-    return host_zeros(nbytes, torch.uint8, pinned=True) if pinned else torch.empty(nbytes, dtype=torch.uint8)
+def _host_bytes(pinned_for: torch.device | None, nbytes: int, pinned: bool) -> Tensor:
+    return host_zeros(nbytes, torch.uint8, pinned_for=pinned_for) if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _warn_pageable(why: str) -> None:

@@ -54,7 +54,7 @@ def device_transfers(
     store: ParameterStore, lane: Lane, units: Sequence[UnitLayout], *, pinned: bool
 ) -> DeviceTransfers:
     """The transfers of a rank on the device of ``lane``. ``pinned``: page-lock staging buffers."""
-    staging = BufferPool(pinned=pinned, budget=_on_their_way(units))
+    staging = BufferPool(pinned_for=lane.device if pinned else None, budget=_on_their_way(units))
     return DeviceTransfers(store, staging, lane, mapped_units(store, units))
 
 
@@ -169,7 +169,7 @@ class UnitTransfers:
     def allocated(self) -> dict[tuple[str, str], int]:
         """Bytes of staging memory: (kind, tier) -> bytes, with the labels of ``names.MEMORY_BYTES``. Any thread may
         call it."""
-        return {("staging", "pinned" if self._staging.pinned else "ram"): _held(self._staging)}
+        return {("staging", "pinned" if self._staging.pinned_for is not None else "ram"): _held(self._staging)}
 
     def measure_link(self, device: torch.device) -> None:
         """Measure the copies between ``device``, the rank's, and host memory: some tens of milliseconds."""
@@ -193,7 +193,7 @@ class DeviceTransfers(UnitTransfers):
         super().__init__(store, staging)
         self.lane = lane
         self._mapped = mapped
-        self._arriving = BufferPool(pinned=staging.pinned)  # bounded by the prefetches, which the device budget bounds
+        self._arriving = BufferPool(pinned_for=staging.pinned_for)  # bounded by the prefetches, as their buffers are
         self._copied: list[tuple[Event, Buffer]] = []  # freed by: _reap, once the copy has run
         self._lock = threading.Lock()
 

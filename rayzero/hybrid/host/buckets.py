@@ -42,11 +42,12 @@ class Bucket:
         dtype: torch.dtype,
         *,
         working: torch.dtype,
-        pin_params: bool,
-        pin_grads: bool,
+        params_pinned_for: torch.device | None,
+        grads_pinned_for: torch.device | None,
     ) -> None:
         """``shapes``: parameter index -> shape. ``dtype``: of the parameters and of their copies. ``working``: of the
-        masters."""
+        masters. ``params_pinned_for``, ``grads_pinned_for``: the CUDA device whose copies read or write them, if they
+        are page-locked."""
         self.pieces = tuple(pieces)
         self.dtype = dtype
         self._shapes = [shapes[piece.param] if piece.whole else (piece.numel,) for piece in pieces]
@@ -54,13 +55,13 @@ class Bucket:
         self.offsets = [end - aligned(piece.numel) for end, piece in zip(ends, pieces, strict=True)]
         self.numel = ends[-1]
         same = working is dtype
-        self.master = host_zeros(self.numel, working, pinned=pin_params and same)
-        self.params = self.master if same else host_zeros(self.numel, dtype, pinned=pin_params)
+        self.master = host_zeros(self.numel, working, pinned_for=params_pinned_for if same else None)
+        self.params = self.master if same else host_zeros(self.numel, dtype, pinned_for=params_pinned_for)
         self.grads: Tensor | None = None  # made at the first use, kept: gradients of every step land in it
         self.master_views = self.views(self.master)
         self.param_views = self.master_views if same else self.views(self.params)
         self.grad_views: list[Tensor] = []
-        self._pin_grads = pin_grads
+        self._grads_pinned_for = grads_pinned_for
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, which is laid out like the bucket: one per piece, in the piece's shape."""
@@ -70,7 +71,7 @@ class Bucket:
     def gradient_memory(self, dtype: torch.dtype) -> Tensor:
         """1D memory for gradients of ``dtype``. Asking for another dtype replaces it and loses its contents."""
         if self.grads is None or self.grads.dtype is not dtype:
-            self.grads = host_zeros(self.numel, dtype, pinned=self._pin_grads)
+            self.grads = host_zeros(self.numel, dtype, pinned_for=self._grads_pinned_for)
             self.grad_views = self.views(self.grads)
         return self.grads
 

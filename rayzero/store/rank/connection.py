@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from rayzero.concurrency.gather import Gather
@@ -149,7 +150,7 @@ class Connection(Protocol):
     in_process: bool  # the owners end with this process
     epochs: Epochs  # over which its calls are made
 
-    def attach(self, spec: ModelSpec, *, page_lock: bool) -> Joined:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; blocks. See ``ParameterStore.attach``."""
         ...
 

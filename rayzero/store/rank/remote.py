@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rayzero.concurrency.futures import DONE, fail, settled, then
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import (
@@ -180,7 +182,7 @@ class RemoteConnection:
 
     # ---- handshake
 
-    def attach(self, spec: ModelSpec, *, page_lock: bool) -> Joined:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
         answers = self._shake_hands(spec)
         plan = SharedPlan.of(spec, len(self._links), self._ownership)
@@ -195,7 +197,7 @@ class RemoteConnection:
                 self._shake_hands(spec)  # fails with the cause, if it has gone because the next epoch has begun there
                 raise
             if self._gradients is None and self._keep_pushed:
-                self._gradients = GradientRegion(spec, gradient_memory(spec, pinned=page_lock))
+                self._gradients = GradientRegion(spec, gradient_memory(spec, pinned_for=page_lock))
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
             former, self._came_back = (self._former(plan, step), step) if self.life else (NOTHING, None)
@@ -205,7 +207,7 @@ class RemoteConnection:
             self._check_successors(answers)
         return self._joined(plan, answers, step, page_lock)
 
-    def _joined(self, plan: SharedPlan, answers: Sequence[Any], step: int, page_lock: bool) -> Joined:
+    def _joined(self, plan: SharedPlan, answers: Sequence[Any], step: int, page_lock: torch.device | None) -> Joined:
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         assert self._lead is not None
@@ -221,7 +223,7 @@ class RemoteConnection:
             windows=self._windows,
             gradients=self._gradients,
             keeps_pushed=self._keep_pushed and bool(self._senders),
-            gradient_tier="shm" if self._shared is not None else "pinned" if page_lock else "ram",
+            gradient_tier="shm" if self._shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
         )
@@ -272,7 +274,9 @@ class RemoteConnection:
                     "all owners of a run must agree"
                 )
 
-    def _join_host(self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], step: int, page_lock: bool) -> None:
+    def _join_host(
+        self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], step: int, page_lock: torch.device | None
+    ) -> None:
         """Share memory with the owners of this host. ``offers``: the files that each of them offers, by owner.
         ``step``: the open one."""
         away = [link.owner for link in self._links if link.owner not in offers]
@@ -287,7 +291,7 @@ class RemoteConnection:
         log.info("rank %d: %s", self.rank, said)
         if not offers:
             return
-        if page_lock and (doubt := doubt_of_locks(plan, list(offers))) is not None:
+        if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
             log.warning("rank %d: %s", self.rank, doubt)
         shared = self._shared = SharedRank(  # freed by: free()
             self.rank, plan, self._share, life=self.life, page_lock=page_lock
@@ -372,7 +376,7 @@ class RemoteConnection:
                 raise self._kept_nothing(self._links[owner])
         self._push_again()
         self._check_successors(answers)
-        return self._joined(plan, answers, answers[lead].step, page_lock=False)
+        return self._joined(plan, answers, answers[lead].step, page_lock=None)
 
     def _keep_again(self) -> None:
         """Give the loop's state to the owner that keeps it now."""

@@ -110,7 +110,7 @@ class RankStore:
 
     # ---- handshake
 
-    def attach(self, spec: ModelSpec, *, page_lock: bool = False) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None) -> Attached:
         """Shake hands with every owner; see ``ParameterStore.attach``."""
         while True:
             epoch = self._epochs.number

@@ -23,12 +23,12 @@ from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
 from rayzero.protocol.scattered import ScatteredUnit
 
 
-def gradient_memory(spec: ModelSpec, *, pinned: bool) -> dict[int, Tensor]:
+def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> dict[int, Tensor]:
     """Zeroed memory of this process for a rank's gradients, by trained unit: 1D, unit.numel elements, one block for
-    each dtype. ``pinned``: page-locked (CUDA)."""
+    each dtype. ``pinned_for``: page-locked, for copies from this CUDA device."""
     found: dict[int, Tensor] = {}
     for dtype, sizes in gradient_sizes(spec).items():
-        block = host_zeros(sum(numel for _, numel in sizes), dtype, pinned=pinned)
+        block = host_zeros(sum(numel for _, numel in sizes), dtype, pinned_for=pinned_for)
         found |= zip([unit for unit, _ in sizes], torch.split(block, [numel for _, numel in sizes]), strict=True)
     return found
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
@@ -63,11 +64,17 @@ class SharedRank:
     bell and takes in published versions and answers."""
 
     def __init__(
-        self, rank: int, plan: SharedPlan, directory: Path = SHARED_MEMORY, *, life: int = 0, page_lock: bool = False
+        self,
+        rank: int,
+        plan: SharedPlan,
+        directory: Path = SHARED_MEMORY,
+        *,
+        life: int = 0,
+        page_lock: torch.device | None = None,
     ) -> None:
         """Allocate the rank's gradient memory. ``page_lock``: lock it and the owners' parameters, for copies to and
-        from a CUDA device. ``life``: how often the rank has died and come back. Raises MemoryPlanError if there is no
-        room."""
+        from this CUDA device; None: neither. ``life``: how often the rank has died and come back. Raises
+        MemoryPlanError if there is no room."""
         self.rank, self._plan, self._page_lock, self.directory = rank, plan, page_lock, directory
         self._loop: LoopSlab | None = None  # made at the first keep
         self._locks: list[PageLock] = []
@@ -97,8 +104,8 @@ class SharedRank:
 
     def gradients(self) -> Mapping[int, Tensor]:
         """The memory for this rank's gradients, by trained unit: 1D, unit.numel elements."""
-        if self._page_lock and not self._locks:
-            self._locks = [slab.page_lock() for slab in self._gradients.slabs]
+        if self._page_lock is not None and not self._locks:
+            self._locks = [slab.page_lock(self._page_lock) for slab in self._gradients.slabs]
         units = [unit for sizes in gradient_sizes(self._plan.spec).values() for unit, _ in sizes]
         return {unit: self._gradients.tensor(unit) for unit in units}
 
@@ -113,7 +120,8 @@ class SharedRank:
     def _met(self, owner: int, memory: SharedPaths) -> _Owner:
         plan, who = self._plan, f"rank {self.rank}"
         control = plan.attach(memory.control, who, writable=True)
-        slabs = [plan.attach(path, who, writable=self._page_lock) for path in memory.tensors]  # perhaps others' too
+        writes = self._page_lock is not None  # CUDA locks only what may be written
+        slabs = [plan.attach(path, who, writable=writes) for path in memory.tensors]  # perhaps others' too
         shapes = plan.params(owner).places
         if shapes.keys() != {key for key, _, _ in memory.places}:
             raise HandshakeError(

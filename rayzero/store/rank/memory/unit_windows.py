@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rayzero.memory.page_lock import PageLock
@@ -22,9 +23,9 @@ class UnitWindows:
     Knows where shards lie; not versions. A unit has no window if an owner's slabs are not mapped here, if it is kept
     encoded, or if shards of different owners do not meet at page boundaries."""
 
-    def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: bool) -> None:
-        """``params``: by owner, of this host. ``page_lock``: lock windows for copies to a CUDA device; else windows are
-        private (slabs/windows.py), because this process computes with these very bytes and may write to them."""
+    def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: torch.device | None) -> None:
+        """``params``: by owner, of this host. ``page_lock``: lock windows for copies to this CUDA device; None: windows
+        are private (slabs/windows.py), because this process computes with these very bytes and may write to them."""
         self._plan, self._params, self._page_lock = plan, params, page_lock
         self._making = threading.Lock()  # held while a window is made, or other owners take over
         self._locks: list[PageLock] = []
@@ -58,9 +59,9 @@ class UnitWindows:
             self._moved |= {unit for unit, shown in self._shown.items() if shown != _shown(self._pieces(unit))}
 
     def _open(self, pieces: list[WindowPiece]) -> Window:
-        window = Window(pieces, private=not self._page_lock)
-        if self._page_lock:
-            self._locks.append(window.page_lock())
+        window = Window(pieces, private=self._page_lock is None)
+        if self._page_lock is not None:
+            self._locks.append(window.page_lock(self._page_lock))
         return window
 
     def _pieces(self, unit: int) -> list[WindowPiece] | None:
