@@ -1,14 +1,15 @@
-"""A run over two hosts ends with the bits of a run on one, also if processes die on the other host or the cable is cut."""
+"""A run over two hosts ends with the bits of a run on one, whoever dies, and also if the cable is cut."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from .hosts import why_no_hosts
-from .trainings import MODEL_BYTES, RANKS_ON_HEAD, STEPS, TwoHosts, train
+from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, STEPS, TwoHosts, train
 
 pytestmark = [
     pytest.mark.ray,
@@ -35,7 +36,7 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
     before = a.sent_to(b), b.sent_to(a)
-    training = train(a, tmp_path, two_hosts.address, *RANKS_ON_HEAD)
+    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE)
     training.end()
     assert (sorted(training.members(a)), sorted(training.members(b))) == (
         ["rank 0", "rank 1"],
@@ -63,10 +64,11 @@ def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
     assert training.digest() == undisturbed
 
 
-@pytest.mark.parametrize("settings", [[], RANKS_ON_HEAD], ids=["mixed", "apart"])
-def test_a_cable_that_is_cut_for_a_while_only_delays(
-    settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+@pytest.mark.parametrize(("seconds", "settings"), [(5.0, []), (15.0, OWNERS_ELSEWHERE)], ids=["delayed", "reopened"])
+def test_a_cable_that_is_cut_for_a_while_changes_nothing(
+    seconds: float, settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
 ) -> None:
+    """A hole that is shorter than a ping's patience only delays; after a longer one, links are opened again."""
     a, b = two_hosts.a, two_hosts.b
     training = train(a, tmp_path, two_hosts.address, *settings)
     training.until(10)
@@ -74,10 +76,25 @@ def test_a_cable_that_is_cut_for_a_while_only_delays(
     try:
         done = training.done()
         with pytest.raises(subprocess.TimeoutExpired):
-            training.driver.wait(5.0)
+            training.driver.wait(seconds)
         assert training.done() <= done + 1, "no step is decided by half of the run"
     finally:
         a.cable(b).mend()
-    training.end()
+    said = training.end()
+    assert bool(re.search(r"rank \d: the link to optimizer \d at \S+ is back after", said)) is (seconds > 10)
+    assert training.record()["recoveries"] == []
+    assert training.digest() == undisturbed
+
+
+def test_a_slow_long_lossy_cable_changes_no_bit(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
+    a, b = two_hosts.a, two_hosts.b
+    cable = a.cable(b)
+    training = train(a, tmp_path, two_hosts.address)
+    training.until(10)
+    cable.bytes_per_s, cable.delay_s, cable.loss = 12.5e6, 0.005, 0.005  # 100 Mbit/s
+    try:
+        training.end()
+    finally:
+        cable.bytes_per_s, cable.delay_s, cable.loss = None, 0.0, 0.0
     assert training.record()["recoveries"] == []
     assert training.digest() == undisturbed

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +26,30 @@ THREADS = ["scaling.threads_per_worker=1", "scaling.threads_per_optimizer=1"]
 GIB = 1 << 30
 
 
-def start_ray(head: Host) -> str:
-    """Start a cluster whose first node is on this host; returns its address."""
-    _ray_start(head, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={head.own}/ray", gib=8)
+def start_ray(head: Host, **env: str) -> str:
+    """Start a cluster whose first node is on this host, with an environment of its own; returns its address."""
+    _ray_start(head, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={head.own}/ray", gib=8, env=env)
     return f"{head.address}:6379"
 
 
 def join_ray(host: Host, address: str) -> None:
-    """Add a node for optimizers, which has too little memory for the ranks of ``RANKS_ON_HEAD``."""
-    _ray_start(host, f"--address={address}", "--labels=rayzero.io/role=optimizer", gib=2)
+    """Add a node, which has too little memory for the ranks of ``RANKS_ON_HEAD``."""
+    _ray_start(host, f"--address={address}", gib=2, env={})
 
 
-def _ray_start(host: Host, *options: str, gib: int) -> None:
+def _ray_start(host: Host, *options: str, gib: int, env: Mapping[str, str]) -> None:
     room = ["--num-cpus=2", f"--memory={gib * GIB}", "--object-store-memory=100000000"]
-    done = host.run([RAY, "start", f"--node-ip-address={host.address}", *room, *options], timeout=100, env=RAY_ENV)
+    labels = f"--labels=rayzero.io/role=optimizer,host={host.name}"
+    command = [RAY, "start", f"--node-ip-address={host.address}", labels, *room, *options]
+    done = host.run(command, timeout=100, env=RAY_ENV | dict(env))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 RANKS_ON_HEAD = [f"scaling.memory_per_worker={3 * GIB}", "zero.placement=cpu_nodes"]
-"""Settings of a run whose ranks are all on the head's host, and whose owners are on others. Else there is a rank and an
-owner on each of two hosts."""
+"""Settings of a run whose ranks are on the head's host, while its owners are spread over all hosts."""
+
+OWNERS_ELSEWHERE = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-2}"]
+"""The same with all owners on the second host. Without either, each of two hosts has a rank and an owner."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""A run takes in a host that joins late, survives one without power, and names whom it awaits in vain."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from .hosts import hosts, why_no_hosts
+from .trainings import PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, start_ray, train, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts())),
+]
+
+
+def test_an_owner_joins_on_a_host_that_was_not_there_when_the_run_began(undisturbed: str, tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        address = start_ray(a)
+        training = train(a, tmp_path, address, *RANKS_ON_HEAD)
+        training.until(10)
+        rank_1 = training.members(a)["rank 1"]
+        a.kill(rank_1, signal.SIGSTOP)  # so that the run does not end before the change
+        join_ray(b, address)
+        scaling = a.start([PYTHON, "-m", "rayzero", "scale", str(training.folder), "--optimizers", "3"], env=RAY_ENV)
+        until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), "a third owner")
+        a.kill(rank_1, signal.SIGCONT)
+        said = scaling.communicate(timeout=60)[0]
+        assert scaling.returncode == 0, said
+        assert re.search(r"2 optimizers became 3; \S+ \S+ have another owner", said)
+        training.end()
+        assert sorted(training.members(b)) == ["optimizer 2"]
+        [change] = training.record()["rescales"]
+        assert change["moved_bytes"] > 0
+        assert b.sent_to(a) > 1_000_000
+        assert training.digest() == undisturbed
+
+
+def test_after_a_host_has_lost_its_power_the_run_goes_on_without_it(undisturbed: str, tmp_path: Path) -> None:
+    quickly = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3"}
+    with hosts(2) as (a, b):
+        address = start_ray(a, **{f"RAY_health_check_{name}": value for name, value in quickly.items()})
+        join_ray(b, address)
+        settings = ["run.checkpoint_every=10", "scaling.rescale_on_failure=true", "scaling.placement_timeout=3"]
+        training = train(a, tmp_path, address, *settings)
+        training.until(12)
+        assert sorted(training.members(b)) == ["optimizer 1", "rank 1"]
+        b.power_off()
+        said = training.end()
+        assert "Its host has left the cluster: only a checkpoint brings back what it had." in said
+        assert [one["who"] for one in training.record()["recoveries"]] == ["the run"]
+        assert sorted(training.members(a)) == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
+        assert training.digest() == undisturbed
+
+
+def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        address = start_ray(a)
+        join_ray(b, address)
+        training = train(a, tmp_path, address, "zero.stall_timeout=6")
+        training.until(10)
+        a.cable(b).cut()
+        said = training.driver.communicate(timeout=100)[0]
+        assert training.driver.returncode == 1, said
+        assert re.search(r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said), said
