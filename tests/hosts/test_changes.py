@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,4 +67,27 @@ def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp
         a.cable(b).cut()
         said = training.driver.communicate(timeout=100)[0]
         assert training.driver.returncode == 1, said
-        assert re.search(r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said), said
+        assert re.search(
+            r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said
+        ), said
+
+
+def test_two_owners_that_cannot_reach_each_other_only_delay_ranks_that_reach_both(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    with hosts(3) as (a, b, c):
+        address = start_ray(a)
+        for host in (b, c):
+            join_ray(host, address)
+        training = train(a, tmp_path, address, *RANKS_ON_HEAD, "scaling.optimizer_labels={host: '!host-1'}")
+        training.until(10)
+        assert [len(training.members(host)) for host in (a, b, c)] == [2, 1, 1]
+        b.cable(c).cut()
+        done = training.done()
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.driver.wait(5.0)
+        assert training.done() <= done + 1, "the lead knows the norms of both or of none"
+        b.cable(c).mend()
+        training.end()
+        assert training.record()["recoveries"] == []
+        assert training.digest() == undisturbed
