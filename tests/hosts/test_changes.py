@@ -1,4 +1,4 @@
-"""A run takes in a host that joins late, survives one without power, and names whom it awaits in vain."""
+"""A run takes in a host that joins late, goes on without one that is lost, and names whom it awaits in vain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .hosts import hosts, why_no_hosts
+from .hosts import Host, hosts, why_no_hosts
 from .trainings import PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, start_ray, train, until
 
 pytestmark = [
@@ -41,7 +41,8 @@ def test_an_owner_joins_on_a_host_that_was_not_there_when_the_run_began(undistur
         assert training.digest() == undisturbed
 
 
-def test_after_a_host_has_lost_its_power_the_run_goes_on_without_it(undisturbed: str, tmp_path: Path) -> None:
+def test_a_host_that_was_given_up_and_comes_back_disturbs_nothing(undisturbed: str, tmp_path: Path) -> None:
+    """Until it comes back, it is to the others a host that has lost its power: no connection was ever closed."""
     quickly = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3"}
     with hosts(2) as (a, b):
         address = start_ray(a, **{f"RAY_health_check_{name}": value for name, value in quickly.items()})
@@ -50,12 +51,20 @@ def test_after_a_host_has_lost_its_power_the_run_goes_on_without_it(undisturbed:
         training = train(a, tmp_path, address, *settings)
         training.until(12)
         assert sorted(training.members(b)) == ["optimizer 1", "rank 1"]
-        b.power_off()
-        said = training.end()
-        assert "Its host has left the cluster: only a checkpoint brings back what it had." in said
+        a.cable(b).cut()
+        said = training.until_it_says("Its host has left the cluster: only a checkpoint brings back what it had.")
+        assert len(members_alive(b)) == 2
+        a.cable(b).mend()
+        training.end(said)
         assert [one["who"] for one in training.record()["recoveries"]] == ["the run"]
         assert sorted(training.members(a)) == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
         assert training.digest() == undisturbed
+        until(lambda: members_alive(b) == [], "the end of what was given up")
+
+
+def members_alive(host: Host) -> list[str]:
+    """The pids of all ranks and owners on a host."""
+    return host.run(["pgrep", "-f", "^ray::(RankWorker|OptimizerActor)"]).stdout.split()
 
 
 def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp_path: Path) -> None:

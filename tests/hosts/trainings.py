@@ -18,12 +18,13 @@ from .hosts import Host
 
 PYTHON, RAY = sys.executable, str(Path(sys.executable).with_name("ray"))
 RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
-MODEL_BYTES = 529_408
 VERSE = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
 STEPS = 60
-MODEL = ["data=text.txt", "dim=64", "num_layers=2", "num_heads=2", "seq_len=32", "batch_size=4", "eval_every=1000"]
+MODEL = ["dim=64", "num_layers=2", "num_heads=2", "seq_len=32", "batch_size=4", "eval_every=1000"]
+MODEL_BYTES = 4 * 132_352  # fp32, as it travels
 THREADS = ["scaling.threads_per_worker=1", "scaling.threads_per_optimizer=1"]
 GIB = 1 << 30
+_TIMEOUT_S = 60.0
 
 
 def start_ray(head: Host, **env: str) -> str:
@@ -72,15 +73,26 @@ class Training:
         """How many steps it has reported."""
         return max((int(row["step"]) for row in read_log(self.folder)), default=0) if self.folder.exists() else 0
 
-    def until(self, steps: int, timeout_s: float = 60.0) -> None:
+    def until(self, steps: int, timeout_s: float = _TIMEOUT_S) -> None:
         """Wait until it has reported so many steps."""
         until(lambda: self.done() >= steps or self.driver.poll() is not None, f"step {steps}", timeout_s)
         assert self.driver.poll() is None, self.driver.communicate()[0]
 
-    def end(self, timeout_s: float = 100.0) -> str:
-        """Wait for its good end; returns what it said."""
-        said = self.driver.communicate(timeout=timeout_s)[0]
-        assert self.driver.returncode == 0, said
+    def until_it_says(self, what: str) -> str:
+        """Wait for a line that has this in it; returns what it said until then."""
+        said = ""
+        assert self.driver.stdout is not None
+        for line in self.driver.stdout:
+            said += line
+            if what in line:
+                return said
+        raise AssertionError(f"it has ended without a word of {what!r}:\n{said}")
+
+    def end(self, said: str = "") -> str:
+        """Wait for its good end; returns what it said, which began with ``said``."""
+        assert self.driver.stdout is not None
+        said += self.driver.stdout.read()
+        assert self.driver.wait(_TIMEOUT_S) == 0, said
         return said
 
     def record(self) -> dict[str, Any]:
@@ -103,8 +115,7 @@ def train(host: Host, folder: Path, address: str, *settings: str) -> Training:
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(VERSE * 300)
     counts = ["--steps", str(STEPS), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
-    model = [word.replace("data=", f"data={folder}/") for word in MODEL]
-    command = [PYTHON, "-m", "rayzero", "train", *counts, *model, *THREADS, *settings]
+    command = [PYTHON, "-m", "rayzero", "train", *counts, f"data={folder}/text.txt", *MODEL, *THREADS, *settings]
     return Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
 
 
