@@ -47,14 +47,18 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
     assert training.digest() == undisturbed
 
 
-@pytest.mark.parametrize("kind", ["rank", "optimizer"])
+@pytest.mark.parametrize(
+    ("whom", "settings"),
+    [("rank", []), ("optimizer", []), ("optimizer 0", OWNERS_ELSEWHERE)],
+    ids=["rank", "optimizer", "lead-of-ranks-elsewhere"],
+)
 def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
-    kind: str, two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+    whom: str, settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
-    training = train(a, tmp_path, two_hosts.address, "run.max_failures=2")
+    training = train(a, tmp_path, two_hosts.address, "run.max_failures=2", *settings)
     training.until(10)
-    [(who, pid)] = [(who, pid) for who, pid in training.members(b).items() if who.startswith(kind)]
+    [(who, pid)] = [(who, pid) for who, pid in training.members(b).items() if who.startswith(whom)]
     b.kill(pid)
     said = training.end()
     [recovery] = training.record()["recoveries"]
