@@ -1,4 +1,4 @@
-"""Process 1 of a host, run by hosts.py in namespaces of its own: ``power_on.py NAME ADDRESS OWN``.
+"""Process 1 of a host, run by hosts.py in namespaces of its own: ``power_on.py NAME ADDRESS MTU OWN``.
 
 It makes the host what it is, sends its network device over the socket that is its stdin, and waits there for the end of
 that socket. Its own end is that of the host: the kernel kills every other process of the host with it.
