@@ -1,0 +1,102 @@
+"""A run takes in a host that joins late, goes on without one that is lost, and names whom it awaits in vain."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .hosts import Host, hosts, why_no_hosts
+from .trainings import PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, start_ray, train, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts())),
+]
+
+
+def test_an_owner_joins_on_a_host_that_was_not_there_when_the_run_began(undisturbed: str, tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        address = start_ray(a)
+        training = train(a, tmp_path, address, *RANKS_ON_HEAD)
+        training.until(10)
+        rank_1 = training.members(a)["rank 1"]
+        a.kill(rank_1, signal.SIGSTOP)  # so that the run does not end before the change
+        join_ray(b, address)
+        scaling = a.start([PYTHON, "-m", "rayzero", "scale", str(training.folder), "--optimizers", "3"], env=RAY_ENV)
+        until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), "a third owner")
+        a.kill(rank_1, signal.SIGCONT)
+        said = scaling.communicate(timeout=60)[0]
+        assert scaling.returncode == 0, said
+        assert re.search(r"2 optimizers became 3; \S+ \S+ have another owner", said)
+        training.end()
+        assert sorted(training.members(b)) == ["optimizer 2"]
+        [change] = training.record()["rescales"]
+        assert change["moved_bytes"] > 0
+        assert b.sent_to(a) > 1_000_000
+        assert training.digest() == undisturbed
+
+
+def test_a_host_that_was_given_up_and_comes_back_disturbs_nothing(undisturbed: str, tmp_path: Path) -> None:
+    """Until it comes back, it is to the others a host that has lost its power: no connection was ever closed."""
+    quickly = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3"}
+    with hosts(2) as (a, b):
+        address = start_ray(a, **{f"RAY_health_check_{name}": value for name, value in quickly.items()})
+        join_ray(b, address)
+        settings = ["run.checkpoint_every=10", "scaling.rescale_on_failure=true", "scaling.placement_timeout=3"]
+        training = train(a, tmp_path, address, *settings)
+        training.until(12)
+        assert sorted(training.members(b)) == ["optimizer 1", "rank 1"]
+        a.cable(b).cut()
+        said = training.until_it_says("Its host has left the cluster: only a checkpoint brings back what it had.")
+        assert len(members_alive(b)) == 2
+        a.cable(b).mend()
+        training.end(said)
+        assert [one["who"] for one in training.record()["recoveries"]] == ["the run"]
+        assert sorted(training.members(a)) == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
+        assert training.digest() == undisturbed
+        until(lambda: members_alive(b) == [], "the end of what was given up")
+
+
+def members_alive(host: Host) -> list[str]:
+    """The pids of all ranks and owners on a host."""
+    return host.run(["pgrep", "-f", "^ray::(RankWorker|OptimizerActor)"]).stdout.split()
+
+
+def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        address = start_ray(a)
+        join_ray(b, address)
+        training = train(a, tmp_path, address, "zero.stall_timeout=6")
+        training.until(10)
+        a.cable(b).cut()
+        said = training.driver.communicate(timeout=100)[0]
+        assert training.driver.returncode == 1, said
+        assert re.search(
+            r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said
+        ), said
+
+
+def test_two_owners_that_cannot_reach_each_other_only_delay_ranks_that_reach_both(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    with hosts(3) as (a, b, c):
+        address = start_ray(a)
+        for host in (b, c):
+            join_ray(host, address)
+        training = train(a, tmp_path, address, *RANKS_ON_HEAD, "scaling.optimizer_labels={host: '!host-1'}")
+        training.until(10)
+        assert [len(training.members(host)) for host in (a, b, c)] == [2, 1, 1]
+        b.cable(c).cut()
+        done = training.done()
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.driver.wait(5.0)
+        assert training.done() <= done + 1, "the lead knows the norms of both or of none"
+        b.cable(c).mend()
+        training.end()
+        assert training.record()["recoveries"] == []
+        assert training.digest() == undisturbed

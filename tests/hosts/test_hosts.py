@@ -1,0 +1,212 @@
+"""Hosts are apart in what makes a host, reach each other over cables that can be spoiled, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayzero.concurrency.processes import this_process
+from rayzero.store.shm.same_host import host_identity
+
+from .hosts import Host, HostsError, hosts, why_no_hosts
+
+pytestmark = [pytest.mark.ray, pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))]
+
+SERVER = """
+import hashlib, socket, sys
+with socket.create_server((sys.argv[1], 5001)) as server:
+    print("ready", flush=True)
+    while True:
+        caller, content = server.accept()[0], hashlib.sha256()
+        while part := caller.recv(1 << 16):
+            content.update(part)
+        caller.sendall(content.digest())
+        caller.close()
+"""
+"""Answers whatever it is sent with its hash."""
+
+CLIENT = """
+import hashlib, os, socket, sys, time
+content = os.urandom(int(sys.argv[2]))
+began = time.monotonic()
+with socket.create_connection((sys.argv[1], 5001), timeout=float(sys.argv[3])) as server:
+    print("connected", flush=True)
+    server.sendall(content)
+    server.shutdown(socket.SHUT_WR)
+    server.settimeout(20)
+    assert server.recv(100) == hashlib.sha256(content).digest()
+print(time.monotonic() - began)
+"""
+
+
+def serve(host: Host, address: str) -> None:
+    server = host.start([sys.executable, "-c", SERVER, address])
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+
+
+def call(host: Host, address: str, num_bytes: int = 1, patience_s: float = 10.0) -> subprocess.CompletedProcess[str]:
+    return host.run([sys.executable, "-c", CLIENT, address, str(num_bytes), str(patience_s)])
+
+
+def seconds(host: Host, address: str, num_bytes: int = 1) -> float:
+    """How long a call took that arrived whole."""
+    done = call(host, address, num_bytes)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[tuple[Host, ...]]:
+    """Hosts of which each answers at its address."""
+    with hosts(3) as made:
+        for host in made:
+            serve(host, host.address)
+        yield made
+
+
+def test_each_reaches_the_others_at_their_addresses(three: tuple[Host, ...]) -> None:
+    for host in three:
+        for other in three:
+            before = host.sent_to(other) if other is not host else 0
+            seconds(host, other.address, 100_000)
+            assert host is other or 100_000 < host.sent_to(other) - before < 110_000
+
+
+def test_what_listens_on_loopback_is_for_its_own_host_only() -> None:
+    with hosts(2) as (a, b):
+        serve(b, "127.0.0.1")
+        seconds(b, "127.0.0.1")
+        assert "ConnectionRefusedError" in call(a, "127.0.0.1").stderr
+        assert "ConnectionRefusedError" in call(a, b.address).stderr
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "own"])
+def test_each_has_files_of_its_own(folder: str, three: tuple[Host, ...]) -> None:
+    a, b, _ = three
+    mine = Path(a.own if folder == "own" else folder) / "test-hosts"
+    a.run(["touch", str(mine)])
+    assert a.run(["ls", str(mine)]).returncode == 0
+    assert b.run(["ls", str(mine)]).returncode != 0
+    assert not mine.exists()
+
+
+def test_each_is_a_host_of_its_own_to_who_would_share_memory_or_watch_processes(three: tuple[Host, ...]) -> None:
+    ask = "from rayzero.store.shm.same_host import host_identity as host\n"
+    ask += "from rayzero.concurrency.processes import this_process as process\nprint(host(), process().kernel)"
+    asked = [host.start([sys.executable, "-c", ask]) for host in three[:2]]
+    told = [process.communicate(timeout=100)[0].split() for process in asked]
+    told.append([host_identity(), this_process().kernel])
+    assert all(len(identities) == 2 for identities in told), told
+    for identities in zip(*told, strict=True):
+        assert len({identity.partition(":")[0] for identity in identities}) == 3, "three boots"
+
+
+def test_a_cable_that_is_cut_swallows_everything_until_it_is_mended(three: tuple[Host, ...]) -> None:
+    a, b, c = three
+    a.cable(b).cut()
+    assert "TimeoutError" in call(a, b.address, patience_s=0.5).stderr, "nobody is told"
+    seconds(a, c.address)
+    seconds(c, b.address)
+    a.cable(b).mend()
+    seconds(a, b.address)
+
+
+def test_a_connection_outlives_a_cut(three: tuple[Host, ...]) -> None:
+    a, b, _ = three
+    cable = a.cable(b)
+    cable.bytes_per_s = 1e6
+    client = a.start([sys.executable, "-c", CLIENT, b.address, "1000000", "10"])
+    assert client.stdout is not None
+    assert client.stdout.readline() == "connected\n"
+    cable.cut()
+    before, began = a.sent_to(b), time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        client.wait(1.0)
+    assert a.sent_to(b) == before
+    cable.mend()
+    said = client.communicate(timeout=20)[0]
+    cable.bytes_per_s = None
+    assert client.returncode == 0, said
+    assert float(said) > time.monotonic() - began - 1.0
+
+
+def test_a_slow_cable_takes_as_long_as_its_rate_says(three: tuple[Host, ...]) -> None:
+    a, b, _ = three
+    a.cable(b).bytes_per_s = 1e6  # 8 Mbit/s
+    slow = seconds(a, b.address, 1_000_000)
+    a.cable(b).bytes_per_s = None
+    assert 0.8 < slow < 4.0
+    assert seconds(a, b.address, 1_000_000) < slow / 2
+
+
+def test_a_long_cable_delays_both_ways(three: tuple[Host, ...]) -> None:
+    a, b, _ = three
+    a.cable(b).delay_s = 0.1
+    late = seconds(a, b.address)
+    a.cable(b).delay_s = 0.0
+    assert 0.4 < late < 2.0, "two round trips: the connection, then question and answer"
+
+
+def test_a_lossy_cable_loses_no_bytes_of_a_connection(three: tuple[Host, ...]) -> None:
+    a, b, _ = three
+    a.cable(b).loss = 0.02
+    seconds(a, b.address, 4_000_000)
+    a.cable(b).loss = 0.0
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    with hosts(2) as (a, b):
+        for host in (a, b):
+            host.run(["sh", "-c", f"setsid sleep 1000 >{tmp_path}/said 2>&1 & touch /dev/shm/test-x {host.own}/x"])
+        spaces = {host.run(["readlink", "/proc/self/ns/net"]).stdout.strip() for host in (a, b)}
+        assert len(spaces) == 2
+        assert spaces <= network_spaces()
+        a.power_off()
+        assert len(spaces & network_spaces()) == 1
+        assert "TimeoutError" in call(b, a.address, patience_s=0.2).stderr
+    assert spaces & network_spaces() == set()
+    assert not a.own.exists()
+    assert not Path("/dev/shm/test-x").exists()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_killed_user_leaves_no_processes() -> None:
+    use = "import time; from hosts.hosts import hosts\n"
+    use += "with hosts(2) as (a, b): print(a.own, flush=True); time.sleep(1000)"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", use], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    ) as user:
+        assert user.stdout is not None
+        own = Path(user.stdout.readline().strip())
+        powered = psutil.Process(user.pid).children(recursive=True)
+        assert len(powered) == 4
+        user.send_signal(signal.SIGKILL)
+        assert psutil.wait_procs(powered, timeout=20)[1] == []
+    own.rmdir()  # empty: what it was to the hosts has gone with them
+
+
+def test_who_cannot_have_hosts_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(HostsError, match="unshare"), hosts(1):
+        raise AssertionError("there is no unshare")
+
+
+def network_spaces() -> set[str]:
+    """The network namespaces of all processes."""
+    spaces = set()
+    for space in Path("/proc").glob("[0-9]*/ns/net"):
+        with suppress(OSError):  # its process has ended
+            spaces.add(str(space.readlink()))
+    return spaces

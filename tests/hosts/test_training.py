@@ -1,0 +1,104 @@
+"""A run over two hosts ends with the bits of a run on one, whoever dies, and also if the cable is cut."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .hosts import why_no_hosts
+from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, STEPS, TwoHosts, train
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts())),
+]
+
+PUSHED = STEPS * MODEL_BYTES  # by a rank
+
+
+def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
+    a, b = two_hosts.a, two_hosts.b
+    before = a.sent_to(b), b.sent_to(a)
+    training = train(a, tmp_path, two_hosts.address)
+    training.end()
+    assert [sorted(who[:-2] for who in training.members(host)) for host in (a, b)] == [["optimizer", "rank"]] * 2
+    for sent, earlier in zip((a.sent_to(b), b.sent_to(a)), before, strict=True):
+        assert sent - earlier > 0.9 * PUSHED, "half a rank's gradients one way, and half of the weights for the other's"
+    assert training.digest() == undisturbed
+
+
+def test_all_ranks_on_one_host_and_all_owners_on_the_other(
+    two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
+    a, b = two_hosts.a, two_hosts.b
+    before = a.sent_to(b), b.sent_to(a)
+    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE)
+    training.end()
+    assert (sorted(training.members(a)), sorted(training.members(b))) == (
+        ["rank 0", "rank 1"],
+        ["optimizer 0", "optimizer 1"],
+    )
+    assert a.sent_to(b) - before[0] > 2 * PUSHED
+    assert b.sent_to(a) - before[1] > 2 * 0.9 * PUSHED
+    assert training.digest() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("whom", "settings"),
+    [("rank", []), ("optimizer", []), ("optimizer 0", OWNERS_ELSEWHERE)],
+    ids=["rank", "optimizer", "lead-of-ranks-elsewhere"],
+)
+def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
+    whom: str, settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
+    a, b = two_hosts.a, two_hosts.b
+    training = train(a, tmp_path, two_hosts.address, "run.max_failures=2", *settings)
+    training.until(10)
+    [(who, pid)] = [(who, pid) for who, pid in training.members(b).items() if who.startswith(whom)]
+    b.kill(pid)
+    said = training.end()
+    [recovery] = training.record()["recoveries"]
+    assert recovery["who"] == who
+    assert training.members(b)[who] == recovery["pid"] != pid
+    assert "(1 more failure would be outlived)" in said
+    assert training.digest() == undisturbed
+
+
+@pytest.mark.parametrize(("seconds", "settings"), [(5.0, []), (15.0, OWNERS_ELSEWHERE)], ids=["delayed", "reopened"])
+def test_a_cable_that_is_cut_for_a_while_changes_nothing(
+    seconds: float, settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
+    """A hole that is shorter than a ping's patience only delays; after a longer one, links are opened again."""
+    a, b = two_hosts.a, two_hosts.b
+    training = train(a, tmp_path, two_hosts.address, *settings)
+    training.until(10)
+    a.cable(b).cut()
+    try:
+        done = training.done()
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.driver.wait(seconds)
+        assert training.done() <= done + 1, "no step is decided by half of the run"
+    finally:
+        a.cable(b).mend()
+    said = training.end()
+    assert bool(re.search(r"rank \d: the link to optimizer \d at \S+ is back after", said)) is (seconds > 10)
+    assert training.record()["recoveries"] == []
+    assert training.digest() == undisturbed
+
+
+def test_a_slow_long_lossy_cable_changes_no_bit(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
+    a, b = two_hosts.a, two_hosts.b
+    cable = a.cable(b)
+    training = train(a, tmp_path, two_hosts.address)
+    training.until(10)
+    cable.bytes_per_s, cable.delay_s, cable.loss = 12.5e6, 0.005, 0.005  # 100 Mbit/s
+    try:
+        training.end()
+    finally:
+        cable.bytes_per_s, cable.delay_s, cable.loss = None, 0.0, 0.0
+    assert training.record()["recoveries"] == []
+    assert training.digest() == undisturbed

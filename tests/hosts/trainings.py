@@ -1,0 +1,127 @@
+"""Ray on hosts, and ``rayzero train`` over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayzero.cluster.files.metrics_log import read_log
+from rayzero.cluster.files.run_dir import read_record
+
+from .hosts import Host
+
+PYTHON, RAY = sys.executable, str(Path(sys.executable).with_name("ray"))
+RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
+VERSE = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
+STEPS = 60
+MODEL = ["dim=64", "num_layers=2", "num_heads=2", "seq_len=32", "batch_size=4", "eval_every=1000"]
+MODEL_BYTES = 4 * 132_352  # fp32, as it travels
+THREADS = ["scaling.threads_per_worker=1", "scaling.threads_per_optimizer=1"]
+GIB = 1 << 30
+_TIMEOUT_S = 60.0
+
+
+def start_ray(head: Host, **env: str) -> str:
+    """Start a cluster whose first node is on this host, with an environment of its own; returns its address."""
+    _ray_start(head, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={head.own}/ray", gib=8, env=env)
+    return f"{head.address}:6379"
+
+
+def join_ray(host: Host, address: str) -> None:
+    """Add a node, which has too little memory for the ranks of ``RANKS_ON_HEAD``."""
+    _ray_start(host, f"--address={address}", gib=2, env={})
+
+
+def _ray_start(host: Host, *options: str, gib: int, env: Mapping[str, str]) -> None:
+    room = ["--num-cpus=2", f"--memory={gib * GIB}", "--object-store-memory=100000000"]
+    labels = f"--labels=rayzero.io/role=optimizer,host={host.name}"
+    command = [RAY, "start", f"--node-ip-address={host.address}", labels, *room, *options]
+    done = host.run(command, timeout=100, env=RAY_ENV | dict(env))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+RANKS_ON_HEAD = [f"scaling.memory_per_worker={3 * GIB}", "zero.placement=cpu_nodes"]
+"""Settings of a run whose ranks are on the head's host, while its owners are spread over all hosts."""
+
+OWNERS_ELSEWHERE = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-2}"]
+"""The same with all owners on the second host. Without either, each of two hosts has a rank and an owner."""
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """A cluster of two hosts, the first of which has its head."""
+
+    a: Host
+    b: Host
+    address: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of two ranks and two owners."""
+
+    driver: subprocess.Popen[str]
+    folder: Path
+
+    def done(self) -> int:
+        """How many steps it has reported."""
+        return max((int(row["step"]) for row in read_log(self.folder)), default=0) if self.folder.exists() else 0
+
+    def until(self, steps: int, timeout_s: float = _TIMEOUT_S) -> None:
+        """Wait until it has reported so many steps."""
+        until(lambda: self.done() >= steps or self.driver.poll() is not None, f"step {steps}", timeout_s)
+        assert self.driver.poll() is None, self.driver.communicate()[0]
+
+    def until_it_says(self, what: str) -> str:
+        """Wait for a line that has this in it; returns what it said until then."""
+        said = ""
+        assert self.driver.stdout is not None
+        for line in self.driver.stdout:
+            said += line
+            if what in line:
+                return said
+        raise AssertionError(f"it has ended without a word of {what!r}:\n{said}")
+
+    def end(self, said: str = "") -> str:
+        """Wait for its good end; returns what it said, which began with ``said``."""
+        assert self.driver.stdout is not None
+        said += self.driver.stdout.read()
+        assert self.driver.wait(_TIMEOUT_S) == 0, said
+        return said
+
+    def record(self) -> dict[str, Any]:
+        record = read_record(self.folder)
+        assert record is not None
+        return record
+
+    def members(self, host: Host) -> dict[str, int]:
+        """The pids of its members on this host, as the host knows them."""
+        return {one["who"]: one["pid"] for one in self.record()["members"] if one["host"] == host.address}
+
+    def digest(self) -> str:
+        """Of its last checkpoint's content."""
+        manifest = self.folder / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json"
+        return str(json.loads(manifest.read_text())["digest"])
+
+
+def train(host: Host, folder: Path, address: str, *settings: str) -> Training:
+    """Start ``rayzero train`` on a host, with files in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text(VERSE * 300)
+    counts = ["--steps", str(STEPS), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
+    command = [PYTHON, "-m", "rayzero", "train", *counts, f"data={folder}/text.txt", *MODEL, *THREADS, *settings]
+    return Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
+
+
+def until(there: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not there():
+        assert time.monotonic() < deadline, f"nothing came of it: {what}"
+        time.sleep(0.05)
