@@ -640,7 +640,8 @@ class StepLead:
     def describe(self) -> str:
         """The ranks or owners that the lead waits for, for errors about waits."""
         with self._lock:
-            return self._waits_for()
+            said = self._waits_for()
+        return "; ".join([said, *filter(None, (peer.trouble() for peer in self._peers))])
 
     def _waits_for(self) -> str:
         if not self._dead:

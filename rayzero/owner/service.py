@@ -404,6 +404,10 @@ class ShardService:
             return failed(exc)
         return parts.writes.write(number, write)
 
+    def trouble(self) -> str | None:
+        """See ``OwnerPeer``: the lead has no link to itself."""
+        return None
+
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published, and before
         any later update; waits for the first attach. Records how long updates wait for it."""

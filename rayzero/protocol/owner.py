@@ -33,6 +33,10 @@ class OwnerPeer(Protocol):
         """See ``ShardService.write``."""
         ...
 
+    def trouble(self) -> str | None:
+        """Why the owner cannot be asked anything now, for errors about waits; None: nothing is known to be wrong."""
+        ...
+
     def abort(self, error: StoreError) -> None:
         """See ``ShardService.abort``."""
         ...

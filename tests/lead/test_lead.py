@@ -54,6 +54,7 @@ class WatchedPeer:
     answers: list[Future[FileEntry]] = field(default_factory=list)  # to its next saves, which it does not make itself
     hold_acks: bool = False
     acks: list[Future[None]] = field(default_factory=list)
+    broken: str | None = None
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         self.calls.append(f"collect {step}")
@@ -72,6 +73,9 @@ class WatchedPeer:
             if not self.hold_acks:
                 settle(ack, None)
         return ack
+
+    def trouble(self) -> str | None:
+        return self.broken
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         self.calls.append(f"save {step}")
@@ -445,3 +449,12 @@ def test_it_says_who_is_waited_for() -> None:
         lead.finish(report(1), None).result(WAIT)
         lead.commit(1, 0, inputs(spec))
         assert lead.describe() == "ranks [0, 2] have not committed step 0"
+
+
+def test_it_says_which_owner_it_has_no_link_to() -> None:
+    spec = make_spec(1)
+    with lead_of(spec) as (lead, peers):
+        peers[1].broken = "optimizer 1 at b:1: its link is down since 6.2 s (connection refused)"
+        assert lead.describe() == f"rank 0 has not finished step 0; {peers[1].broken}"
+        peers[1].broken = None
+        assert lead.describe() == "rank 0 has not finished step 0"

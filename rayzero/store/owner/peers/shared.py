@@ -54,6 +54,10 @@ class SharedPeer:
         """Change the owner's shards of a unit. It goes over gRPC and must not overtake a decision in the mailbox."""
         return self._remote.write(number, write)
 
+    def trouble(self) -> str | None:
+        """Why its link is down, if it is."""
+        return self._remote.trouble()
+
     def abort(self, error: StoreError) -> None:
         """Fail what waits at the owner, once it has the last decision: the abort goes over gRPC and must not overtake a
         decision in the mailbox."""

@@ -269,9 +269,16 @@ class RemotePeer:
             log.warning("the lead: the link to %s is back after %.3g s", self._name, down_s)
             count_reconnect(self._recorder, "optimizer", down_s)
 
+    def trouble(self) -> str | None:
+        """Why its link is down, if it is. May be called in any thread."""
+        down = self._down
+        return None if down is None else self._broken(*down)
+
     def _link_error(self) -> TransferError:
-        since, why = self._down or (time.monotonic(), "it has just broken")
-        return TransferError(f"{self._name}: its link is down since {time.monotonic() - since:.3g} s ({why})")
+        return TransferError(self._broken(*(self._down or (time.monotonic(), "it has just broken"))))
+
+    def _broken(self, since: float, why: str) -> str:
+        return f"{self._name}: its link is down since {time.monotonic() - since:.3g} s ({why})"
 
     def _end(self, error: StoreError) -> None:
         self._over = self._over or error
