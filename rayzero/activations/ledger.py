@@ -6,11 +6,9 @@ import threading
 from collections import deque
 from dataclasses import asdict, dataclass, fields
 
-from rayzero.lanes import Event, Lane
+from rayzero.lanes import AT_ONCE_S, Event, Lane
 from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import Recorder
-
-_AT_ONCE_S = 2e-5  # what two events without a wait between them are apart, with a margin
 
 
 @dataclass(slots=True)
@@ -116,7 +114,7 @@ class Ledger:
             while self._waits and (seconds := self._waits[0].seconds) is not None:
                 wait = self._waits.popleft()
                 totals = self._totals.setdefault(wait.name, GroupTotals())
-                stood = seconds > _AT_ONCE_S
+                stood = seconds > AT_ONCE_S
                 totals.stall_s += seconds if stood else 0.0
                 if wait.ahead:
                     totals.late += stood

@@ -41,8 +41,7 @@ from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.authority import Issuer, issuer
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials
-from rayzero.security.credentials import rank_name as name_of_rank
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
 from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
@@ -226,7 +225,7 @@ class RunActors:
                 replaces_members=replaces,
                 succeeds=former is not None and former.continued,
                 token=self._token,
-                tls=self._issue(f"optimizer {owner}", [OWNER]),
+                tls=self._credentials_of_owner(owner),
             )
 
         numbers = range(plan.num_optimizers)
@@ -330,8 +329,8 @@ class RunActors:
         who = optimizer_name(owner)
         spare = self.spares.give(self.members[who].node)
         actor = self._serving[who] = self.owners[who] = spare or self._make_owner(owner)
-        issued = self._issue(f"optimizer {owner}", [OWNER])
-        settings, bind = replace(self._settings[who], succeeds=True, tls=issued), self._placement.plan.bind_numa
+        settings = replace(self._settings[who], succeeds=True, tls=self._credentials_of_owner(owner))
+        bind = self._placement.plan.bind_numa
         place = self._hosts[who], self._exporters.get(who), self.coordinator
         return control(actor.take_place).remote(settings, bind, *place)
 
@@ -348,7 +347,7 @@ class RunActors:
             num_owners=ownership.num_owners + self._num_beside,
             ownership=ownership,
             succeeds=True,
-            tls=self._issue(f"optimizer {owner}", [OWNER]),
+            tls=self._credentials_of_owner(owner),
         )
         place = self._places.find(owner, node, there, {each.node: each.place for each in self._joining})
         exporter = self._exporter_of(owner, node) if self._exporters else None
@@ -525,6 +524,9 @@ class RunActors:
     def token(self) -> str:
         """The token that owners require in every call."""
         return self._token
+
+    def _credentials_of_owner(self, owner: int) -> Credentials | None:
+        return self._issue(optimizer_name(owner), [OWNER])
 
     def credentials_of(self, rank: int | None) -> Credentials | None:
         """What a rank shows to owners; None: it uses no TLS. ``rank``: None: any."""

@@ -111,6 +111,7 @@ class CudaLane:
         nbytes: int,
     ) -> Event:
         stream, graph = self._stream(direction), self.graph()
+        # first of all: what is refused must leave no stream that is captured and not joined
         before = [event for event in after or () if not isinstance(event, StreamEvent) or event.waits_in(graph)]
         if after is None or graph is not None:  # so the stream is captured too
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -166,7 +167,8 @@ class CudaLane:
     def settle(self, direction: Direction) -> None:
         """See ``Lane``: the current stream waits for the direction's stream, in a capture if that is captured too."""
         with self.current():
-            if not self.capturing() or self._last.get(direction) is self.graph():
+            graph = self.graph()
+            if graph is None or self._last.get(direction) is graph:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream(direction))
 
     def drain(self, direction: Direction) -> None:

@@ -31,6 +31,7 @@ Direction = Literal["out", "in"]  # device to host, host to device
 
 
 SPANS_KEPT = 4096  # how many of the latest copies a lane remembers
+AT_ONCE_S = 2e-5  # on a device: what two events without a wait between them are apart, with a margin
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ OWNER = "owner.rayzero"
 ANY_RANK = "rank.rayzero"
 
 
-def rank_name(rank: int) -> str:
+def name_of_rank(rank: int) -> str:
     """The name in the certificate of one rank."""
     return f"rank-{rank}.rayzero"
 
@@ -79,7 +79,7 @@ def names_shown(auth: Mapping[str, Iterable[bytes]]) -> frozenset[str] | None:
 def require_role(names: frozenset[str], method: str, *, of_owners: bool, rank: int | None) -> None:
     """Raise HandshakeError unless a caller whose certificate has ``names`` may call ``method``. ``of_owners``: only
     owners call it. ``rank``: which rank the caller says that it is, if any."""
-    allowed = {OWNER} if of_owners else {ANY_RANK, *([] if rank is None else [rank_name(rank)])}
+    allowed = {OWNER} if of_owners else {ANY_RANK, *([] if rank is None else [name_of_rank(rank)])}
     if not names & allowed:
         shown = ", ".join(sorted(names)) or "no name"
         said = "" if rank is None or of_owners else f" by rank {rank}"

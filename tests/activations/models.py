@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rayzero.activations import ActivationOffload
+
 
 class Block(nn.Module):
     """Attention and MLP with residuals."""
@@ -73,3 +75,15 @@ def gradients(model: nn.Module, x: Tensor, seed: int = 1) -> list[Tensor]:
 def equal(got: list[Tensor], want: list[Tensor]) -> bool:
     """Bit for bit."""
     return len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def two_groups(offload: ActivationOffload) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk whose first group saves its output, and its second one too: the input, the first's output, the loss."""
+    x = torch.randn(1000, requires_grad=True)
+    with offload.chunk():
+        with offload.group("a"):
+            low = (x * 1.0).exp()
+        top = low * 1.0
+        with offload.group("b"):
+            y = top.sigmoid().sum()
+    return x, low, y

@@ -10,23 +10,12 @@ import torch
 from torch import nn
 
 from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane
-from tests.activations.models import Exps
+from tests.activations.models import Exps, two_groups
 
 
 def held_up(what: str) -> tuple[Callable[[str, str], None], threading.Event]:
     go = threading.Event()
     return lambda direction, label: f"{direction} {label}" == what and go.wait(10) and None, go
-
-
-def two_groups(offload: ActivationOffload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(1000, requires_grad=True)
-    with offload.chunk():
-        with offload.group("a"):
-            low = (x * 1.0).exp()
-        top = low * 1.0
-        with offload.group("b"):
-            y = top.sigmoid().sum()
-    return x, low, y
 
 
 def test_a_host_buffer_is_not_free_while_an_unwanted_copy_in_still_reads_it():

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from rayzero.activations import ActivationOffload, OffloadPolicy
 from rayzero.testing import simulated_autograd
 from rayzero.testing.simulated_lane import SimulatedLane
-from tests.activations.models import equal
+from tests.activations.models import equal, two_groups
 
 POLICIES: dict[str, dict[str, Any]] = {
     "one ahead": {"prefetch": 1},
@@ -175,16 +175,10 @@ def test_a_host_buffer_is_filled_after_a_return_that_only_another_stream_has_wai
     policy = OffloadPolicy(min_bytes=1, margin=0, max_in_flight=0, prefetch=1)
     with ActivationOffload(nn.Identity(), policy, lane=lane) as offload, lane.watching():
         for _ in range(4):
-            x = torch.randn(1 << 10, requires_grad=True)
-            with offload.chunk():
-                with offload.group("first"):
-                    low = (x * 1.0).exp()
-                top = low * 1.0
-                with offload.group("second"):
-                    y = top.sigmoid().sum()
+            x, low, y = two_groups(offload)
             node = low.grad_fn
             del low
             torch.autograd.grad(y, [GradientEdge(node, 0)])  # reads the second alone, and asks for the first ahead
             with lane.on("far side"):
-                del x, y, top, node
+                del x, y, node
                 assert offload.pool_status().in_use_bytes == 0  # frees

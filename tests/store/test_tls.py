@@ -13,7 +13,7 @@ import pytest
 
 from rayzero.errors import HandshakeError, TransferError
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, is_loopback, rank_name
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, is_loopback, name_of_rank
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.store import RankStore
 from rayzero.store.wire.rpc import (
@@ -36,7 +36,7 @@ OWN = RUN.issue("optimizer", [OWNER])
 
 
 def of_rank(rank: int) -> Credentials:
-    return RUN.issue(f"rank {rank}", [rank_name(rank)])
+    return RUN.issue(f"rank {rank}", [name_of_rank(rank)])
 
 
 def refusal(server: OwnerServer, shown: Credentials | None, service: str, name: str, metadata: Metadata) -> Any:
@@ -71,9 +71,9 @@ def test_steps_over_tls() -> None:
 
 STRANGERS = {
     "no TLS": None,
-    "no certificate of the run": OTHER.issue("rank 0", [rank_name(0)]),
-    "another authority's trust": replace(OTHER.issue("rank 0", [rank_name(0)]), authority=OWN.authority),
-    "an expired certificate": RUN.issue("rank 0", [rank_name(0)], timedelta(seconds=-1)),
+    "no certificate of the run": OTHER.issue("rank 0", [name_of_rank(0)]),
+    "another authority's trust": replace(OTHER.issue("rank 0", [name_of_rank(0)]), authority=OWN.authority),
+    "an expired certificate": RUN.issue("rank 0", [name_of_rank(0)], timedelta(seconds=-1)),
     "another's key": replace(of_rank(0), key=of_rank(0).key),
 }
 
@@ -127,7 +127,7 @@ def test_what_is_kept_of_a_loop_is_for_its_next_owner_too() -> None:
         assert refusal(servers[0], OWN, STORE_SERVICE, "GetKept", token_metadata(TOKEN)) is None
 
 
-@pytest.mark.parametrize("names", [[], [rank_name(0)], ["127.0.0.1"]])
+@pytest.mark.parametrize("names", [[], [name_of_rank(0)], ["127.0.0.1"]])
 def test_a_server_that_is_no_owner_gets_nothing(names: list[str]) -> None:
     posing = RUN.issue("rank 0", names)
     with (

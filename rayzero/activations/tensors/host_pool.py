@@ -233,7 +233,7 @@ class HostPool:
         return found
 
     def _make(self, size: int) -> HostBuffer | None:
-        return self._new(size) if self._make_room(size) else self._take_free(size)
+        return self._new(size) if self._make_room(size) else None
 
     def _new(self, size: int) -> HostBuffer:
         self._misses += 1
@@ -250,11 +250,10 @@ class HostPool:
         while self._total + size > self._cap:
             if self._trim_bytes(self._total + size - self._cap):
                 continue
-            returning = next((buffer for buffer in self._all_free() if buffer.after is not None), None)
-            if returning is None or returning.after is None:
+            in_flight = next((buffer.after for buffer in self._all_free() if buffer.after is not None), None)
+            if in_flight is None:
                 return False
-            returning.after.join()
-            returning.after = None
+            in_flight.join()
         return True
 
     def _new_memory(self, size: int) -> tuple[Tensor, bool]:

@@ -16,7 +16,7 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import Fetching, Waited
 from rayzero.engine.units.pace import PrefetchPace
 from rayzero.engine.units.schedule import Phase
-from rayzero.lanes import Event, Lane
+from rayzero.lanes import AT_ONCE_S, Event, Lane
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.telemetry.names import (
     PREFETCH_GROUP_LATE_SECONDS,
@@ -26,8 +26,6 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import Recorder
 from rayzero.telemetry.tally import CopyTally
-
-_AT_ONCE_S = 2e-5  # on a device: what two events without a wait between them are apart, with a margin
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ class UseTimes:
         if not stop.fetching.on_device:
             return stop.host.total
         stood = self._seconds(stop.began, stop.ended)
-        return stood if stood > _AT_ONCE_S else 0.0
+        return stood if stood > AT_ONCE_S else 0.0
 
     def _count_stop(self, stop: _Stop) -> None:
         fetching, stood = stop.fetching, self._stood(stop)

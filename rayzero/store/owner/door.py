@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import grpc
 
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
-from rayzero.store.owner.handlers import ModelCalls
+from rayzero.store.owner.handlers import Behaviour, Context, ModelCalls, Requests
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -28,9 +28,6 @@ from rayzero.store.wire.rpc import (
 from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
 
-Behaviour = Callable[[Any, Any], Awaitable[Any]]  # (request, context)
-Context = Any  # grpc.aio.ServicerContext of this call
-Requests = AsyncIterator[bytes]
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
 log = logging.getLogger(__name__)
@@ -52,13 +49,18 @@ class Refusals:
             self._refused, self._told = 0, time.monotonic()
 
 
-def _require_role(service: str, method: str, metadata: Any, context: Context) -> None:
+def _require_role(service: str, method: str, context: Context, refusals: Refusals) -> None:
     """Raise HandshakeError if the caller's certificate does not allow this call. Without TLS the token allows all."""
     names = names_shown(context.auth_context())
-    if names is not None:
-        caller = caller_of(metadata)
-        of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
+    if names is None:
+        return
+    caller = caller_of(context.invocation_metadata() or ())
+    of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
+    try:
         require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
+    except HandshakeError as refused:
+        refusals.note(str(refused), context.peer())
+        raise
 
 
 def _guarded(service: str, method: str, find: FindModel, recorder: Recorder, refusals: Refusals) -> Behaviour:
@@ -75,12 +77,8 @@ def _guarded(service: str, method: str, find: FindModel, recorder: Recorder, ref
             count(grpc.StatusCode.UNAVAILABLE, began)
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(request))
         try:
+            _require_role(service, method, context, refusals)
             metadata = context.invocation_metadata() or ()
-            try:
-                _require_role(service, method, metadata, context)
-            except HandshakeError as refused:
-                refusals.note(str(refused), context.peer())
-                raise
             calls = await find(model_of(metadata), epoch_of(metadata))
             answer = await calls.answer(service, method, request, context)
             count(grpc.StatusCode.OK, began)

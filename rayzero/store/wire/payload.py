@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch import Tensor
 
 from rayzero.errors import StoreError, TransferError
-from rayzero.store.wire.seal import seal
+from rayzero.store.wire.seal import checksum, seal
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -44,11 +43,6 @@ def require_flat(tensor: Tensor) -> None:
             f"the store moves contiguous 1D CPU tensors, got shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()} on {tensor.device}"
         )
-
-
-def checksum(payload: memoryview) -> int:
-    """The checksum of a chunk's payload: xxh3_64, about 20 GB/s."""
-    return int(xxhash.xxh3_64_intdigest(payload))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

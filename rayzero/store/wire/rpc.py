@@ -146,18 +146,12 @@ def methods(service: str) -> dict[str, Method]:
 # -------------------------------------------------------------------------------------------------- credentials
 
 
-def open_channel(address: str, credentials: Credentials | None) -> Any:
-    """A channel to an owner; closed by whoever asked for it."""
+def open_channel(address: str, credentials: Credentials | None, api: Any = grpc) -> Any:
+    """A channel to an owner; closed by whoever asked for it. ``api``: grpc, or grpc.aio for an event loop."""
     if credentials is None or not credentials.protects(address):
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, _of_client(credentials), options=_TLS_OPTIONS)
-
-
-def open_aio_channel(address: str, credentials: Credentials | None) -> Any:
-    """The same, for an event loop."""
-    if credentials is None or not credentials.protects(address):
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, _of_client(credentials), options=_TLS_OPTIONS)
+        return api.insecure_channel(address, options=CHANNEL_OPTIONS)
+    shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    return api.secure_channel(address, shown, options=_TLS_OPTIONS)
 
 
 def add_port(server: Any, address: str, credentials: Credentials | None) -> int:
@@ -168,10 +162,6 @@ def add_port(server: Any, address: str, credentials: Credentials | None) -> int:
     pair = (credentials.key, credentials.certificate)
     secured = grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
     return int(server.add_secure_port(address, secured))
-
-
-def _of_client(credentials: Credentials) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
 
 
 def token_metadata(token: str, model: int = 0, epoch: int = 0) -> Metadata:

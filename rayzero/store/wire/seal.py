@@ -17,15 +17,20 @@ _TAG = bytes([0x89, 0xE2, 0x09])  # 20001 << 3 | fixed64, as a varint
 _SIZE = len(_TAG) + 8
 
 
+def checksum(content: bytes | memoryview) -> int:
+    """xxh3_64, about 20 GB/s."""
+    return int(xxhash.xxh3_64_intdigest(content))
+
+
 def seal(message: Any) -> bytes:
     """A protobuf message as bytes, with the checksum."""
     content: bytes = message.SerializeToString()
-    return b"".join((content, _TAG, struct.pack("<Q", xxhash.xxh3_64_intdigest(content))))
+    return b"".join((content, _TAG, struct.pack("<Q", checksum(content))))
 
 
 def unseal(sealed: bytes, kind: type[Any]) -> Any:
     """The message of ``kind`` in sealed bytes. Raises TransferError if they are not what was sent."""
     content, end = sealed[:-_SIZE], sealed[-_SIZE:]
-    if end[:-8] != _TAG or end[-8:] != struct.pack("<Q", xxhash.xxh3_64_intdigest(content)):
+    if end[:-8] != _TAG or end[-8:] != struct.pack("<Q", checksum(content)):
         raise TransferError(f"a {kind.DESCRIPTOR.name} of {len(sealed):,} bytes was damaged on the way")
     return kind.FromString(content)

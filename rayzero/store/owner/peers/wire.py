@@ -35,7 +35,7 @@ from rayzero.store.wire.rpc import (
     from_status,
     is_broken_link,
     methods,
-    open_aio_channel,
+    open_channel,
     to_failure,
     token_metadata,
 )
@@ -56,7 +56,7 @@ class _Channel:
     def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: Credentials | None) -> None:
         self.link = link
         self._metadata = (*metadata, *link.metadata)
-        self._channel = open_aio_channel(address, tls)
+        self._channel = open_channel(address, tls, grpc.aio)
         self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
 
     async def call(self, method: str, request: Any, timeout_s: float) -> Any:
