@@ -84,6 +84,21 @@ def processor() -> str:
     return next(names, platform.machine())
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a piece of work took."""
+
+    seconds: float
+    cpu_seconds: float  # of the calling process and those that work for it; the kernel counts in ticks of 10 ms
+
+    @classmethod
+    def of(cls, work: Callable[[], object], pids: Sequence[int]) -> Self:
+        """Do the work. ``pids``: the processes that take part in it, besides the calling one."""
+        used = -process_seconds(os.getpid(), *pids)
+        seconds = timed(work)
+        return cls(seconds, used + process_seconds(os.getpid(), *pids))
+
+
 # ---- other people's work ----------------------------------------------------------------------------------------
 
 
@@ -98,7 +113,7 @@ class Busy:
     @classmethod
     def now(cls, pids: Sequence[int]) -> Self:
         """The seconds now. ``pids``: this benchmark's processes, besides the calling one."""
-        return cls(perf_counter(), _machine_seconds(), sum(_process_seconds(pid) for pid in {os.getpid(), *pids}))
+        return cls(perf_counter(), _machine_seconds(), process_seconds(*{os.getpid(), *pids}))
 
     def others_since(self, earlier: Busy) -> float:
         """The share of all CPUs that others have used since ``earlier``, 0 to 1."""
@@ -112,9 +127,10 @@ def _machine_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / _TICKS
 
 
-def _process_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+def process_seconds(*pids: int) -> float:
+    """CPU seconds that these processes have used so far, together."""
+    stats = (Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split() for pid in pids)
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICKS
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------

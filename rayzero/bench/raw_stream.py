@@ -14,21 +14,29 @@ from typing import Any
 
 import grpc
 import torch
+from torch import Tensor
 
-from rayzero.bench.figures import timed
+from rayzero.bench.figures import Cost
 from rayzero.bench.turns import Player, Seat, Turn
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Credentials
 from rayzero.store.wire.rpc import add_port, open_channel
 
+_UP, _UP_KEPT, _DOWN = "/raw/Up", "/raw/UpIntoTensor", "/raw/Down"
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
 class _Up(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in its stubs only
+    def __init__(self, size_bytes: int) -> None:
+        self._out = torch.zeros(size_bytes, dtype=torch.uint8)
+
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        """Receive and count bytes, in a thread."""
-        return grpc.stream_unary_rpc_method_handler(_receive)
+        """Receive bytes, in a thread."""
+        return grpc.stream_unary_rpc_method_handler(self._keep if details.method == _UP_KEPT else _drop)
+
+    def _keep(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        return _fill(self._out, messages)
 
 
 class _Down(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -37,8 +45,17 @@ class _Down(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.unary_stream_rpc_method_handler(_send)
 
 
-def _receive(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+def _drop(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     return str(sum(map(len, messages))).encode()
+
+
+def _fill(tensor: Tensor, messages: Iterable[bytes]) -> bytes:
+    """Copy messages into a tensor, one after the other; returns how many bytes came."""
+    out, at = tensor.numpy().data, 0
+    for message in messages:
+        out[at : at + len(message)] = message
+        at += len(message)
+    return str(at).encode()
 
 
 async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
@@ -48,14 +65,14 @@ async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes])
         await context.write(message)
 
 
-def _serve(pipe: Connection, shown: Credentials | None) -> None:
+def _serve(pipe: Connection, size_bytes: int, shown: Credentials | None) -> None:
     keep_message_buffers()
-    asyncio.run(_serve_both(pipe, shown))
+    asyncio.run(_serve_both(pipe, size_bytes, shown))
 
 
-async def _serve_both(pipe: Connection, shown: Credentials | None) -> None:
+async def _serve_both(pipe: Connection, size_bytes: int, shown: Credentials | None) -> None:
     """Serve each direction with the faster kind of server: threads receive what comes up, an event loop sends down."""
-    up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up()], options=_UNLIMITED)
+    up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up(size_bytes)], options=_UNLIMITED)
     down = grpc.aio.server(handlers=[_Down()], options=_UNLIMITED)
     ports = add_port(up, "127.0.0.1:0", shown), add_port(down, "127.0.0.1:0", shown)
     up.start()
@@ -68,23 +85,29 @@ class RawPlayer:
     """A client of bare stream servers that run in another process."""
 
     def __init__(
-        self, size_bytes: int, chunks: tuple[int, ...], ports: tuple[int, int], shown: Credentials | None
+        self, size_bytes: int, chunks: tuple[int, ...], pid: int, ports: tuple[int, int], shown: Credentials | None
     ) -> None:
+        """``pid``: of the servers' process."""
         up, down = (open_channel(f"127.0.0.1:{port}", shown) for port in ports)
-        self._up = up.stream_unary("/raw/Up", bytes, bytes)
-        self._down = down.unary_stream("/raw/Down", bytes, bytes)
+        self._up, self._up_kept = (up.stream_unary(path, bytes, bytes) for path in (_UP, _UP_KEPT))
+        self._down = down.unary_stream(_DOWN, bytes, bytes)
         self._out = torch.zeros(size_bytes, dtype=torch.uint8)
-        self._size, self._chunks = size_bytes, chunks
+        self._size, self._chunks, self._pid = size_bytes, chunks, pid
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Returns the seconds of each way to move the bytes, by its name and chunk size."""
-        seconds = {}
+        """Returns the cost of each way to move the bytes, by its name and chunk size."""
+        costs = {}
         for chunk in self._chunks:
             mib = f"{chunk / (1 << 20):g} MiB"
-            for name, move in (("down", self._drop), ("down into a tensor", self._keep), ("up", self._send)):
+            for name, move in (
+                ("down", self._drop),
+                ("down into a tensor", self._keep),
+                ("up", partial(self._send, self._up)),
+                ("up into a tensor", partial(self._send, self._up_kept)),
+            ):
                 move(chunk)
-                seconds[f"{name}, {mib}"] = [timed(partial(move, chunk)) for _ in range(turn.steps)]
-        return {"seconds": seconds}
+                costs[f"{name}, {mib}"] = [Cost.of(partial(move, chunk), [self._pid]) for _ in range(turn.steps)]
+        return {"costs": costs}
 
     def _stream(self, chunk: int) -> Iterable[bytes]:
         messages: Iterable[bytes] = self._down(b"%d %d" % (chunk, self._size // chunk))
@@ -95,13 +118,11 @@ class RawPlayer:
             pass
 
     def _keep(self, chunk: int) -> None:
-        out = self._out.numpy().data
-        for i, message in enumerate(self._stream(chunk)):
-            out[i * chunk : (i + 1) * chunk] = message
+        _fill(self._out, self._stream(chunk))
 
-    def _send(self, chunk: int) -> None:
+    def _send(self, call: Any, chunk: int) -> None:
         message = bytes(chunk)
-        self._up(message for _ in range(self._size // chunk))
+        call(message for _ in range(self._size // chunk))
 
 
 def build_raw(size_bytes: int, chunks: tuple[int, ...], tls: bool, seat: Seat) -> Player:
@@ -111,5 +132,7 @@ def build_raw(size_bytes: int, chunks: tuple[int, ...], tls: bool, seat: Seat) -
     keep_message_buffers()
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    spawn.Process(target=_serve, args=(theirs, shown), daemon=True, name="bare-stream").start()
-    return RawPlayer(size_bytes, chunks, ours.recv(), shown)
+    server = spawn.Process(target=_serve, args=(theirs, size_bytes, shown), daemon=True, name="bare-stream")
+    server.start()
+    assert server.pid is not None
+    return RawPlayer(size_bytes, chunks, server.pid, ours.recv(), shown)

@@ -5,7 +5,8 @@
 One rank has its owners in another process (with ``inproc`` in its own), one bf16 unit of ``--mib`` and two small ones.
 A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another in the
 same process (``memcpy``, ``--threads`` torch threads) and pushes them; then the step is decided, which is not timed.
-``bare`` streams ready bytes over gRPC between two processes, down from a server and up from a client. All take turns.
+``bare`` streams ready bytes over gRPC between two processes, down from a server and up from a client, and drops them or
+copies them into a tensor. All take turns. CPU s/GB are of both ends together.
 With ``--tls`` gRPC also takes part as between hosts, over mutual TLS, and so does the bare stream.
 """
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rayzero.bench.contestants import OursOptions, host_ranks, one_process_a_rank
-from rayzero.bench.figures import Spread, about, at_least_one, timed
+from rayzero.bench.figures import Cost, Spread, about, at_least_one
 from rayzero.bench.figures import plain as as_plain
 from rayzero.bench.turns import Entry, Player, Program, Seat, Turn, contest
 from rayzero.engine.context import get_context
@@ -66,22 +67,22 @@ class StorePlayer:
         self._grads = [torch.randn(unit.numel).to(unit.dtype) for unit in self._units]
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Returns the seconds of every step, by verb and size in bytes; the first step does not count."""
-        seconds: dict[str, list[float]] = {}
+        """Returns the cost of every step, by verb and size in bytes; the first step does not count."""
+        costs: dict[str, list[Cost]] = {}
         for step in range(turn.steps + 1):
             for unit in self._units:
-                for verb, taken in self._move(unit, self._out[unit.index], self._grads[unit.index]).items():
+                for verb, cost in self._move(unit, self._out[unit.index], self._grads[unit.index], turn.pids).items():
                     if step:
-                        seconds.setdefault(f"{verb} {unit.size_bytes}", []).append(taken)
+                        costs.setdefault(f"{verb} {unit.size_bytes}", []).append(cost)
             self._commit()
-        return {"seconds": seconds}
+        return {"costs": costs}
 
-    def _move(self, unit: UnitLayout, out: Tensor, grads: Tensor) -> dict[str, float]:
+    def _move(self, unit: UnitLayout, out: Tensor, grads: Tensor, owners: Sequence[int]) -> dict[str, Cost]:
         self._fetch(unit, out)  # waits until the last step's update is published
         return {
-            "fetch": timed(partial(self._fetch, unit, out)),
-            "memcpy": timed(partial(out.copy_, grads)),
-            "push": timed(partial(self._push, unit, grads)),
+            "fetch": Cost.of(partial(self._fetch, unit, out), owners),
+            "memcpy": Cost.of(partial(out.copy_, grads), ()),
+            "push": Cost.of(partial(self._push, unit, grads), owners),
         }
 
     def _fetch(self, unit: UnitLayout, out: Tensor) -> None:
@@ -120,6 +121,7 @@ class Row:
     gb_per_s: Spread
     milliseconds: Spread
     of_memcpy: Spread | None  # over memcpy in the same process, turn by turn; None for memcpy itself and bare streams
+    cpu_s_per_gb: float  # of both ends together, over all turns
 
 
 def entries_of(
@@ -145,25 +147,26 @@ def entries_of(
 def measure(entries: Sequence[Entry], size: int, rounds: int, steps: int, threads: int) -> list[Row]:
     """Let all entries play in turn, ``rounds`` times after a round that does not count. ``size``: bytes of the large
     unit, and of a bare stream."""
-    seconds: dict[str, list[dict[str, list[float]]]] = {}
+    costs: dict[str, list[dict[str, list[Cost]]]] = {}
     with tempfile.TemporaryDirectory() as folder, contest(entries, 1, threads, folder=folder) as (there, absent):
         for round_ in range(rounds + 1):
             for contestant in there:
-                account = contestant.play(Turn(first=0, steps=steps))[0]["seconds"]
+                account = contestant.play(Turn(first=0, steps=steps))[0]["costs"]
                 if round_:
-                    seconds.setdefault(contestant.name, []).append(account)
+                    costs.setdefault(contestant.name, []).append(account)
     for name, why in absent.items():
         print(f"{name} cannot take part: {why}")
-    return [row for who, turns in seconds.items() for row in rows_of(who, turns, size)]
+    return [row for who, turns in costs.items() for row in rows_of(who, turns, size)]
 
 
-def rows_of(who: str, turns: Sequence[dict[str, list[float]]], size: int) -> list[Row]:
-    """A contestant's rows. ``turns``: seconds by what was done, of each turn."""
+def rows_of(who: str, turns: Sequence[dict[str, list[Cost]]], size: int) -> list[Row]:
+    """A contestant's rows. ``turns``: what everything cost, by what was done, of each turn."""
     rows = []
     for key in turns[0]:
         what, moved = (key, size) if who.startswith(BARE) else (key.partition(" ")[0], int(key.partition(" ")[2]))
-        medians = [Spread.of(turn[key]).median for turn in turns]
-        copies = [Spread.of(turn.get(f"memcpy {moved}", turn[key])).median for turn in turns]
+        medians = [_median_seconds(turn[key]) for turn in turns]
+        copies = [_median_seconds(turn.get(f"memcpy {moved}", turn[key])) for turn in turns]
+        used = [cost.cpu_seconds for turn in turns for cost in turn[key]]
         compared = not who.startswith(BARE) and what != "memcpy"
         rows.append(
             Row(
@@ -173,20 +176,28 @@ def rows_of(who: str, turns: Sequence[dict[str, list[float]]], size: int) -> lis
                 gb_per_s=Spread.of(moved / s / 1e9 for s in medians),
                 milliseconds=Spread.of(s * 1e3 for s in medians),
                 of_memcpy=Spread.of(c / s for c, s in zip(copies, medians, strict=True)) if compared else None,
+                cpu_s_per_gb=sum(used) / (len(used) * moved / 1e9),
             )
         )
     return rows
 
 
+def _median_seconds(costs: Sequence[Cost]) -> float:
+    return Spread.of(cost.seconds for cost in costs).median
+
+
 def summary_of(rows: Sequence[Row], size: int) -> dict[str, float]:
-    """The ratios of medians that matter, for the large unit: each way to memcpy, and gRPC to the best bare stream."""
+    """The ratios of medians that matter, for the large unit: each way to memcpy, and gRPC to the best bare stream, and
+    to the best one that also copies its bytes into a tensor."""
     large = [row for row in rows if row.bytes == size]
     found = {f"{r.who} {r.what} / memcpy": r.of_memcpy.median for r in large if r.of_memcpy is not None}
     for tls in ("", _TLS):
         for verb, way in (("fetch", "down"), ("push", "up")):
-            ours, bare = _best(large, "grpc" + tls, verb), _best(large, BARE + tls, way)
-            if ours and bare:
-                found[f"grpc{tls} {verb} / best bare{tls} stream {way}"] = ours / bare
+            ours = _best(large, "grpc" + tls, verb)
+            for kept in ("", " into a tensor"):
+                bare = _best(large, BARE + tls, way + kept)
+                if ours and bare:
+                    found[f"grpc{tls} {verb} / best bare{tls} stream {way}{kept}"] = ours / bare
     return found
 
 
@@ -235,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         against = "" if r.of_memcpy is None else f"   {r.of_memcpy.text()} of memcpy"
         print(
             f"{r.who:8} {r.what:24} {r.bytes >> 10:8} KiB  {r.gb_per_s.text():>20} GB/s  {r.milliseconds.text():>24} ms"
-            f"{against}"
+            f"  {r.cpu_s_per_gb:.2f} CPU s/GB{against}"
         )
     for name, ratio in summary.items():
         print(f"{name}: {ratio:.2f}")

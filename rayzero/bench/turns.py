@@ -10,7 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event, Thread
@@ -32,6 +32,7 @@ class Turn:
     steps: int = 1
     what: str = "steps"  # or other work that the benchmark's players can do
     setting: float = 0.0
+    pids: tuple[int, ...] = ()  # the contestant's processes that are not ranks
 
 
 class Player(Protocol):
@@ -119,7 +120,7 @@ class Contestant:
     def play(self, turn: Turn) -> list[dict[str, Any]]:
         """Play a turn; returns every rank's result, by rank. Raises RunFailedError if a rank fails."""
         for pipe in self.pipes:
-            pipe.send(turn)
+            pipe.send(replace(turn, pids=tuple(self.owner_pids)))
         return self._answers()
 
     @property
