@@ -21,28 +21,28 @@ _QUEUE_S = 0.25  # how much a sender's end of a slow cable holds before it drops
 
 
 class Cable:
-    """What happens to packets between two hosts, the same both ways. Set by any thread, at any time."""
+    """What happens to packets between two hosts. Set by any thread, at any time."""
 
     def __init__(self, ends: tuple[int, int]) -> None:
-        self.bytes_per_s: float | None = None  # None: no limit
-        self.delay_s = 0.0
-        self.loss = 0.0  # the share of packets that are lost
+        self.mend()
         self.sent: dict[int, int] = dict.fromkeys(ends, 0)  # bytes that were delivered, by sender
-        self._is_cut = False
         self._free_at = dict.fromkeys(ends, 0.0)  # when all has left that a sender has queued
         self._random = random.Random(f"{ends}")
 
     def cut(self) -> None:
         """Swallow every packet from now on. Nobody is told, as with a switch that has lost its power."""
-        self._is_cut = True
+        self.loss = 1.0
 
     def mend(self) -> None:
-        """Carry packets again."""
-        self._is_cut = False
+        """Carry every packet from now on, both ways, at once."""
+        self.bytes_per_s: float | None = None  # each way; None: no limit
+        self.delay_s = 0.0  # each way
+        self.loss = 0.0  # the share of packets that are lost
+        self.loses_only_from: int | None = None  # the one sender whose packets are; None: both
 
     def arrival(self, sender: int, size: int, now: float) -> float | None:
         """When a packet arrives that is sent now; None: never."""
-        if self._is_cut or (self.loss and self._random.random() < self.loss):
+        if self.loses_only_from in (None, sender) and self._random.random() < self.loss:
             return None
         leaves = now
         if self.bytes_per_s is not None:

@@ -90,15 +90,47 @@ def test_a_cable_that_is_cut_for_a_while_changes_nothing(
     assert training.digest() == undisturbed
 
 
-def test_a_slow_long_lossy_cable_changes_no_bit(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"bytes_per_s": 12.5e6, "delay_s": 0.005, "loss": 0.005},
+        {"bytes_per_s": 1e6},
+        {"delay_s": 0.05},
+    ],
+    ids=["100 Mbit/s, 5 ms, 0.5 %", "8 Mbit/s", "50 ms"],
+)
+def test_a_bad_cable_changes_no_bit(
+    faults: dict[str, float], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
+    cable = two_hosts.a.cable(two_hosts.b)
+    training = train(two_hosts.a, tmp_path, two_hosts.address)
+    training.until(10)
+    for what, value in faults.items():
+        setattr(cable, what, value)
+    try:
+        training.until(20)
+    finally:
+        cable.mend()
+    training.end()
+    assert training.record()["recoveries"] == []
+    assert training.digest() == undisturbed
+
+
+def test_a_cable_that_carries_one_way_only_changes_nothing(
+    two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
+    """What the second host sends arrives; it hears nothing, so its side finds out only by its own pings."""
     a, b = two_hosts.a, two_hosts.b
     cable = a.cable(b)
     training = train(a, tmp_path, two_hosts.address)
     training.until(10)
-    cable.bytes_per_s, cable.delay_s, cable.loss = 12.5e6, 0.005, 0.005  # 100 Mbit/s
+    cable.loses_only_from, cable.loss = a.device, 1.0
     try:
-        training.end()
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.driver.wait(15.0)
     finally:
-        cable.bytes_per_s, cable.delay_s, cable.loss = None, 0.0, 0.0
+        cable.mend()
+    said = training.end()
+    assert re.search(r"rank \d: the link to optimizer \d at \S+ is back after", said)
     assert training.record()["recoveries"] == []
     assert training.digest() == undisturbed
