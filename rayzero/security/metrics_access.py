@@ -75,9 +75,7 @@ def _encrypted(asks: Protection, tls: TlsServerConfig) -> Protection:
         until = x509.load_pem_x509_certificate(certificate).not_valid_after_utc
     except (ssl.SSLError, ValueError) as error:
         files = ", ".join(file for file in (tls.cert_file, tls.key_file, tls.client_ca_file) if file is not None)
-        raise ConfigError(
-            f"{_SETTING}: {files} do not make a server: {error}; pass a certificate and its key"
-        ) from error
+        raise ConfigError(f"{_SETTING}: {files}: {error}; pass a certificate and its key, without password") from error
     if until <= datetime.now(UTC):
         raise ConfigError(f"{_SETTING}: {tls.cert_file} was valid until {until:%Y-%m-%d %H:%M} UTC; renew it")
     return made

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from rayzero.errors import ConfigError
 from rayzero.telemetry.guard import Guard, Protection
-from rayzero.telemetry.http import Page, PageServer, listen
+from rayzero.telemetry.http import Page, PageServer, Refused, listen
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
@@ -84,9 +84,10 @@ class Exporter:
         who: str = "an exporter",
         pages: Mapping[str, Page] | None = None,
         protection: Protection | None = None,
+        refused: Refused = lambda reason, client, why: None,
     ) -> None:
         """Listen on ``port`` (0: any free one); ``address`` says where. ``who``: this process's name in messages.
-        ``protection``: what is asked of clients; None: nothing.
+        ``protection``: what is asked of clients; None: nothing. ``refused``: see ``PageServer``.
 
         Raises ConfigError if the port is not available, or passwords cannot be compared here."""
         guard = None if protection is None else Guard(protection)
@@ -101,7 +102,7 @@ class Exporter:
                 f"telemetry of {who} cannot listen on {host}:{port}: {why}; choose other ports "
                 "with run.telemetry.port and run.telemetry.exporter_ports (0: any free one)"
             ) from error
-        self._server = PageServer(listening, {METRICS_PATH: page} | dict(pages or {}), guard)
+        self._server = PageServer(listening, {METRICS_PATH: page} | dict(pages or {}), guard, refused)
 
     def close(self) -> None:
         """Free the port. Idempotent."""

@@ -42,6 +42,8 @@ _UNKNOWN_CLIENT = (
     b"Unauthorized\n"
 )
 
+Refused = Callable[[str, str, str], None]  # reason, client, why
+
 _listening: WeakSet[socket.socket] = WeakSet()  # of this process
 
 log = logging.getLogger(__name__)
@@ -88,9 +90,16 @@ class PageServer:
 
     Knows paths and connections; not the content of pages."""
 
-    def __init__(self, listening: socket.socket, pages: Mapping[str, Page], guard: Guard | None = None) -> None:
-        """``listening``: the server owns it from now on, as it does ``guard``; None: everybody may read."""
-        self._pages, self.guard = dict(pages), guard
+    def __init__(
+        self,
+        listening: socket.socket,
+        pages: Mapping[str, Page],
+        guard: Guard | None = None,
+        refused: Refused = lambda reason, client, why: None,
+    ) -> None:
+        """``listening``: the server owns it from now on, as it does ``guard``; None: everybody may read. ``refused``:
+        called in the server's thread with each client that is refused or cut, see ``names.REFUSED``."""
+        self._pages, self.guard, self.refused = dict(pages), guard, refused
         self._made: dict[str, tuple[float, bytes]] = {}  # path -> when, answer
         self._connections: dict[_Connection, None] = {}  # oldest first
         self._socket = listening
@@ -139,13 +148,15 @@ class PageServer:
             await asyncio.sleep(_SWEEP_S)
             now = self._loop.time()
             for connection in list(self._connections):
-                if now - connection.moved_at > (WRITE_S if connection.owes else IDLE_S):
+                if connection.owes and now - connection.moved_at > WRITE_S:
+                    connection.refuse("slow", f"it does not read its answer for {WRITE_S:g} s")
+                elif now - connection.moved_at > IDLE_S:
                     connection.cut()
 
     def admit(self, connection: _Connection) -> None:
         """A client has connected; if there are too many, cut the oldest."""
         if len(self._connections) >= MOST:
-            next(iter(self._connections)).cut()
+            next(iter(self._connections)).refuse("limit", f"{MOST} are connected, and it is the oldest")
         self._connections[connection] = None
 
     def dismiss(self, connection: _Connection) -> None:
@@ -181,6 +192,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport | None = None  # over TLS, if there is a guard that wants it
         self._below: asyncio.Transport | None = None  # the same without TLS
+        self._client = ""  # its address
         self._asked = b""
         self._waits_for: asyncio.Future[Any] | None = None  # a handshake, or the comparison of a password
         self.moved_at = 0.0  # loop time of the last request, or of the last time answers were taken
@@ -193,6 +205,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             _end(self._transport.get_extra_info("socket"))
             self._transport.abort()
+
+    def refuse(self, reason: str, why: str) -> None:
+        """End the connection at once, and count it."""
+        self._server.refused(reason, self._client, why)
+        self.cut()
 
     @property
     def owes(self) -> bool:
@@ -208,6 +225,7 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as the kernel takes no more
         self._transport = self._below = transport
+        self._client = str((transport.get_extra_info("peername") or ("an unknown address",))[0])
         self._move()
         self._server.admit(self)
         guard = self._server.guard
@@ -225,7 +243,7 @@ class _Connection(asyncio.Protocol):
             secured = None
         self._waits_for = None
         if secured is None:
-            self.cut()
+            self.refuse("handshake", "it ended no TLS handshake with what is asked for here")
             return
         secured.set_write_buffer_limits(high=1)  # 0 would pause it for ever: TLS pauses at the limit, not above
         self._transport = secured
@@ -267,7 +285,7 @@ class _Connection(asyncio.Protocol):
                 return
             self._reply(head, admitted is True)
         if len(self._asked) > REQUEST_BYTES and not self.stuck:
-            self.cut()
+            self.refuse("nonsense", f"its request has more than {REQUEST_BYTES:,} bytes")
 
     @property
     def _is_busy(self) -> bool:
@@ -283,6 +301,8 @@ class _Connection(asyncio.Protocol):
     def _reply(self, head: bytes, admitted: bool) -> None:
         assert self._transport is not None
         told, more = self._server.answer(head) if admitted else (_UNKNOWN_CLIENT, False)
+        if not admitted:
+            self._server.refused("password", self._client, "it shows no password that opens this exporter")
         self._move()
         self._transport.write(told)
         if not more:

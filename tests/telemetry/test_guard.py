@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -41,15 +42,25 @@ CUT = "(?i)certificate|unknown.ca|version|reset|eof|closed connection|aborted"  
 Open = Callable[[Protection | None], Exporter]
 
 
+refused: Counter[str] = Counter()  # by reason, in this test
+
+
+def note(reason: str, client: str, why: str) -> None:
+    refused[reason] += 1
+    assert (client, bool(why)) == (HOST, True)
+
+
 @pytest.fixture
 def serve() -> Iterator[Open]:
     """Exporters until the test ends."""
     with ExitStack() as stack:
+        refused.clear()
 
         def begin(protection: Protection | None) -> Exporter:
             recorder = MemoryRecorder()
             recorder.set(STEP, 7)
-            made = Exporter(recorder, Role.RANK, host=HOST, pages={"/large": LARGE}, protection=protection)
+            pages = {"/large": LARGE}
+            made = Exporter(recorder, Role.RANK, host=HOST, pages=pages, protection=protection, refused=note)
             stack.callback(made.close)
             return made
 
@@ -117,6 +128,7 @@ def test_only_the_right_password_is_answered(serve: Open, tmp_path: Path) -> Non
     exporter = serve(made.given)
     wrong = [None, basic("reader", "secre"), basic("other", "secret"), basic("reader", ""), "Basic %%%", "Bearer x"]
     assert [status(exporter.address, shown) for shown in wrong] == [401] * len(wrong)
+    assert refused == {"password": len(wrong)}
     assert status(exporter.address, basic("reader", "secret")) == 200
     assert step_seen(exporter, made.given, made.viewer) == 7
     assert "401" in str(step_seen(exporter, made.given, replace(made.viewer, token="x")))
@@ -260,6 +272,7 @@ def test_clients_that_end_no_handshake_are_cut_and_hinder_nobody(
             with suppress(ConnectionError):
                 while connection.recv(1 << 10):
                     pass  # at most an alert
+    assert refused["handshake"] + refused["limit"] >= 200
 
 
 def test_one_that_asks_over_tls_and_never_reads_is_cut(
@@ -277,6 +290,7 @@ def test_one_that_asks_over_tls_and_never_reads_is_cut(
             while more := still.recv(1 << 20):
                 found += len(more)
         assert found < 4 << 20
+    assert refused == {"slow": 1}
 
 
 def test_closing_ends_handshakes_and_comparisons(tmp_path: Path, authority: TestAuthority) -> None:

@@ -19,6 +19,7 @@ from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import node_memory, process_memory
 from rayzero.security.credentials import is_loopback
 from rayzero.security.metrics_access import MetricsAccess
+from rayzero.security.refusals import Refusals
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.guard import Protection
@@ -182,6 +183,7 @@ class ProcessExporter:
             who=settings.who,
             pages=all_pages,
             protection=settings.protection,
+            refused=Refusals("metrics", recorder).note,
         )
         memory = MemorySource(settings.slab_dir, lambda: _told(recorder, memory))
         recorder.watch(memory)
