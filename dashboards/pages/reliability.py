@@ -57,6 +57,22 @@ PAGE = Page(
             ),
         ),
         Row(
+            title="Refused",
+            panels=(
+                panel(
+                    "Refused clients",
+                    "At owners and exporters, in the last hour, by reason. A wrong token, role, password or handshake "
+                    "is a scanner, a scrape config without the password, or a process of another run: see the log.",
+                    "none",
+                    (
+                        f"sum by (run, door, reason) {grown('rayzero_refused_total{<run>}')}",
+                        "{{run}} {{door}}: {{reason}}",
+                    ),
+                    thresholds=ANY_IS_BAD,
+                ),
+            ),
+        ),
+        Row(
             title="Checkpoints",
             panels=(
                 panel(

@@ -31,7 +31,12 @@ from rayzero.cluster.nodes.session import alive_nodes, ray_answers
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
-from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, plan_exporters
+from rayzero.cluster.processes.process_exporter import (
+    LOOPBACK,
+    ExporterSettings,
+    plan_exporters,
+    protection_at,
+)
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
 from rayzero.cluster.spares import Spares
@@ -42,6 +47,7 @@ from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.authority import Issuer, issuer
 from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
+from rayzero.security.metrics_access import MetricsAccess
 from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
@@ -117,6 +123,7 @@ class RunActors:
         self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
         self._measure_bandwidth = False
         self._exporters_bind = "auto"  # see ``TelemetryConfig.bind``
+        self._access: MetricsAccess | None = None  # to the metrics of exporters
         self._joining: list[Joining] = []  # owners of the next epoch
         self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
         self._parted: list[Any] = []  # owners that have no shards any more, and end
@@ -144,6 +151,7 @@ class RunActors:
         slab_dir: Path,
         telemetry: TelemetryConfig,
         security: SecurityConfig | None = None,
+        access: MetricsAccess | None = None,
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
@@ -153,7 +161,8 @@ class RunActors:
         routing table.
 
         owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
-        none. slab_dir: where it would be. security: None: the defaults. beside_ranks: the device on which owners beside
+        none. slab_dir: where it would be. security: None: the defaults. access: to metrics, None: for
+        everybody. beside_ranks: the device on which owners beside
         the ranks have their states; None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
@@ -162,6 +171,7 @@ class RunActors:
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
+        self._access = access
         self._issue = issuer(self._run, security or SecurityConfig())
         self._make_coordinator(max_failures)
         self._share = share
@@ -176,7 +186,7 @@ class RunActors:
         self._janitor = Janitor(share, discovery_dir, keep=keep)
         self._find_processes({**lead, **self.members})
         if telemetry.enabled:
-            self._exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            self._exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir, access)
             self.targets = self._open_exporters()
         routing = self._open_ports()
         _take_over(share, former)
@@ -391,7 +401,11 @@ class RunActors:
         address = next(host.address for host in hosts() if host.id == node)
         beside = some.host == LOOPBACK and node == self.members[optimizer_name(0)].node
         bound = LOOPBACK if beside or self._exporters_bind == "loopback" else address
-        return replace(some, who=optimizer_name(owner), index=owner, node=address, host=bound, port=port)
+        access, asked = self._access, None
+        if access is not None:
+            asked = protection_at(bound, self._exporters_bind, access.given, access.own)
+        who = optimizer_name(owner)
+        return replace(some, who=who, index=owner, node=address, host=bound, port=port, protection=asked)
 
     def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
         """An owner that joins has answered. It has no shards before ``enter``."""

@@ -13,6 +13,7 @@ from rayzero.cluster.actors import Former, RunActors, refuse_name_in_use
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import StartPoint
+from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
@@ -121,7 +122,9 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
     )
     places = placed(plan, timeout_s=scaling.placement_timeout)
     cpus_are_set = scaling.cpus_per_optimizer is not None
-    with places as placement, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:
+    viewer = None if request.access is None else request.access.viewer
+    tools = viewable(request.directory.path, viewer)
+    with places as placement, tools, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:
         _start(request, actors, journal)
         try:
             with _discoverable(request, actors):
@@ -141,6 +144,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         slab_dir=Path(request.zero.slab_dir),
         telemetry=request.run.telemetry,
         security=request.run.security,
+        access=request.access,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
         max_failures=request.run.max_failures,
@@ -160,6 +164,11 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         actors.coordinator.recovered.remote("run", {"restart": seconds})
         journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
+    if request.access is not None and request.access.given is None and any(t.scheme == "https" for t in actors.targets):
+        request.on_phase(
+            "metrics are readable for rayzero top and rayzero trace alone, because they cross the network; set "
+            "run.telemetry.web_config for Prometheus, or run.telemetry.bind=node for everybody"
+        )
     request.on_phase("every process is up; starting the training loops")
 
 

@@ -10,6 +10,7 @@ from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.run import Member, Recovery, Report, Rescaled, Routing, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
 
@@ -29,6 +30,7 @@ class RunRequest:
     fewest_optimizers: int  # as the config says; ``scaling`` has as many as a run begins with that goes on
     run: RunConfig
     directory: RunDirectory
+    access: MetricsAccess | None  # to the run's metrics; None: it serves none
     make_row: MakeRow  # rows of metrics.jsonl from reports
     on_report: OnReport | None
     on_phase: OnPhase  # called with each phase, while the run starts

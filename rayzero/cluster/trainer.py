@@ -24,6 +24,7 @@ from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
+from rayzero.security.metrics_access import metrics_access
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
@@ -110,6 +111,8 @@ class ZeroTrainer:
                 f"run_config.warm_spares is {self._run.warm_spares}, but with transport={self._zero.transport!r} an "
                 "optimizer actor's states die with its process, so no spare takes its place; leave it at 0"
             )
+        telemetry = self._run.telemetry
+        self._access = metrics_access(self._run.name, telemetry.web_config) if telemetry.enabled else None
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
     def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:
@@ -204,6 +207,7 @@ class ZeroTrainer:
             scaling=self._scaling,
             run=self._run,
             directory=directory,
+            access=self._access,
             make_row=self._make_row,
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),
@@ -274,8 +278,8 @@ def _telemetry(journal: Journal) -> dict[str, Any] | None:
     if not journal.targets:
         return None
     return {
-        "http_sd": f"http://{journal.targets[0].address}{DISCOVERY_PATH}",
-        "targets": [{"address": target.address, "labels": target.labels} for target in journal.targets],
+        "http_sd": journal.targets[0].url(DISCOVERY_PATH),
+        "targets": [{"address": target.address, "labels": target.discovered} for target in journal.targets],
     }
 
 

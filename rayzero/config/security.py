@@ -10,8 +10,8 @@ from rayzero.config.base import ConfigModel
 
 
 class SecurityConfig(ConfigModel):
-    """Says how connections between optimizer actors and ranks are protected. Ray's own and the exporters' are not:
-    see SECURITY.md."""
+    """Says how connections between optimizer actors and ranks are protected. Ray's own are not, and
+    metrics have run.telemetry.web_config: see SECURITY.md."""
 
     tls: Literal["auto", "always", "never"] = "auto"
     """Mutual TLS. "auto": on every connection that is not to a loopback address. "always": on those too. "never":

@@ -20,8 +20,13 @@ class TelemetryConfig(ConfigModel):
 
     bind: Literal["auto", "loopback", "node"] = "auto"
     """Address that exporters listen on. "auto": loopback if the whole run is on one node, else each node's address.
-    "loopback": always loopback. "node": always the node's address, for a Prometheus in another container. There is
-    neither encryption nor a password."""
+    "loopback": always loopback. "node": always the node's address, for a Prometheus in another container; without
+    web_config, whoever reaches it may read it. With "auto" on several nodes and without web_config, only the run's own
+    tools (rayzero top, rayzero trace) may."""
+
+    web_config: str | None = None
+    """YAML file in the format of Prometheus' exporters, which says who may read metrics: TLS (tls_server_config) and
+    passwords (basic_auth_users). It is read where the run is started, and holds for every process; null: none."""
 
     port: Port = 0
     """Port of the coordinator's exporter, which also serves http_sd (``/sd``); 0: any free one."""
@@ -44,7 +49,7 @@ class TelemetryConfig(ConfigModel):
     """How many of its last steps the run traces: it writes them to trace.json in its folder when it ends, and every
     process keeps spans all the time; null: processes keep spans only while ``rayzero trace`` asks for them."""
 
-    @field_validator("discovery_dir")
+    @field_validator("discovery_dir", "web_config")
     @classmethod
     def _some_directory(cls, value: str | None) -> str | None:
         if value == "":
@@ -55,4 +60,6 @@ class TelemetryConfig(ConfigModel):
     def _traces_what_it_tells(self) -> Self:
         if self.trace_steps is not None and not self.enabled:
             raise ValueError("trace_steps needs enabled: true")
+        if self.web_config is not None and not self.enabled:
+            raise ValueError("web_config needs enabled: true")
         return self

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.files import parse_json, read_text, replace_file
 from rayzero.plan.comparison import Comparison, compare_bytes, compare_step, format_comparisons
 from rayzero.plan.hardware import Hardware, Hosts
@@ -66,12 +67,12 @@ class PlanCheck:
         run_dir: Path,
         say: Callable[[str], None],
         *,
-        look: Callable[[tuple[Target, ...]], Scrape] = lambda targets: scrape(targets, timeout_s=_ANSWER_S),
+        look: Callable[[tuple[Target, ...]], Scrape] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """hardware: None if it is not known; then no bound is compared."""
+        """hardware: None if it is not known; then no bound is compared. look: scrapes exporters; None: over HTTP."""
         self._work, self._hardware, self._run_dir, self._say = work, hardware, run_dir, say
-        self._look, self._clock = look, clock
+        self._look, self._clock = look or self._scrape, clock
         self._targets: tuple[Target, ...] = ()
         self._hosts = Hosts()
         self._seconds: list[float] = []
@@ -98,6 +99,9 @@ class PlanCheck:
         self._tries, self._again = self._tries + 1, self._clock() + _AGAIN_S
         if last or self._tries == _TRIES or all(one.measured is not None for one in rows):
             self._finish(rows)
+
+    def _scrape(self, targets: tuple[Target, ...]) -> Scrape:
+        return scrape(targets, timeout_s=_ANSWER_S, viewer=read_viewer(self._run_dir))
 
     def _compare(self) -> tuple[Comparison, ...]:
         record = read_record(self._run_dir)

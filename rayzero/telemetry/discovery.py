@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rayzero.telemetry.metric import Role
 
+_SCHEME = "__scheme__"  # Prometheus' own label for it
 _INDEX = {Role.RANK: "rank", Role.OPTIMIZER: "actor"}  # the label that distinguishes processes of a role
 
 
@@ -20,12 +21,22 @@ class Target:
     role: Role
     node: str  # its host's address
     index: int | None = None  # of a rank or an owner
+    scheme: str = "http"  # or "https"
 
     @property
     def labels(self) -> dict[str, str]:
         """The labels that Prometheus adds to every series of this process."""
         own = {_INDEX[self.role]: str(self.index)} if self.role in _INDEX else {}
         return {"run": self.run, "role": str(self.role), "node": self.node} | own
+
+    @property
+    def discovered(self) -> dict[str, str]:
+        """The labels of its discovery entry: ``labels``, and how Prometheus connects."""
+        return self.labels | ({} if self.scheme == "http" else {_SCHEME: self.scheme})
+
+    def url(self, path: str) -> str:
+        """The address of one of its pages."""
+        return f"{self.scheme}://{self.address}{path}"
 
     @property
     def who(self) -> str:
@@ -38,14 +49,15 @@ class Target:
         try:
             role = Role(labels["role"])
             index = None if role not in _INDEX else int(labels[_INDEX[role]])
-            return cls(address=address, run=labels["run"], role=role, node=labels["node"], index=index)
+            scheme = labels.get(_SCHEME, "http")
+            return cls(address=address, run=labels["run"], role=role, node=labels["node"], index=index, scheme=scheme)
         except KeyError as error:
             raise ValueError(f"the target {address} has no label {error}") from error
 
 
 def service_discovery(targets: Iterable[Target]) -> bytes:
     """JSON that Prometheus' http_sd and file_sd read: a list of {targets, labels}."""
-    groups = [{"targets": [target.address], "labels": target.labels} for target in targets]
+    groups = [{"targets": [target.address], "labels": target.discovered} for target in targets]
     return json.dumps(groups, indent=1).encode() + b"\n"
 
 

@@ -13,7 +13,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry.http import Page, PageServer, listen
+from rayzero.telemetry.guard import Guard, Protection
+from rayzero.telemetry.http import Page, PageServer, Refused, listen
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
@@ -82,10 +83,14 @@ class Exporter:
         port: int = 0,
         who: str = "an exporter",
         pages: Mapping[str, Page] | None = None,
+        protection: Protection | None = None,
+        refused: Refused = lambda reason, client, why: None,
     ) -> None:
         """Listen on ``port`` (0: any free one); ``address`` says where. ``who``: this process's name in messages.
+        ``protection``: what is asked of clients; None: nothing. ``refused``: see ``PageServer``.
 
-        Raises ConfigError if the port is not available."""
+        Raises ConfigError if the port is not available, or passwords cannot be compared here."""
+        guard = None if protection is None else Guard(protection)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RecorderCollector(recorder, role))
         page = Page(CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry))
@@ -97,7 +102,7 @@ class Exporter:
                 f"telemetry of {who} cannot listen on {host}:{port}: {why}; choose other ports "
                 "with run.telemetry.port and run.telemetry.exporter_ports (0: any free one)"
             ) from error
-        self._server = PageServer(listening, {METRICS_PATH: page} | dict(pages or {}))
+        self._server = PageServer(listening, {METRICS_PATH: page} | dict(pages or {}), guard, refused)
 
     def close(self) -> None:
         """Free the port. Idempotent."""

@@ -12,25 +12,37 @@ import logging
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from weakref import WeakSet
+
+from rayzero.telemetry.guard import Guard
 
 __all__ = ["Page", "PageServer", "listen"]
 
 REFRESH_S = 1.0  # a page requested again within this time is not made again
 IDLE_S = 150.0  # between two requests of a connection; Prometheus keeps them open, and asks once a minute
 WRITE_S = 10.0  # to take an answer
+HANDSHAKE_S = 5.0  # for a TLS handshake
 MOST = 64  # connections; the oldest is cut for a new one
 REQUEST_BYTES = 8 << 10  # of one request
 
 _SWEEP_S = 1.0  # between two looks for connections that do not move
 _PATH_ENDS = re.compile(rb"[ ?\r]")
 _REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nonly GET\n"
+_UNKNOWN_CLIENT = (
+    b"HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Basic\r\nContent-Type: text/plain\r\nContent-Length: 13\r\n\r\n"
+    b"Unauthorized\n"
+)
+
+Refused = Callable[[str, str, str], None]  # reason, client, why
 
 _listening: WeakSet[socket.socket] = WeakSet()  # of this process
 
@@ -78,9 +90,16 @@ class PageServer:
 
     Knows paths and connections; not the content of pages."""
 
-    def __init__(self, listening: socket.socket, pages: Mapping[str, Page]) -> None:
-        """``listening``: the server owns it from now on."""
-        self._pages = dict(pages)
+    def __init__(
+        self,
+        listening: socket.socket,
+        pages: Mapping[str, Page],
+        guard: Guard | None = None,
+        refused: Refused = lambda reason, client, why: None,
+    ) -> None:
+        """``listening``: the server owns it from now on, as it does ``guard``; None: everybody may read. ``refused``:
+        called in the server's thread with each client that is refused or cut, see ``names.REFUSED``."""
+        self._pages, self.guard, self.refused = dict(pages), guard, refused
         self._made: dict[str, tuple[float, bytes]] = {}  # path -> when, answer
         self._connections: dict[_Connection, None] = {}  # oldest first
         self._socket = listening
@@ -98,6 +117,8 @@ class PageServer:
             with suppress(RuntimeError):  # another thread closes it too, and the loop has ended
                 self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
+        if self.guard is not None:
+            self.guard.close()
 
     def _run(self) -> None:
         try:
@@ -111,6 +132,8 @@ class PageServer:
         await self._stop.wait()
         self._loop.remove_reader(self._socket)  # accept no more; a closed server would forget one being accepted
         sweeping.cancel()
+        for connection in list(self._connections):
+            connection.stop_waiting()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(tasks)
         for connection in list(self._connections):
@@ -125,13 +148,15 @@ class PageServer:
             await asyncio.sleep(_SWEEP_S)
             now = self._loop.time()
             for connection in list(self._connections):
-                if now - connection.moved_at > (WRITE_S if connection.stuck else IDLE_S):
+                if connection.owes and now - connection.moved_at > WRITE_S:
+                    connection.refuse("slow", f"it does not read its answer for {WRITE_S:g} s")
+                elif now - connection.moved_at > IDLE_S:
                     connection.cut()
 
     def admit(self, connection: _Connection) -> None:
         """A client has connected; if there are too many, cut the oldest."""
         if len(self._connections) >= MOST:
-            next(iter(self._connections)).cut()
+            next(iter(self._connections)).refuse("limit", f"{MOST} are connected, and it is the oldest")
         self._connections[connection] = None
 
     def dismiss(self, connection: _Connection) -> None:
@@ -165,24 +190,65 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: PageServer) -> None:
         self._server = server
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | None = None  # over TLS, if there is a guard that wants it
+        self._below: asyncio.Transport | None = None  # the same without TLS
+        self._client = ""  # its address
         self._asked = b""
+        self._waits_for: asyncio.Future[Any] | None = None  # a handshake, or the comparison of a password
         self.moved_at = 0.0  # loop time of the last request, or of the last time answers were taken
         self.stuck = False  # answers wait for the client to take them
 
     def cut(self) -> None:
         """End the connection at once, even with data in flight."""
         self._server.dismiss(self)
+        self.stop_waiting()
         if self._transport is not None:
             _end(self._transport.get_extra_info("socket"))
             self._transport.abort()
 
+    def refuse(self, reason: str, why: str) -> None:
+        """End the connection at once, and count it."""
+        self._server.refused(reason, self._client, why)
+        self.cut()
+
+    @property
+    def owes(self) -> bool:
+        """Whether the client has not taken all of its answers. (TLS passes a whole page on before it pauses.)"""
+        return self.stuck or (self._below is not None and self._below.get_write_buffer_size() > 0)
+
+    def stop_waiting(self) -> None:
+        """End a handshake or a comparison. Idempotent."""
+        if self._waits_for is not None:
+            self._waits_for.cancel()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as the kernel takes no more
-        self._transport = transport
+        self._transport = self._below = transport
+        self._client = str((transport.get_extra_info("peername") or ("an unknown address",))[0])
         self._move()
         self._server.admit(self)
+        guard = self._server.guard
+        if guard is not None and guard.tls is not None and not self._server.closing:
+            transport.pause_reading()
+            self._waits_for = asyncio.ensure_future(self._shake_hands(transport, guard.tls))
+
+    async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            secured = await loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=WRITE_S
+            )
+        except OSError:  # it speaks no TLS, shows no certificate, or says nothing
+            secured = None
+        self._waits_for = None
+        if secured is None:
+            self.refuse("handshake", "it ended no TLS handshake with what is asked for here")
+            return
+        secured.set_write_buffer_limits(high=1)  # 0 would pause it for ever: TLS pauses at the limit, not above
+        self._transport = secured
+        self._move()
+        self._answer()  # a request may have come with the handshake's end
 
     def data_received(self, data: bytes) -> None:
         self._asked += data
@@ -202,20 +268,46 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.dismiss(self)
+        self.stop_waiting()
+        if self._transport is not None:
+            self._transport.close()  # of TLS, which does not know yet
 
     def _answer(self) -> None:
         assert self._transport is not None
-        while not self.stuck and not self._server.closing and b"\r\n\r\n" in self._asked:
+        while not self._is_busy and not self._server.closing and b"\r\n\r\n" in self._asked:
             head, _, self._asked = self._asked.partition(b"\r\n\r\n")
-            told, more = self._server.answer(head)
-            self._move()
-            self._transport.write(told)
-            if not more:
-                self._asked = b""  # it would be answered once this answer is taken
-                self._transport.close()
+            guard = self._server.guard
+            admitted = True if guard is None else guard.admits(head)
+            if guard is not None and admitted is None:
+                compared = asyncio.get_running_loop().run_in_executor(guard.comparing, guard.compare, head)
+                self._waits_for = compared
+                compared.add_done_callback(partial(self._compared, head))
                 return
+            self._reply(head, admitted is True)
         if len(self._asked) > REQUEST_BYTES and not self.stuck:
-            self.cut()
+            self.refuse("nonsense", f"its request has more than {REQUEST_BYTES:,} bytes")
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.stuck or self._waits_for is not None
+
+    def _compared(self, head: bytes, right: asyncio.Future[bool]) -> None:
+        assert self._transport is not None
+        if not right.cancelled() and not self._transport.is_closing():
+            self._waits_for = None
+            self._reply(head, right.result())
+            self._answer()
+
+    def _reply(self, head: bytes, admitted: bool) -> None:
+        assert self._transport is not None
+        told, more = self._server.answer(head) if admitted else (_UNKNOWN_CLIENT, False)
+        if not admitted:
+            self._server.refused("password", self._client, "it shows no password that opens this exporter")
+        self._move()
+        self._transport.write(told)
+        if not more:
+            self._asked = b""  # it would be answered once this answer is taken
+            self._transport.close()
 
     def _move(self) -> None:
         self.moved_at = asyncio.get_running_loop().time()

@@ -289,6 +289,16 @@ GRPC_REQUESTS = _counter(
     roles=(OPTIMIZER,),
     help="gRPC calls that this owner answered; a stream is one call, counted at its end.",
 )
+REFUSED = _counter(
+    name="rayzero_refused_total",
+    unit="clients",
+    labels=("door", "reason"),
+    roles=EVERY,
+    only="a client that was refused",
+    help="Clients that were refused or cut. door owner: calls without the run's token, with a certificate of another "
+    "role, more uploads than a caller may have (limit), bodies that do not come (slow). door metrics: no TLS "
+    "handshake, wrong password, a client that does not read (slow), too many clients (limit), no request (nonsense).",
+)
 GRPC_REQUEST_SECONDS = _histogram(
     name="rayzero_grpc_request_seconds",
     labels=("method",),

@@ -5,21 +5,52 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayzero.telemetry.discovery import Target, read_discovery
 from rayzero.telemetry.exporter import METRICS_PATH
+from rayzero.telemetry.guard import load_pair
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.recorder import Labels
 
-__all__ = ["Scrape", "Scraped", "Series", "discover", "parse_series", "read_pages", "scrape"]
+__all__ = ["Scrape", "Scraped", "Series", "Viewer", "discover", "parse_series", "read_pages", "scrape"]
 
 _MOST_BYTES = 32 << 20  # of one page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Viewer:
+    """What opens protected exporters (``telemetry/guard.py``) to the run's own tools, and tells them from others."""
+
+    token: str | None = field(default=None, repr=False)  # None: nothing is shown
+    trusted: str = ""  # PEM: the certificates that exporters show
+    client: str | None = field(default=None, repr=False)  # PEM: a certificate to show, and its key; None: none
+    in_clear: bool = False  # whether the token may go over a connection without TLS, as users' passwords do
+
+    def context(self) -> ssl.SSLContext:
+        """For a client's connections. The server's certificate must be one of ``trusted``, whatever its address."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # they are certificates of servers, not of authorities
+        if self.trusted:
+            context.load_verify_locations(cadata=self.trusted)
+        if self.client is not None:
+            load_pair(context, self.client.encode())
+        return context
+
+    def header(self, scheme: str) -> str:
+        """What a request says of who asks."""
+        shows = self.token is not None and (scheme == "https" or self.in_clear)
+        return f"Authorization: Bearer {self.token}\r\n" if shows else ""
+
+
+_NOBODY = Viewer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +95,25 @@ class Scrape:
     processes: tuple[Scraped, ...]
 
 
-def scrape(targets: Iterable[Target], *, timeout_s: float) -> Scrape:
+def scrape(targets: Iterable[Target], *, timeout_s: float, viewer: Viewer = _NOBODY) -> Scrape:
     """Scrape every exporter at the same time; gives up on one that has not answered after ``timeout_s``."""
     asked, at = tuple(targets), time.time()
-    pages = read_pages([f"http://{target.address}{METRICS_PATH}" for target in asked], timeout_s=timeout_s)
+    pages = read_pages([target.url(METRICS_PATH) for target in asked], timeout_s=timeout_s, viewer=viewer)
     return Scrape(at=at, processes=tuple(map(_scraped, asked, pages)))
 
 
-def discover(url: str, *, timeout_s: float) -> tuple[Target, ...]:
+def discover(url: str, *, timeout_s: float, viewer: Viewer = _NOBODY) -> tuple[Target, ...]:
     """The targets that an http_sd address lists. Raises OSError if it cannot be read, ValueError if the answer is
     something else."""
-    (page,) = read_pages([url], timeout_s=timeout_s)
+    (page,) = read_pages([url], timeout_s=timeout_s, viewer=viewer)
     if isinstance(page, str):
         raise OSError(page)
     return read_discovery(page)
 
 
-def read_pages(urls: Sequence[str], *, timeout_s: float) -> list[bytes | str]:
+def read_pages(urls: Sequence[str], *, timeout_s: float, viewer: Viewer = _NOBODY) -> list[bytes | str]:
     """The body of each page, or a short reason why there is none; takes at most ``timeout_s`` in all."""
-    return asyncio.run(_all(urls, timeout_s))
+    return asyncio.run(_all(urls, timeout_s, viewer))
 
 
 def parse_series(text: str) -> Series:
@@ -95,15 +126,24 @@ def parse_series(text: str) -> Series:
     return Series({(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples})
 
 
-async def _all(urls: Sequence[str], timeout_s: float) -> list[bytes | str]:
-    return await asyncio.gather(*(_page(url, timeout_s) for url in urls))
+async def _all(urls: Sequence[str], timeout_s: float, viewer: Viewer) -> list[bytes | str]:
+    places = [urlsplit(url) for url in urls]
+    tls = viewer.context() if any(place.scheme == "https" for place in places) else None
+    asked = zip(urls, places, strict=True)
+    return await asyncio.gather(*(_page(url, place, timeout_s, viewer, tls) for url, place in asked))
 
 
-async def _page(url: str, timeout_s: float) -> bytes | str:
+async def _page(
+    url: str, place: SplitResult, timeout_s: float, viewer: Viewer, tls: ssl.SSLContext | None
+) -> bytes | str:
     try:
-        return await _fetch(url, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            answer = await _ask(place, viewer.header(place.scheme), tls if place.scheme == "https" else None)
+        return _body(answer, url)
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
+    except ssl.SSLError as error:  # its number is none of the kernel's
+        return f"TLS: {getattr(error, 'verify_message', None) or error.reason or error}"
     except OSError as error:  # asyncio's own text for one that refuses names the call, not what went wrong
         return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     except ValueError as error:
@@ -119,18 +159,15 @@ def _scraped(target: Target, page: bytes | str) -> Scraped:
         return Scraped(target=target, series=None, error=str(error))
 
 
-async def _fetch(url: str, timeout_s: float) -> bytes:
-    """The body of a page. Raises TimeoutError, an OSError, after ``timeout_s`` in all, even if bytes keep arriving
-    slowly."""
-    place = urlsplit(url)
-    async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=64 << 10)
-        try:
-            head = f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n"
-            writer.write(head.encode())
-            return _body(await _read_all(reader), url)
-        finally:
-            writer.transport.abort()
+async def _ask(place: SplitResult, authorization: str, tls: ssl.SSLContext | None) -> bytes:
+    """All that is answered to a request. The caller has a deadline, even if bytes keep arriving slowly."""
+    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=64 << 10, ssl=tls)
+    try:
+        head = f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n{authorization}Connection: close\r\n\r\n"
+        writer.write(head.encode())
+        return await _read_all(reader)
+    finally:
+        writer.transport.abort()
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:

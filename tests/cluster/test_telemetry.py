@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from telemetry.web_configs import HASH, TestAuthority, written
 
 from rayzero.cluster.files.status import run_status
+from rayzero.cluster.files.tracing import trace_run
+from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
@@ -22,6 +25,7 @@ from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Kind, Metric, Role
+from rayzero.telemetry.scrape import discover, scrape
 
 from .tiny import tiny_steps
 
@@ -210,6 +214,33 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line(trainer, nothing_left
             ConfigError, match=f"telemetry of coordinator cannot listen on 127.0.0.1:{port}: Address al"
         ):
             trainer(train, {}, run={"telemetry": TelemetryConfig(port=port)}).fit()
+
+
+def test_a_protected_run_is_read_by_its_own_tools_and_not_by_others(trainer, nothing_left, tmp_path) -> None:
+    """Over TLS, with a password; ``rayzero top`` and ``rayzero trace`` ask as they do here."""
+    TestAuthority(tmp_path).issue("server")
+    web = f"tls_server_config: {{cert_file: server.pem, key_file: server.key}}\nbasic_auth_users: {{reader: {HASH}}}\n"
+    looks = []
+
+    def look(one: Report) -> None:
+        if one.metrics["step"] == 5 and not looks:
+            folder = tmp_path / "demo"
+            record, viewer = run_status(folder), read_viewer(folder)
+            targets = discover(record["telemetry"]["http_sd"], timeout_s=30, viewer=viewer)
+            told = [one.error for one in scrape(targets, timeout_s=30, viewer=viewer).processes]
+            strangers = [one.error for one in scrape(targets, timeout_s=30).processes]
+            looks.append((targets, told, strangers, trace_run(folder, 0.1)))
+            (tmp_path / "looked").touch()
+
+    protected = {"telemetry": TelemetryConfig(web_config=written(tmp_path, web))}
+    config = {"steps": 5, "looked": str(tmp_path / "looked")}
+    trainer(train, config, run=protected, on_report=look).fit()
+    targets, told, strangers, traced = looks[0]
+    assert [target.scheme for target in targets] == ["https"] * 5
+    assert told == [None] * 5
+    assert all(str(error).startswith("TLS: ") for error in strangers)
+    assert traced.keys() == {"rank 0", "rank 1", "optimizer 0", "optimizer 1"}
+    assert not (tmp_path / "demo" / VIEWER_FILE).exists()
 
 
 def test_without_telemetry_no_port_is_opened_and_nothing_written(trainer, nothing_left, tmp_path) -> None:

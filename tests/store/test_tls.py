@@ -161,5 +161,5 @@ def test_refused_calls_are_counted_and_told(caplog: pytest.LogCaptureFixture) ->
         for _ in range(5):
             refusal(server, of_rank(0), OWNER_SERVICE, "Apply", token_metadata(TOKEN))
     (said,) = [line for line in caplog.messages if line.startswith("refused")]
-    assert "refused 1 calls, the last from ipv4:127.0.0.1:" in said
+    assert "refused 1 call, the last from ipv4:127.0.0.1:" in said
     assert said.endswith("Apply was called with a certificate of rank-0.rayzero; it takes one of owner.rayzero")

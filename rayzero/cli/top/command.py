@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from rayzero.telemetry.discovery import Target
-    from rayzero.telemetry.scrape import Scrape
+    from rayzero.telemetry.scrape import Scrape, Viewer
 
 _WINDOW_S = 10.0  # a picture covers so long, and at least one step
 _ANSWER_S = 2.0  # an exporter that has not answered by then is shown as silent
@@ -97,6 +97,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     from rayzero.cli.top.model import draw_from, keep
     from rayzero.cli.top.view import render
     from rayzero.cluster.files.status import run_status
+    from rayzero.cluster.files.viewer_file import read_viewer
     from rayzero.cluster.run import RunState
     from rayzero.telemetry.scrape import scrape
 
@@ -107,7 +108,8 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
             kept, mute = (), 0
             sleep(interval)
             continue
-        kept = keep((*kept, scrape(_targets(record), timeout_s=_ANSWER_S)), _WINDOW_S)
+        viewer = read_viewer(path)
+        kept = keep((*kept, scrape(_targets(record, viewer), timeout_s=_ANSWER_S, viewer=viewer)), _WINDOW_S)
         mute = 0 if any(one.series for one in kept[-1].processes) else mute + 1
         before = kept[0] if len(kept) > 1 else None
         if mute != 1 and (before is not None or not once):  # a run that ends is silent before its record says so
@@ -121,7 +123,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     return True
 
 
-def _targets(record: dict[str, Any]) -> tuple[Target, ...]:
+def _targets(record: dict[str, Any], viewer: Viewer) -> tuple[Target, ...]:
     """The run's processes as its coordinator lists them now; if it does not answer, as they were at the start."""
     from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.scrape import discover
@@ -133,7 +135,7 @@ def _targets(record: dict[str, Any]) -> tuple[Target, ...]:
             "rayzero status shows its record"
         )
     with suppress(OSError, ValueError):
-        return discover(told["http_sd"], timeout_s=_ANSWER_S)
+        return discover(told["http_sd"], timeout_s=_ANSWER_S, viewer=viewer)
     try:
         return tuple(Target.of(one["address"], one["labels"]) for one in told["targets"])
     except ValueError as error:

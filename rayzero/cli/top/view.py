@@ -27,8 +27,8 @@ _FULL = 0.9  # share of a limit that is shown as trouble
 _LONG_WAIT = 0.2  # share of a step that is shown as trouble
 _NONE = "-"
 _NO_ANSWER = (
-    "No process answers. A run on one host answers on that host only; start it with run.telemetry.bind=node to reach "
-    "it from others."
+    "No process answers. A run on one host answers on that host only; start it with run.telemetry.bind=node, and "
+    "run.telemetry.web_config if others shall not read it, to reach it from others."
 )
 
 Row = TypeVar("Row")

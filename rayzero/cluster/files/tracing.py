@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rayzero.cluster.files.status import run_status
+from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.cluster.run import TRACE_PATH, RunState
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.files import replace_file
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.scrape import discover, read_pages
+from rayzero.telemetry.scrape import Viewer, discover, read_pages
 from rayzero.telemetry.spans import ASKED_S, Recorded
 from rayzero.telemetry.trace_file import trace_of
 
@@ -36,12 +37,13 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
         raise ConfigError(
             f"run {name!r} cannot be traced, because it has run.telemetry.enabled=false; start it with telemetry"
         )
-    addresses = _traced(record["telemetry"]["http_sd"], name)
-    found = _ask_all(addresses, name)
+    viewer = read_viewer(run_dir)
+    urls = _traced(record["telemetry"]["http_sd"], name, viewer)
+    found = _ask_all(urls, name, viewer)
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, ASKED_S / 2))
-        found = _ask_all(addresses, name)
+        found = _ask_all(urls, name, viewer)
     return found
 
 
@@ -57,10 +59,10 @@ def _not_running(name: str, state: str, kept: Path) -> str:
     )
 
 
-def _traced(http_sd: str, run: str) -> dict[str, str]:
-    """Process -> address, for every process that has spans, ranks first."""
+def _traced(http_sd: str, run: str, viewer: Viewer) -> dict[str, str]:
+    """Process -> address of its page, for every process that has spans, ranks first."""
     try:
-        targets = discover(http_sd, timeout_s=_ANSWER_S)
+        targets = discover(http_sd, timeout_s=_ANSWER_S, viewer=viewer)
     except OSError as error:
         raise _silent(f"the coordinator of run {run!r}", http_sd, error) from error
     except ValueError as error:
@@ -68,11 +70,11 @@ def _traced(http_sd: str, run: str) -> dict[str, str]:
     found = sorted((one for one in targets if one.role in _TRACED), key=lambda one: (one.role != Role.RANK, one.index))
     if not found:
         raise RunFailedError(f"run {run!r} lists no rank or owner at {http_sd} yet; try again when it trains")
-    return {one.who: one.address for one in found}
+    return {one.who: one.url(TRACE_PATH) for one in found}
 
 
-def _ask_all(addresses: Mapping[str, str], run: str) -> dict[str, Recorded]:
-    pages = _pages({who: f"http://{address}{TRACE_PATH}" for who, address in addresses.items()}, run)
+def _ask_all(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, Recorded]:
+    pages = _pages(urls, run, viewer)
     return {who: _recorded(who, page, run) for who, page in pages.items()}
 
 
@@ -83,10 +85,11 @@ def _recorded(who: str, page: bytes, run: str) -> Recorded:
         raise RunFailedError(f"{who} of run {run!r} answers with no spans: {type(error).__name__}: {error}") from error
 
 
-def _pages(urls: Mapping[str, str], run: str) -> dict[str, bytes]:
+def _pages(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, bytes]:
     """Process -> its answer. Asks all at the same time, and names one that does not answer."""
     found: dict[str, bytes] = {}
-    for (who, url), page in zip(urls.items(), read_pages([*urls.values()], timeout_s=_ANSWER_S), strict=True):
+    pages = read_pages([*urls.values()], timeout_s=_ANSWER_S, viewer=viewer)
+    for (who, url), page in zip(urls.items(), pages, strict=True):
         if isinstance(page, str):
             raise _silent(f"{who} of run {run!r}", url, page)
         found[who] = page

@@ -17,8 +17,12 @@ from rayzero.memory.heap import heap_use
 from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import node_memory, process_memory
+from rayzero.security.credentials import is_loopback
+from rayzero.security.metrics_access import MetricsAccess
+from rayzero.security.refusals import Refusals
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
+from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
@@ -33,7 +37,15 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.spans import SpanRing
 
-__all__ = ["BEAT_S", "LOOPBACK", "ExporterSettings", "MemorySource", "ProcessExporter", "plan_exporters"]
+__all__ = [
+    "BEAT_S",
+    "LOOPBACK",
+    "ExporterSettings",
+    "MemorySource",
+    "ProcessExporter",
+    "plan_exporters",
+    "protection_at",
+]
 
 LOOPBACK = "127.0.0.1"
 BEAT_S = 2.0  # between two heartbeats of a process
@@ -54,21 +66,36 @@ class ExporterSettings:
     port: int  # 0: any free one
     slab_dir: Path  # where this run's slabs are made
     trace: bool  # keep spans from the start, not only on request
+    protection: Protection | None = None  # what is asked of clients; None: nothing
 
     def target(self, address: str) -> Target:
         """The exporter as discovery describes it."""
-        return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index)
+        scheme = "http" if self.protection is None else self.protection.scheme
+        return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index, scheme=scheme)
+
+
+def protection_at(host: str, bind: str, given: Protection | None, own: Protection | None) -> Protection | None:
+    """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of ``TelemetryConfig``.
+    ``given``: what the web config says, ``own``: what only the run's own tools can show."""
+    if given is not None:
+        return given
+    return own if bind == "auto" and not is_loopback(host) else None
 
 
 def plan_exporters(
-    run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path
+    run: str,
+    members: Mapping[str, Member],
+    config: TelemetryConfig,
+    slab_dir: Path,
+    access: MetricsAccess | None = None,
 ) -> dict[str, ExporterSettings]:
     """Each process's exporter settings. ``members``: the coordinator first, then the others in the order of their
-    ports."""
+    ports. ``access``: None: nothing is asked of clients."""
     everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
     found: dict[str, ExporterSettings] = {}
     for number, (who, member) in enumerate(members.items()):
         kind, _, index = who.partition(" ")
+        host = member.host if everywhere else LOOPBACK
         port = config.port if not number else config.exporter_ports and config.exporter_ports + number - 1
         found[who] = ExporterSettings(
             run=run,
@@ -76,10 +103,11 @@ def plan_exporters(
             who=who,
             index=int(index) if index else None,
             node=member.host,
-            host=member.host if everywhere else LOOPBACK,
+            host=host,
             port=port,
             slab_dir=slab_dir,
             trace=config.trace_steps is not None,
+            protection=None if access is None else protection_at(host, config.bind, access.given, access.own),
         )
     return found
 
@@ -148,7 +176,14 @@ class ProcessExporter:
             recorder.spans.keep()
         all_pages = {TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {})
         exporter = Exporter(
-            recorder, settings.role, host=settings.host, port=settings.port, who=settings.who, pages=all_pages
+            recorder,
+            settings.role,
+            host=settings.host,
+            port=settings.port,
+            who=settings.who,
+            pages=all_pages,
+            protection=settings.protection,
+            refused=Refusals("metrics", recorder).note,
         )
         memory = MemorySource(settings.slab_dir, lambda: _told(recorder, memory))
         recorder.watch(memory)

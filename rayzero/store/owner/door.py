@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -14,6 +12,7 @@ import grpc
 
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
+from rayzero.security.refusals import Refusals
 from rayzero.store.owner.handlers import Behaviour, Context, ModelCalls, Requests
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
@@ -30,24 +29,6 @@ from rayzero.telemetry.recorder import Recorder
 
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
-log = logging.getLogger(__name__)
-
-_WARN_EVERY_S = 10.0  # a caller that keeps trying must not fill the log
-
-
-class Refusals:
-    """Warns of calls that were refused, now and then."""
-
-    def __init__(self) -> None:
-        self._refused, self._told = 0, -math.inf  # since the last warning; time of that warning
-
-    def note(self, why: str, peer: str) -> None:
-        """One more, of ``peer``."""
-        self._refused += 1
-        if time.monotonic() - self._told >= _WARN_EVERY_S:
-            log.warning("refused %d calls, the last from %s: %s", self._refused, peer, why)
-            self._refused, self._told = 0, time.monotonic()
-
 
 def _require_role(service: str, method: str, context: Context, refusals: Refusals) -> None:
     """Raise HandshakeError if the caller's certificate does not allow this call. Without TLS the token allows all."""
@@ -59,7 +40,7 @@ def _require_role(service: str, method: str, context: Context, refusals: Refusal
     try:
         require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
     except HandshakeError as refused:
-        refusals.note(str(refused), context.peer())
+        refusals.note("role", context.peer(), str(refused))
         raise
 
 
@@ -103,7 +84,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
 
     def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
         """``find``: returns the calls of a prepared model, by its number, in an epoch."""
-        self._token, self._recorder, self._refusals = token, recorder, Refusals()
+        self._token, self._recorder, self._refusals = token, recorder, Refusals("owner", recorder)
         self._handlers = {
             method.path: method.handler(_guarded(service, name, find, recorder, self._refusals))
             for service in (STORE_SERVICE, OWNER_SERVICE)
@@ -120,5 +101,5 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
 
     async def _refuse(self, method: str, requests: Requests, context: Context) -> None:
         self._recorder.add(GRPC_REQUESTS, method=method, code=grpc.StatusCode.UNAUTHENTICATED.name)
-        self._refusals.note("it does not show the run's token", context.peer())
+        self._refusals.note("token", context.peer(), "it does not show the run's token")
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")

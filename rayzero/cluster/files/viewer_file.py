@@ -1,0 +1,57 @@
+"""What opens a run's protected metrics to the tools of its user, in the run's folder, for its user alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rayzero.errors import ConfigError
+from rayzero.files import parse_json, read_text
+from rayzero.telemetry.scrape import Viewer
+
+__all__ = ["VIEWER_FILE", "read_viewer", "viewable"]
+
+VIEWER_FILE = ".metrics-viewer.json"
+
+_MOST_BYTES = 1 << 20
+
+
+@contextmanager
+def viewable(run_dir: Path, viewer: Viewer | None) -> Iterator[None]:
+    """A context in which the file is there, with mode 0600. ``viewer``: None: nothing is served. Raises ConfigError if
+    it cannot be written."""
+    if viewer is None:
+        yield
+        return
+    path = run_dir / VIEWER_FILE
+    try:
+        path.unlink(missing_ok=True)  # of a run that was killed; its mode may be another
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(handle, "w") as file:
+            json.dump(asdict(viewer), file)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.storage_path") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_viewer(run_dir: Path) -> Viewer:
+    """What a run's exporters want to see; nothing if the run has written no such file. Raises ConfigError if it is
+    somebody else's or damaged."""
+    path = run_dir / VIEWER_FILE
+    try:
+        return Viewer(**parse_json(read_text(path, at_most=_MOST_BYTES, follow_links=False)))
+    except FileNotFoundError:
+        return Viewer()
+    except PermissionError as error:
+        raise ConfigError(
+            f"cannot read {path}: only the user who started the run may read its metrics with it"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error

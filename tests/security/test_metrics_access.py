@@ -1,0 +1,183 @@
+"""Web configs: what they may say, and one clear line for what they may not."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from telemetry.web_configs import HASH, TestAuthority, written
+
+from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer, viewable
+from rayzero.cluster.processes.process_exporter import plan_exporters, protection_at
+from rayzero.cluster.run import Member
+from rayzero.config import RunConfig, TelemetryConfig
+from rayzero.errors import ConfigError
+from rayzero.security.metrics_access import metrics_access
+from rayzero.telemetry.guard import Protection
+from rayzero.telemetry.scrape import Viewer
+
+TLS = "tls_server_config:\n  cert_file: server.pem\n  key_file: server.key\n"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> TestAuthority:
+    """Its server.pem and server.key are there."""
+    made = TestAuthority(tmp_path)
+    made.issue("server")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "WebConfig: has neither tls_server_config nor basic_auth_users, and protects nothing; add one"),
+        ("[]", "must be a mapping of setting names to values"),
+        ("a: [", "not valid YAML"),
+        ("basic_auth_user: {}", "unknown setting 'basic_auth_user' = {}; did you mean 'basic_auth_users'?"),
+        ("http_server_config: {http2: true}", "http_server_config is not supported by the exporters of a run; take it"),
+        (TLS + "  cipher_suites: [x]", "cipher_suites is not supported"),
+        (TLS + "  client_allowed_sans: [x]", "client_allowed_sans is not supported"),
+        ("basic_auth_users: {a: hunter2}", "the password of 'a' is no bcrypt hash; make one with htpasswd -nBC 10 a"),
+        (f"basic_auth_users: {{'a:b': {HASH}}}", "'a:b' cannot be a user's name in basic authentication"),
+        (f"basic_auth_users: {{a: {HASH.replace('$04$', '$15$')}}}", "has cost 15, but may have 4 to 14"),
+        ("tls_server_config: {cert_file: x}", "TlsServerConfig: key_file is missing"),
+        (TLS + "  client_auth_type: RequestClientCert", "client_auth_type is 'RequestClientCert' but must be"),
+        (TLS + "  client_auth_type: RequireAndVerifyClientCert", "without client_ca_file; add one"),
+        (TLS + "  client_ca_file: authority.pem", "but nobody is asked for a certificate"),
+        (TLS + "  min_version: TLS10", "min_version is 'TLS10' but must be 'TLS12' or 'TLS13'"),
+        (TLS + "  min_version: TLS13\n  max_version: TLS12", "min_version is TLS13, above max_version, TLS12; swap"),
+        (TLS.replace("server.pem", "none.pem"), "cert_file: cannot read"),
+        (TLS.replace("server.key", "web.yaml"), "web.yaml is no PEM file"),
+        (TLS.replace("server.key", "other.key"), "key values mismatch"),
+        (TLS.replace("server.key", "locked.key"), "without password"),
+        (TLS.replace("server.", "old."), "was valid until"),
+        (
+            TLS + "  client_ca_file: server.key\n  client_auth_type: RequireAndVerifyClientCert",
+            "cadata does not contain a certificate",
+        ),
+    ],
+)
+def test_what_a_web_config_may_not_say_is_one_line(
+    text: str, said: str, tmp_path: Path, authority: TestAuthority
+) -> None:
+    authority.issue("other")
+    authority.issue("old", datetime.timedelta(seconds=-1))
+    key = load_pem_private_key((tmp_path / "server.key").read_bytes(), None)
+    locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
+    (tmp_path / "locked.key").write_bytes(locked)
+    with pytest.raises(ConfigError) as refused:
+        metrics_access("demo", written(tmp_path, text))
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("run.telemetry.web_config: ")
+    assert "\n" not in str(refused.value)
+    assert "hunter2" not in str(refused.value), "it may be somebody's password"
+
+
+def test_a_missing_web_config_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"run.telemetry.web_config: .*cannot read /nowhere/web.yaml: No such file"):
+        metrics_access("demo", "/nowhere/web.yaml")
+    with pytest.raises(ConfigError, match="web_config needs enabled: true"):
+        TelemetryConfig(web_config="x", enabled=False)
+    with pytest.raises(ConfigError, match="web_config is '' but must not be empty"):
+        RunConfig(telemetry={"web_config": ""})
+
+
+def test_paths_are_relative_to_the_file(
+    tmp_path: Path, authority: TestAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    made = metrics_access("demo", written(tmp_path, TLS))
+    assert made.given.certificate == (tmp_path / "server.pem").read_bytes()
+    assert made.given.token is None, "TLS alone asks nobody who it is"
+
+
+def test_an_authority_behind_the_servers_certificate_is_not_what_tools_trust(
+    tmp_path: Path, authority: TestAuthority
+) -> None:
+    chain = (tmp_path / "server.pem").read_text() + authority.file.read_text()
+    (tmp_path / "server.pem").write_text(chain)
+    made = metrics_access("demo", written(tmp_path, TLS))
+    assert authority.file.read_text().strip() not in made.viewer.trusted
+
+
+# ---- who listens where, and asks what
+
+
+GIVEN, OWN = Protection(token="given"), Protection(token="own")
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "given", "expected"),
+    [
+        ("127.0.0.1", "auto", None, None),
+        ("10.0.0.1", "auto", None, OWN),
+        ("fd00::1", "auto", None, OWN),
+        ("10.0.0.1", "node", None, None),
+        ("127.0.0.1", "loopback", None, None),
+        ("127.0.0.1", "auto", GIVEN, GIVEN),
+        ("10.0.0.1", "node", GIVEN, GIVEN),
+        ("127.0.0.1", "loopback", GIVEN, GIVEN),
+    ],
+)
+def test_what_crosses_a_network_is_open_only_by_a_word(
+    host: str, bind: str, given: Protection | None, expected: Protection | None
+) -> None:
+    assert protection_at(host, bind, given, OWN) is expected
+
+
+def test_exporters_on_several_nodes_are_for_the_runs_own_tools_and_say_https() -> None:
+    made = metrics_access("demo", None)
+    two = {who: Member(who=who, pid=1, node=at, host=at) for who, at in (("coordinator", "10.0.0.1"), ("rank 0", "b"))}
+    found = plan_exporters("demo", two, TelemetryConfig(), Path("/dev/shm"), made)
+    assert [one.protection for one in found.values()] == [made.own] * 2
+    assert found["rank 0"].target("b:1").url("/metrics") == "https://b:1/metrics"
+    assert found["rank 0"].target("b:1").discovered["__scheme__"] == "https"
+    one = {who: replace(member, node="a") for who, member in two.items()}
+    alone = plan_exporters("demo", one, TelemetryConfig(), Path("/dev/shm"), made)
+    assert {(own.host, own.protection, own.target("x:1").scheme) for own in alone.values()} == {
+        ("127.0.0.1", None, "http")
+    }
+
+
+# ---- what opens them to the run's own tools
+
+
+def test_the_viewer_lies_in_the_runs_folder_for_its_user_alone_while_it_runs(tmp_path: Path) -> None:
+    viewer = metrics_access("demo", None).viewer
+    assert read_viewer(tmp_path) == Viewer()
+    (tmp_path / VIEWER_FILE).touch(0o666)  # a killed run's
+    with viewable(tmp_path, viewer):
+        assert stat.S_IMODE(os.stat(tmp_path / VIEWER_FILE).st_mode) == 0o600
+        assert read_viewer(tmp_path) == viewer
+    assert not (tmp_path / VIEWER_FILE).exists()
+    with viewable(tmp_path, None):
+        assert not (tmp_path / VIEWER_FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}x", '{"what": 1}'])
+def test_a_damaged_viewer_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / VIEWER_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=r"\.metrics-viewer\.json is damaged"):
+        read_viewer(tmp_path)
+    (tmp_path / VIEWER_FILE).unlink()
+    (tmp_path / VIEWER_FILE).symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match=r"is damaged: .*it is a link"):
+        read_viewer(tmp_path)
+
+
+def test_a_folder_that_takes_no_viewer_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*choose another run.storage_path"),
+        viewable(tmp_path / "none", Viewer()),
+    ):
+        pass
