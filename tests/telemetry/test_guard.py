@@ -272,7 +272,10 @@ def test_clients_that_end_no_handshake_are_cut_and_hinder_nobody(
             with suppress(ConnectionError):
                 while connection.recv(1 << 10):
                     pass  # at most an alert
-    assert refused["handshake"] + refused["limit"] >= 200
+        until = time.monotonic() + 20
+        while refused["handshake"] + refused["limit"] < 200:  # a client sees its end before the server has counted it
+            assert time.monotonic() < until, refused
+            time.sleep(0.01)
 
 
 def test_one_that_asks_over_tls_and_never_reads_is_cut(
