@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -182,7 +183,7 @@ def test_a_reading_costs_at_most_two_thousandths_of_its_second() -> None:
     gauge = PressureGauge(lambda: read_pressure(CPU, LIMITS))
     seconds = []
     for _ in range(50):
-        before = gauge.seconds.value.total
+        before = time.thread_time()  # a loaded machine makes a reading later, not dearer
         gauge.measure()
-        seconds.append(gauge.seconds.value.total - before)
+        seconds.append(time.thread_time() - before)
     assert statistics.median(seconds) < 2e-3, seconds
