@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from rayzero.store.wire.rpc import (
     open_channel,
     token_metadata,
 )
+from store.http2 import frame, headers
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step
@@ -93,18 +93,7 @@ def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Creden
         assert time.monotonic() - began < 60  # grpc itself gives them two minutes
 
 
-# ---- frames of HTTP/2 by hand (RFC 9113): grpc's own client sends no lies
-
-
-def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
-
-
-def headers(path: str, metadata: Any) -> bytes:
-    """As HPACK literals without an index (RFC 7541, 6.2.2)."""
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
-    fields += [("content-type", "application/grpc"), ("te", "trailers"), *metadata]
-    return b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field) for field in fields)
+# ---- frames of HTTP/2 by hand: grpc's own client sends no lies
 
 
 @pytest.mark.parametrize("service", ["StoreService/Push", "StoreService/Attach", "OwnerService/Apply"])
