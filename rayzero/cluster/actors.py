@@ -27,6 +27,7 @@ from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
 from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.nodes.session import alive_nodes, ray_answers
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
@@ -124,6 +125,7 @@ class RunActors:
         self._measure_bandwidth = False
         self._exporters_bind = "auto"  # see ``TelemetryConfig.bind``
         self._access: MetricsAccess | None = None  # to the metrics of exporters
+        self._network: str | None = None  # see ``RunConfig.network``
         self._joining: list[Joining] = []  # owners of the next epoch
         self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
         self._parted: list[Any] = []  # owners that have no shards any more, and end
@@ -152,6 +154,7 @@ class RunActors:
         telemetry: TelemetryConfig,
         security: SecurityConfig | None = None,
         access: MetricsAccess | None = None,
+        network: str | None = None,
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
@@ -162,7 +165,7 @@ class RunActors:
 
         owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
         none. slab_dir: where it would be. security: None: the defaults. access: to metrics, None: for
-        everybody. beside_ranks: the device on which owners beside
+        everybody. network: at which owners listen, None: any. beside_ranks: the device on which owners beside
         the ranks have their states; None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
@@ -171,7 +174,7 @@ class RunActors:
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
-        self._access = access
+        self._access, self._network = access, network
         self._issue = issuer(self._run, security or SecurityConfig())
         self._make_coordinator(max_failures)
         self._share = share
@@ -236,6 +239,7 @@ class RunActors:
                 succeeds=former is not None and former.continued,
                 token=self._token,
                 tls=self._credentials_of_owner(owner),
+                network=self._network,
             )
 
         numbers = range(plan.num_optimizers)
@@ -293,7 +297,9 @@ class RunActors:
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
         self._hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
         opened = {who: control(actor.serve).remote(self._hosts[who]) for who, actor in self._serving.items()}
-        addresses = tuple(self.ask(opened, START_S).values())
+        addresses = tuple(self._ask_config(opened, START_S).values())
+        if not one_node:
+            self._require_reached(addresses)
         self.ask({who: control(a.connect_peers).remote(addresses) for who, a in self._serving.items()}, START_S)
         told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
         routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
@@ -304,12 +310,24 @@ class RunActors:
         calls = {_COORDINATOR: self.coordinator.open_exporter.remote(self._exporters[_COORDINATOR])}
         for who, actor in {**self.owners, **self.ranks}.items():
             calls[who] = control(actor.open_exporter).remote(self._exporters[who], self.coordinator)
+        return tuple(self._ask_config(calls, ANSWER_S).values())
+
+    def _ask_config(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """See ``ask``. Raises a process's ConfigError as it is: a port that is taken, an address that is none."""
         try:
-            return tuple(self.ask(calls, ANSWER_S).values())
+            return self.ask(calls, timeout_s)
         except RunFailedError as failed:
-            if isinstance(failed.__cause__, ConfigError):  # a port that is taken
+            if isinstance(failed.__cause__, ConfigError):
                 raise failed.__cause__ from None
             raise
+
+    def _require_reached(self, addresses: Sequence[str]) -> None:
+        """Raise ConfigError if one host of the run does not reach an owner; one process a host tries."""
+        members = {self.members[who].node: who for who in (*self.owners, *self.ranks)}
+        calls = {who: control(self.handle(who).unreachable).remote(addresses) for who in members.values()}
+        answers = self.ask(calls, START_S)
+        owners = dict(zip(addresses, self._serving, strict=True))
+        require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners)
 
     # ---- while it runs ------------------------------------------------------------------------------------------
 

@@ -145,6 +145,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         telemetry=request.run.telemetry,
         security=request.run.security,
         access=request.access,
+        network=request.run.network,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
         max_failures=request.run.max_failures,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -166,6 +167,10 @@ class RunConfig(ConfigModel):
     """True: continue the run, from the last step that it decided if it was killed and its states are still in this
     host's shared memory, else from its newest checkpoint; a path: from that checkpoint; False: start anew."""
 
+    network: str | None = None
+    """Network of the address at which each optimizer actor listens for other hosts, such as 10.0.0.0/8 or fd00::/8, for
+    hosts with several; null: its node's address in Ray."""
+
     telemetry: TelemetryConfig = TelemetryConfig()
     """What the run measures and exports, and where Prometheus finds it."""
 
@@ -186,6 +191,7 @@ class RunConfig(ConfigModel):
             warm_spares: int = ...,
             keep_states: int = ...,
             resume: bool | str | Path = ...,
+            network: str | None = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
             security: SecurityConfig | Mapping[str, Any] = ...,
         ) -> None: ...
@@ -206,6 +212,16 @@ class RunConfig(ConfigModel):
             raise ValueError("must be a plain folder name")
         if (size := len(os.fsencode(value))) > MAX_NAME_BYTES:
             raise ValueError(f"takes {size} bytes and may take at most {MAX_NAME_BYTES}; shorten it")
+        return value
+
+    @field_validator("network")
+    @classmethod
+    def _is_network(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                ipaddress.ip_network(value)
+            except ValueError as error:
+                raise ValueError(f"must be a network such as 10.0.0.0/8 or fd00::/8 ({error})") from None
         return value
 
     @field_validator("storage_path", "resume", mode="before")

@@ -252,12 +252,12 @@ class Meddler(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def receive(requests: AsyncIterator[bytes], context: Any) -> Any:
             return await handler.stream_unary(Spoilt(self.flip, context, requests), context)
 
-        async def send(request: Any, context: Any) -> None:
-            await handler.unary_stream(request, Spoilt(self.flip, context))
+        async def send(requests: AsyncIterator[Any], context: Any) -> None:
+            await handler.stream_stream(requests, Spoilt(self.flip, context))
 
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(receive, *formats)
-        return grpc.unary_stream_rpc_method_handler(send, *formats)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(send, *formats)
+        return grpc.stream_unary_rpc_method_handler(receive, *formats)
 
 
 class Spoilt:

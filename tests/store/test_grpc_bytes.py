@@ -56,7 +56,7 @@ class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         formats = handler.request_deserializer, handler.response_serializer
         if name == "Push":
             return grpc.stream_unary_rpc_method_handler(self._pushes(handler.stream_unary), *formats)
-        return grpc.unary_stream_rpc_method_handler(self._fetches(handler.unary_stream), *formats)
+        return grpc.stream_stream_rpc_method_handler(self._fetches(handler.stream_stream), *formats)
 
     def _pushes(self, behaviour: Any) -> Any:
         async def push(requests: AsyncIterator[bytes], context: Any) -> Any:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import random
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Credentials
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.wire.payload import encode_chunk, encode_header
+from rayzero.store.wire.payload import encode_chunk
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
-    Method,
     life_metadata,
     methods,
     open_channel,
     token_metadata,
 )
+from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
+from store.http2 import frame, headers
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step
@@ -93,18 +91,7 @@ def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Creden
         assert time.monotonic() - began < 60  # grpc itself gives them two minutes
 
 
-# ---- frames of HTTP/2 by hand (RFC 9113): grpc's own client sends no lies
-
-
-def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
-
-
-def headers(path: str, metadata: Any) -> bytes:
-    """As HPACK literals without an index (RFC 7541, 6.2.2)."""
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
-    fields += [("content-type", "application/grpc"), ("te", "trailers"), *metadata]
-    return b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field) for field in fields)
+# ---- frames of HTTP/2 by hand: grpc's own client sends no lies
 
 
 @pytest.mark.parametrize("service", ["StoreService/Push", "StoreService/Attach", "OwnerService/Apply"])
@@ -156,49 +143,16 @@ def test_a_million_tiny_chunks_of_a_stranger_are_not_read() -> None:
 # ---- messages that no rank would send
 
 
-VALUES: dict[int, Callable[[random.Random], Any]] = {
-    FieldDescriptor.CPPTYPE_INT32: lambda draws: draws.choice([0, 1, -1, 2**31 - 1]),
-    FieldDescriptor.CPPTYPE_INT64: lambda draws: draws.choice([0, 1, -1, 2**63 - 1]),
-    FieldDescriptor.CPPTYPE_UINT32: lambda draws: draws.choice([0, 1, 2, 7, 2**32 - 1]),
-    FieldDescriptor.CPPTYPE_UINT64: lambda draws: draws.choice([0, 1, 5, 2**64 - 1]),
-    FieldDescriptor.CPPTYPE_DOUBLE: lambda draws: draws.choice([0.0, 1.0, -1.0, float("nan"), float("inf"), 1e308]),
-    FieldDescriptor.CPPTYPE_BOOL: lambda draws: draws.random() < 0.5,
-    FieldDescriptor.CPPTYPE_ENUM: lambda draws: draws.choice([0, 1, 2, 99]),
-}
-TEXTS = ["", "x", "../../etc/passwd", "/proc/1/nothing", "\u2603" * 50, "a" * 5000, "compute"]
-BYTES = [b"", b"\0", b"{}", b"[]", b"null", b"\xff" * 9, b"a" * 5000]
-
-
-def filled(message: Any, draws: random.Random, depth: int = 0) -> Any:
-    """Some fields of a message, with any values."""
-    for field in message.DESCRIPTOR.fields:
-        kind = field.cpp_type
-        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-        for _ in range(draws.randint(0, 3) if field.is_repeated else draws.random() < 0.65):
-            if kind == FieldDescriptor.CPPTYPE_MESSAGE:
-                if depth < 4 and not is_map:
-                    part = getattr(message, field.name)
-                    filled(part.add() if field.is_repeated else part, draws, depth + 1)
-                continue
-            if kind == FieldDescriptor.CPPTYPE_STRING:
-                value = draws.choice(BYTES if field.type == FieldDescriptor.TYPE_BYTES else TEXTS)
-            else:
-                value = VALUES[kind](draws)
-            if field.is_repeated:
-                getattr(message, field.name).append(value)
-            else:
-                setattr(message, field.name, value)
-    return message
-
-
-def stream_of(method: Method, draws: random.Random) -> list[bytes]:
-    messages = []
-    for _ in range(draws.randint(0, 3)):
-        header = encode_header(filled(method.request.Header(), draws)) if draws.random() < 0.8 else b""
-        payload = memoryview(draws.randbytes(draws.choice([0, 1, 4, 4096])))
-        whole = encode_chunk(draws.choice([0, 1, 99]), draws.choice([0, 4096]), payload, header)
-        messages.append(draws.choice([whole, whole, draws.randbytes(30)]))
-    return messages
+def test_messages_of_those_who_may_ask_for_nothing_disturb_no_training() -> None:
+    """Replays of what a rank has sent, by other ranks and another run, bent ones, and random ones; ``store.fuzz`` tries
+    100,000."""
+    found = fuzz(2_000, seed=1)
+    assert found.served == []
+    assert sum(found.codes.values()) == 2_000
+    assert len(found.codes) >= len(attackers())
+    assert found.grown < MOST_GROWTH
+    assert found.steps > 2
+    assert not found.differs
 
 
 @pytest.mark.parametrize("seed", range(3))

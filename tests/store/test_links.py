@@ -69,20 +69,18 @@ class LosesAnswers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         formats = handler.request_deserializer, handler.response_serializer
 
-        async def one(request: Any, context: Any) -> Any:
-            answer = await (handler.unary_unary or handler.stream_unary)(request, context)
+        async def one(requests: Any, context: Any) -> Any:
+            answer = await handler.stream_unary(requests, context)
             await self._lose()
             return answer
 
-        async def many(request: Any, context: Any) -> None:
-            await handler.unary_stream(request, context)
+        async def many(requests: Any, context: Any) -> None:
+            await handler.stream_stream(requests, context)
             await self._lose()
 
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(one, *formats)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(many, *formats)
-        return grpc.unary_unary_rpc_method_handler(one, *formats)
+            return grpc.stream_stream_rpc_method_handler(many, *formats)
+        return grpc.stream_unary_rpc_method_handler(one, *formats)
 
     async def _lose(self) -> None:
         self.executed += 1

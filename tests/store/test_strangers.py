@@ -1,4 +1,4 @@
-"""Callers without the run's token cannot fill an owner's memory, whatever they send and however slowly."""
+"""Callers cannot fill an owner's memory, whatever they send and however slowly; those without the token least."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ import grpc
 import psutil
 import pytest
 
+from rayzero.store.owner.allowance import BODIES, UPLOADS, WAITING
+from rayzero.store.owner.allowance import CALLS as CALLS_AT_ONCE
 from rayzero.store.owner.health import SERVICE
-from rayzero.store.wire.rpc import CHANNEL_OPTIONS, OWNER_SERVICE, STORE_SERVICE, token_metadata
+from rayzero.store.wire.rpc import (
+    CHANNEL_OPTIONS,
+    LOOKAHEAD_BYTES,
+    OWNER_SERVICE,
+    STORE_SERVICE,
+    life_metadata,
+    token_metadata,
+)
+from store.http2 import UnendedCalls
 from store.stores import TOKEN
 from store.toy import WAIT
 
@@ -129,3 +139,30 @@ def test_only_so_many_watch_an_owners_health(owner: tuple[str, int]) -> None:
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in watching:
             call.cancel()
+
+
+# ---- members, who have the token
+
+
+@pytest.mark.parametrize(
+    ("method", "unread"), [("Push", UPLOADS + WAITING), ("Attach", CALLS_AT_ONCE)], ids=["Push", "Attach"]
+)
+def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(
+    owner: tuple[str, int], method: str, unread: int
+) -> None:
+    """Each of 2 MiB: few are read, the others may send what HTTP/2's window lets through, and no more."""
+    address, pid = owner
+    forget_peak(pid)
+    before, room = peak(pid), BODIES * 2 * MIB + unread * LOOKAHEAD_BYTES + 200 * MIB  # gRPC's own for 1,000 calls
+    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+    calls = UnendedCalls(address, f"/{STORE_SERVICE}/{method}", metadata, 1000, 2 * MIB)
+    try:
+        calls.send(2 * room, 1.0)
+        assert peak(pid) - before < room
+        assert calls.sent < 2 * room, "the server takes ever more"
+        assert len(calls.ended) == 1000 - unread
+    finally:
+        calls.close()
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:  # it goes on
+        check = channel.unary_unary(f"/{SERVICE}/Check")
+        assert check(b"", timeout=WAIT) == b"\x08\x01"

@@ -69,6 +69,17 @@ def test_steps_over_tls() -> None:
         pass
 
 
+@pytest.mark.parametrize("tls", [None, OWN], ids=["plain", "tls"])
+def test_steps_over_ipv6(tls: Credentials | None) -> None:
+    shown = None if tls is None else of_rank(0)
+    with serving(2, host="::1", tls=tls) as servers, connected(servers, tls=shown) as stores:
+        assert all(server.address.startswith("[::1]:") for server in servers)
+        spec = make_spec(1)
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)], 0.5)
+        assert masters(ranks[0])
+
+
 STRANGERS = {
     "no TLS": None,
     "no certificate of the run": OTHER.issue("rank 0", [name_of_rank(0)]),

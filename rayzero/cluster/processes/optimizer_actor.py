@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rayzero.cluster.nodes.numa import bind
+from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
@@ -116,6 +117,10 @@ class OptimizerActor:
     def abandon(self) -> None:
         """See ``OwnerServer.abandon``."""
         self._served.abandon()
+
+    def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
+        """Those owners' addresses that this host does not reach, and why."""
+        return unreachable(addresses)
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses
 from rayzero.elastic.reform import Step
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials
@@ -36,6 +37,7 @@ class OwnerSettings:
     replaces_members: bool = False  # whoever dies is started again
     token: str = field(repr=False)  # every call to the owner must carry it
     tls: Credentials | None = None  # what it shows to others; None: it uses no TLS
+    network: str | None = None  # of the address that it listens at; None: any
 
 
 class ServedOwner:
@@ -59,13 +61,14 @@ class ServedOwner:
         self._server: OwnerServer | None = None
 
     def serve(self, host: str) -> str:
-        """Start serving on a free port of ``host``; the address for ranks and other owners."""
+        """Start serving on a free port of ``host``; the address for ranks and other owners. Raises ConfigError if this
+        host has no such address."""
         replaces = self._settings.replaces_members
         self._server = serve_models(
             self.models,
             token=self._settings.token,
             tls=self._settings.tls,
-            host=host,
+            host=self._at(host),
             replaces_ranks=replaces,
             replaces_owners=replaces and self._settings.share is not None,
         )
@@ -74,7 +77,10 @@ class ServedOwner:
     def listen(self, host: str) -> str:
         """Serve on a free port of ``host``, too; the address there."""
         assert self._server is not None, "serve() comes first"
-        return self._server.listen(host)
+        return self._server.listen(self._at(host))
+
+    def _at(self, host: str) -> str:
+        return address_to_serve(f"optimizer {self._settings.owner}", host, self._settings.network, own_addresses())
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""

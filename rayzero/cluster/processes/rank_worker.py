@@ -14,6 +14,7 @@ import torch
 
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
+from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.coordinator import Received, this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
@@ -88,6 +89,10 @@ class RankWorker:
     def hello(self) -> Member:
         """Who and where this is."""
         return this_process(rank_name(self._rank))
+
+    def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
+        """Those owners' addresses that this host does not reach, and why."""
+        return unreachable(addresses)
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""

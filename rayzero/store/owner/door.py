@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,12 @@ import grpc
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.handlers import Behaviour, Context, ModelCalls, Requests
+from rayzero.store.owner.allowance import Allowances, SlowBodyError, TooManyCallsError
+from rayzero.store.owner.handlers import Context, ModelCalls, Requests
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
+    Method,
     caller_of,
     epoch_of,
     methods,
@@ -30,49 +32,83 @@ from rayzero.telemetry.recorder import Recorder
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
 
-def _require_role(service: str, method: str, context: Context, refusals: Refusals) -> None:
+def _require_role(service: str, method: str, context: Context) -> None:
     """Raise HandshakeError if the caller's certificate does not allow this call. Without TLS the token allows all."""
     names = names_shown(context.auth_context())
     if names is None:
         return
     caller = caller_of(context.invocation_metadata() or ())
     of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
-    try:
-        require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
-    except HandshakeError as refused:
-        refusals.note("role", context.peer(), str(refused))
-        raise
+    require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
 
 
-def _guarded(service: str, method: str, find: FindModel, recorder: Recorder, refusals: Refusals) -> Behaviour:
-    """The handler of a method for callers with the token. It counts calls, and turns a RayZeroError into a status with
-    metadata."""
+class _Damaged(Exception):
+    """A request that is not what was sent."""
 
-    def count(code: grpc.StatusCode, began: float) -> None:
-        recorder.add(GRPC_REQUESTS, method=method, code=code.name)
-        recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=method)
 
-    async def guarded(request: Any, context: Context) -> Any:
+class _Guarded:
+    """The handler of a method for callers with the token: it checks their role, has their bodies read within their
+    allowance, counts calls, and turns a RayZeroError into a status with metadata."""
+
+    def __init__(
+        self,
+        service: str,
+        method: Method,
+        find: FindModel,
+        recorder: Recorder,
+        refusals: Refusals,
+        allowances: Allowances,
+    ) -> None:
+        self._service, self._method, self._name = service, method, method.path.rpartition("/")[2]
+        self._find, self._recorder, self._refusals, self._allowances = find, recorder, refusals, allowances
+
+    async def handle(self, requests: AsyncIterator[Any], context: Context) -> Any:
         began = time.perf_counter()
-        if isinstance(request, TransferError):  # its caller takes that for a broken link, and repeats the call
-            count(grpc.StatusCode.UNAVAILABLE, began)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(request))
         try:
-            _require_role(service, method, context, refusals)
-            metadata = context.invocation_metadata() or ()
-            calls = await find(model_of(metadata), epoch_of(metadata))
-            answer = await calls.answer(service, method, request, context)
-            count(grpc.StatusCode.OK, began)
+            answer = await self._answer(requests, context)
+            self._count(grpc.StatusCode.OK, began)
             return answer
         except asyncio.CancelledError:  # the caller is gone
-            count(grpc.StatusCode.CANCELLED, began)
+            self._count(grpc.StatusCode.CANCELLED, began)
             raise
+        except _Damaged as damaged:  # its caller takes that for a broken link, and repeats the call
+            self._count(grpc.StatusCode.UNAVAILABLE, began)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(damaged))
         except RayZeroError as error:
             code, details, sent = to_status(error)
-            count(code, began)
+            self._count(code, began)
+            self._note(error, context)
             await context.abort(code, details, sent)
 
-    return guarded
+    async def _answer(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        try:
+            _require_role(self._service, self._name, context)
+        except HandshakeError as refused:
+            self._refusals.note("role", context.peer(), str(refused))
+            raise
+        metadata = context.invocation_metadata() or ()
+        allowance = self._allowances.of(context.peer(), context.auth_context(), metadata)
+        if self._method.client_streaming:
+            async with allowance.upload(requests) as messages:
+                return await self._call(messages, context)
+        request = await allowance.body(requests)
+        if isinstance(request, TransferError):
+            raise _Damaged(str(request))
+        return await self._call(request, context)
+
+    async def _call(self, request: Any, context: Context) -> Any:
+        metadata = context.invocation_metadata() or ()
+        calls = await self._find(model_of(metadata), epoch_of(metadata))
+        return await calls.answer(self._service, self._name, request, context)
+
+    def _note(self, error: RayZeroError, context: Context) -> None:
+        if isinstance(error, TooManyCallsError | SlowBodyError):
+            reason = "limit" if isinstance(error, TooManyCallsError) else "slow"
+            self._refusals.note(reason, context.peer(), str(error))
+
+    def _count(self, code: grpc.StatusCode, began: float) -> None:
+        self._recorder.add(GRPC_REQUESTS, method=self._name, code=code.name)
+        self._recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=self._name)
 
 
 class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
@@ -80,15 +116,17 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
 
     [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. A call without it gets a
     handler for streams that reads nothing and ends the call: this process never holds more of the body than HTTP/2's
-    flow control lets through, and parses none of it. (A unary handler is only called once the body has been read.)"""
+    flow control lets through, and parses none of it. (A unary handler is only called once the body has been read,
+    so all handlers are of streams, and read within their caller's allowance: store/owner/allowance.py.)"""
 
     def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
         """``find``: returns the calls of a prepared model, by its number, in an epoch."""
         self._token, self._recorder, self._refusals = token, recorder, Refusals("owner", recorder)
+        allowances = Allowances()
         self._handlers = {
-            method.path: method.handler(_guarded(service, name, find, recorder, self._refusals))
+            method.path: method.handler(_Guarded(service, method, find, recorder, self._refusals, allowances).handle)
             for service in (STORE_SERVICE, OWNER_SERVICE)
-            for name, method in methods(service).items()
+            for method in methods(service).values()
         }
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:

@@ -10,6 +10,7 @@ import struct
 from typing import Any
 
 import xxhash
+from google.protobuf.message import DecodeError
 
 from rayzero.errors import TransferError
 
@@ -33,4 +34,7 @@ def unseal(sealed: bytes, kind: type[Any]) -> Any:
     content, end = sealed[:-_SIZE], sealed[-_SIZE:]
     if end[:-8] != _TAG or end[-8:] != struct.pack("<Q", checksum(content)):
         raise TransferError(f"a {kind.DESCRIPTOR.name} of {len(sealed):,} bytes was damaged on the way")
-    return kind.FromString(content)
+    try:
+        return kind.FromString(content)
+    except DecodeError as error:  # whoever sent it has sealed something else
+        raise TransferError(f"a message of {len(sealed):,} bytes is no {kind.DESCRIPTOR.name}: {error}") from error

@@ -1,0 +1,103 @@
+"""Bounds what an owner holds for one caller: message bodies that are on their way, and uploads under way.
+
+[Note: what a caller may make an owner hold] gRPC keeps a body of up to ``MAX_MESSAGE_BYTES`` for a call once somebody
+asks for it, and of a call that nobody reads only what HTTP/2's window let through. So only a call that has a place asks
+for its body, and a caller has few of them. A rank uses ``streams`` places for each kind of upload, and one for the
+moment in which a small request is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Hashable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+from rayzero.errors import StoreError, TransferError
+from rayzero.security.credentials import names_shown
+from rayzero.store.wire.rpc import caller_of
+
+BODIES = 16  # of one caller that are read at a time
+UPLOADS = 16  # of one caller that are under way
+WAITING = 48  # uploads of one caller beyond those; the next one is refused
+CALLS = 1_000  # of one caller whose bodies are read or wait for that; the next one is refused
+BODY_S = 120.0  # in which a body must come, from the moment that it is read: 64 MiB at 0.5 MB/s
+
+
+class Allowance:
+    """The places of one caller. Lives on the event loop."""
+
+    def __init__(self, caller: str) -> None:
+        """``caller``: for messages."""
+        self._caller = caller
+        self._bodies, self._uploads = asyncio.Semaphore(BODIES), asyncio.Semaphore(UPLOADS)
+        self._uploading = self._asking = 0  # uploads; bodies: under way and waiting
+
+    async def body(self, requests: AsyncIterator[Any]) -> Any:
+        """The only message of a call. Raises TransferError if it does not come, StoreError if there is none."""
+        if self._asking >= CALLS:
+            raise TooManyCallsError(
+                f"{self._caller} has {self._asking} calls whose bodies do not come, the most for a caller"
+            )
+        self._asking += 1
+        try:
+            async with self._bodies:
+                found = await self._next(requests)
+        finally:
+            self._asking -= 1
+        if found is None:
+            raise StoreError(f"{self._caller} has sent a call without its message")
+        return found
+
+    @asynccontextmanager
+    async def upload(self, requests: AsyncIterator[bytes]) -> AsyncIterator[AsyncIterator[bytes]]:
+        """A context in which the caller's messages may be read; gives them. Raises StoreError if the caller has too
+        many such calls; reading them raises TransferError if one does not come."""
+        if self._uploading >= UPLOADS + WAITING:
+            raise TooManyCallsError(
+                f"{self._caller} has {self._uploading} uploads under way here, the most for a caller"
+            )
+        self._uploading += 1
+        try:
+            async with self._uploads:
+                yield self._messages(requests)
+        finally:
+            self._uploading -= 1
+
+    async def _messages(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        while (found := await self._next(requests)) is not None:
+            yield found
+
+    async def _next(self, requests: AsyncIterator[Any]) -> Any:
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise SlowBodyError(f"{self._caller} has sent no whole message within {BODY_S:g} s") from None
+
+
+class TooManyCallsError(StoreError):
+    """A caller has more calls than it may have."""
+
+
+class SlowBodyError(TransferError):
+    """A message's bytes do not come."""
+
+
+class Allowances:
+    """The allowances of an owner's callers, for as long as they have calls."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[Hashable, Allowance] = WeakValueDictionary()
+
+    def of(self, peer: str, auth: dict[str, Iterable[bytes]], metadata: Iterable[tuple[str, Any]]) -> Allowance:
+        """A caller's. ``peer``: its address; it counts as one with others of its host, or of its certificate if it has
+        one, that say that they are the same rank. Raises StoreError if it does not say properly who it is."""
+        names, caller = names_shown(auth), caller_of(metadata)
+        host = peer.rpartition(":")[0] if names is None else ", ".join(sorted(names))
+        key = host, None if caller is None else caller[0]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Allowance(host if caller is None else f"rank {caller[0]} ({host})")
+        return found

@@ -1,0 +1,126 @@
+"""What one caller may have an owner hold: the next call is refused by name, and a body that does not come is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from rayzero.errors import StoreError, TransferError
+from rayzero.owner.service import ShardService
+from rayzero.store.owner import allowance
+from rayzero.store.owner.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.wire.rpc import STORE_SERVICE, from_status, life_metadata, methods, open_channel, token_metadata
+from rayzero.telemetry.names import REFUSED
+from rayzero.telemetry.recorder import MemoryRecorder
+from store.stores import TOKEN
+from store.test_grpc import serving
+from store.toy import WAIT
+
+METADATA = (*token_metadata(TOKEN), *life_metadata(3, 0))
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def one(message: bytes) -> AsyncIterator[bytes]:
+    yield message
+
+
+def test_so_many_bodies_are_read_at_once_and_so_many_wait() -> None:
+    async def ask() -> None:
+        read: list[int] = []
+
+        async def body() -> AsyncIterator[bytes]:
+            read.append(1)
+            await asyncio.Event().wait()
+            yield b""
+
+        own = Allowance("rank 3")
+        calls = [asyncio.ensure_future(own.body(body())) for _ in range(CALLS)]
+        await asyncio.sleep(0.05)
+        assert len(read) == BODIES
+        with pytest.raises(StoreError, match=r"rank 3 has 1000 calls whose bodies do not come"):
+            await own.body(one(b"x"))
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert await own.body(one(b"x")) == b"x"
+
+    asyncio.run(ask())
+
+
+def test_so_many_uploads_are_under_way_and_so_many_wait() -> None:
+    async def upload(own: Allowance, began: list[int]) -> None:
+        async with own.upload(nothing()):
+            began.append(1)
+            await asyncio.Event().wait()
+
+    async def ask() -> None:
+        own, began = Allowance("rank 3"), []
+        uploads = [asyncio.ensure_future(upload(own, began)) for _ in range(UPLOADS + WAITING)]
+        await asyncio.sleep(0.05)
+        assert len(began) == UPLOADS
+        with pytest.raises(StoreError, match="rank 3 has 64 uploads under way"):
+            await upload(own, began)
+        uploads[0].cancel()
+        await asyncio.sleep(0.05)
+        assert len(began) == UPLOADS + 1, "one that waited"
+        for each in uploads:
+            each.cancel()
+        await asyncio.wait(uploads)
+
+    asyncio.run(ask())
+
+
+def test_callers_are_told_apart_by_certificate_or_host_and_rank() -> None:
+    known, tls = Allowances(), {"transport_security_type": [b"ssl"]}
+    metadata = {rank: life_metadata(rank, 0) for rank in (0, 1)}
+
+    def names(name: bytes) -> dict[str, list[bytes]]:
+        return {**tls, "x509_subject_alternative_name": [name]}
+
+    first = known.of("ipv4:10.0.0.1:50", {}, metadata[0])
+    assert known.of("ipv4:10.0.0.1:51", {}, metadata[0]) is first, "another connection"
+    assert known.of("ipv4:10.0.0.1:51", {}, metadata[1]) is not first
+    assert known.of("ipv4:10.0.0.2:50", {}, metadata[0]) is not first
+    shown = known.of("ipv4:10.0.0.1:50", names(b"rank-0.rayzero"), metadata[0])
+    assert shown is not first
+    assert known.of("ipv6:[fd00::1]:50", names(b"rank-0.rayzero"), metadata[0]) is shown, "wherever it is"
+    del first, shown
+    assert len(known._known) == 0, "nothing is kept of callers without calls"
+
+
+def silent() -> Iterator[bytes]:
+    asyncio.run(asyncio.sleep(WAIT))
+    yield b""
+
+
+@pytest.mark.parametrize("method", ["Push", "Attach"])
+def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(allowance, "BODY_S", 0.3)
+    recorder = MemoryRecorder()
+    service = ShardService(0, 1, recorder=recorder)
+    with OwnerServer(service, token=TOKEN) as server, open_channel(server.address, None) as channel:
+        call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(silent(), metadata=METADATA, timeout=WAIT)
+        said = from_status(refused.value, "the owner")
+        assert isinstance(said, TransferError)
+        assert "rank 3 (ipv4:127.0.0.1) has sent no whole message within 0.3 s" in str(said)
+    service.close()
+    assert recorder.total(REFUSED, door="owner", reason="slow") == 1
+
+
+def test_a_call_without_its_message_is_named() -> None:
+    with serving() as (server,), open_channel(server.address, None) as channel:
+        call: Any = channel.stream_unary(methods(STORE_SERVICE)["Attach"].path)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(iter([]), metadata=METADATA, timeout=WAIT)
+        assert "has sent a call without its message" in str(from_status(refused.value, "the owner"))
