@@ -34,6 +34,7 @@ class Round:
     step: int
     passes: list[Pass] = field(default_factory=lambda: [Pass()])  # only the last one may be unanswered
     inputs: dict[int, StepInputs] = field(default_factory=dict)
+    digests: set[str] = field(default_factory=set)  # of all inputs so far: two, and ranks may not agree
     commits: dict[int, Future[Decision]] = field(default_factory=dict)  # each rank's commit
     discarded: dict[int, int] = field(default_factory=dict)  # rank -> attempt
 
@@ -46,6 +47,11 @@ class Round:
     def norm(self) -> Norm | None:
         """The norm of the averaged gradients; None if it is not known yet."""
         return self.passes[0].norm
+
+    def commit(self, rank: int, inputs: StepInputs) -> None:
+        """A rank has said with what the step is to be decided."""
+        self.inputs[rank] = inputs
+        self.digests.add(inputs.digest)
 
     @property
     def gone_on(self) -> set[int]:

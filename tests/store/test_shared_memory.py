@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,9 @@ def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
     inputs = StepInputs(edits=(Edit(EditKind.CLIP_NORM, 1e-300 / 3),) * 8, hyper=spec.hyper)
     finish = pb.FinishRequest(report=translate.report_to_pb(report), inputs=translate.inputs_to_pb(inputs))
     assert finish.ByteSize() + 20 <= plan.question_bytes
-    collect = pb.CollectRequest(step=big, reports=[translate.report_to_pb(report)] * spec.world_size)
+    unlike = [replace(report, rank=rank, attempt=report.attempt + rank) for rank in range(spec.world_size)]
+    collect = pb.CollectRequest(step=big, reports=translate.reports_to_pb(unlike))
+    assert len(collect.reports) == spec.world_size
     assert collect.ByteSize() + 20 <= plan.order_bytes
     decision = Decision(
         step=big, attempts=(1 << 30,) * 9, action=Action.APPLY, scale=1 / 3, norm=1 / 3, hyper=spec.hyper
