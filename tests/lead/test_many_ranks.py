@@ -116,6 +116,16 @@ def test_pushes_that_wait_for_memory_are_answered_when_it_is_free() -> None:
         assert all(each.result(WAIT) is not None for each in waiting)
 
 
+def test_a_wait_for_many_ranks_names_a_few() -> None:
+    spec = make_spec(300)
+    with lead_of(spec, num_owners=1) as (lead, _):
+        lead.finish(report(7), None)
+        first = [*range(7), *range(8, 17)]
+        assert lead.describe() == f"ranks {first} and 283 more have not finished step 0"
+        lead.finish(report(299), None)
+        assert lead.describe() == f"ranks {first} and 282 more have not finished step 0"
+
+
 # ---- what goes to many is packed once
 
 

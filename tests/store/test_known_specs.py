@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,12 @@ DESCRIBED = translate.spec_to_bytes(SPEC)
 LONG = 60.0
 
 
+def run(attach: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(attach, 10.0))
+
+
 async def compute(work: Callable[[], ModelSpec]) -> ModelSpec:
+    await asyncio.sleep(0)  # as in a pool: other ranks' calls come meanwhile
     return work()
 
 
@@ -46,7 +52,16 @@ def test_one_rank_is_asked_and_the_others_get_what_it_sends() -> None:
         assert await specs.of(request(2)) is first
         assert await specs.of(request(1, whole=True)) is first
 
-    asyncio.run(attach())
+    run(attach())
+
+
+def test_ranks_that_send_it_at_the_same_time_get_the_same_object() -> None:
+    async def attach() -> None:
+        specs = KnownSpecs(0, compute, LONG)
+        first, second = await asyncio.gather(*(specs.of(request(rank, whole=True)) for rank in (0, 1)))
+        assert first is second
+
+    run(attach())
 
 
 def test_another_rank_is_asked_if_the_first_one_dies() -> None:
@@ -60,7 +75,7 @@ def test_another_rank_is_asked_if_the_first_one_dies() -> None:
         sent = await specs.of(request(1, whole=True))
         assert await next(task for task in waiting if task not in asked) is sent
 
-    asyncio.run(attach())
+    run(attach())
 
 
 def test_what_is_no_spec_is_refused_and_the_next_rank_is_asked() -> None:
@@ -71,7 +86,7 @@ def test_what_is_no_spec_is_refused_and_the_next_rank_is_asked() -> None:
             await specs.of(request(0, whole=True, described=b"{}"))
         assert await specs.of(request(1, described=b"{}")) is None
 
-    asyncio.run(attach())
+    run(attach())
 
 
 def test_a_spec_that_is_not_what_its_digest_names_is_refused() -> None:
@@ -90,4 +105,4 @@ def test_few_specs_are_kept() -> None:
         assert await specs.of(request(1, described=translate.spec_to_bytes(make_spec(2)))) is None
         assert (await specs.of(request(1, described=translate.spec_to_bytes(make_spec(8))))).world_size == 8
 
-    asyncio.run(attach())
+    run(attach())
