@@ -37,6 +37,7 @@ from rayzero.protocol.messages import (
     Write,
     canonical_json,
 )
+from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.rpc import from_failure, to_failure
 
@@ -153,7 +154,7 @@ def reports_from_pb(groups: Iterable[pb.Reports]) -> tuple[FinishReport, ...]:
         with _reading("the reports of a run's ranks"):
             for first, size in zip(group.runs[::2], group.runs[1::2], strict=True):
                 if len(found) + size > MOST_RANKS:
-                    raise ValueError(f"more than {MOST_RANKS:,} ranks")
+                    raise ValueError(f"more than {count(MOST_RANKS, 'rank')}")
                 found += [replace(alike, rank=rank) for rank in range(first, first + size)]
     return tuple(sorted(found, key=lambda report: report.rank))
 
