@@ -85,7 +85,7 @@ def _put(into: Round, rank: int, attempt: ToldAttempt) -> None:
         if number < len(attempt.norms):
             asked.norm = attempt.norms[number]
     if attempt.inputs is not None:
-        into.inputs[rank] = attempt.inputs
+        into.commit(rank, attempt.inputs)
 
 
 def writes_made(told: Mapping[int, ToldStep]) -> tuple[list[Write], dict[int, int]]:

@@ -5,9 +5,10 @@ The lead fails the step with that error for all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rayzero.errors import RankLeftError, StepMismatchError
+from rayzero.lead.means import Means
 from rayzero.lead.round import Pass, Round, have
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import FinishReport, ModelSpec
@@ -16,14 +17,15 @@ Asked = tuple[int, frozenset[int]] | None  # the version that is to be saved, an
 
 
 def impasse(
-    current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
+    current: Round, asked: Asked, writes: WriteRequests, means: Means, spec: ModelSpec
 ) -> StepMismatchError | None:
-    """The error if some ranks wait for what others will not do any more. ``asked``: who requested a checkpoint;
-    ``in_means``: the ranks that wait in each open mean over ranks."""
+    """The error if some ranks wait for what others will not do any more. ``asked``: who requested a checkpoint.
+
+    The lead asks after every call of a rank, so what is usual must not cost a walk over all ranks."""
     return (
         _gone_on_without_saving(current, asked, spec)
         or _gone_on_without_writing(current, asked, writes, spec)
-        or _waits_in_a_mean(current, asked, writes, in_means, spec)
+        or _waits_in_a_mean(current, asked, writes, means, spec)
         or _torn(current)
         or _left_behind(current)
     )
@@ -63,10 +65,13 @@ def _gone_on_without_writing(
 
 
 def _waits_in_a_mean(
-    current: Round, asked: Asked, writes: WriteRequests, in_means: Sequence[frozenset[int]], spec: ModelSpec
+    current: Round, asked: Asked, writes: WriteRequests, means: Means, spec: ModelSpec
 ) -> StepMismatchError | None:
     """The error if a rank waits for the others in a mean, while one that has not called it waits for that rank in
     another call."""
+    in_means = means.waiting()
+    if not in_means:
+        return None
     last = current.passes[-1]
     reported = frozenset(last.reports) if last.norm is None else frozenset()
     saving = asked[1] if asked is not None else frozenset()
@@ -106,14 +111,14 @@ def _left_behind(current: Round) -> StepMismatchError | None:
 
 
 def clipped_unlike(asked: Pass, report: FinishReport) -> StepMismatchError | None:
-    """The error if a rank asks for the norm of other gradients than an earlier rank did."""
-    for other in asked.reports.values():
-        if other.clamp != report.clamp:
-            return StepMismatchError(
-                f"step {report.step} was not decided: ranks {other.rank} and {report.rank} clip different "
-                f"gradients by norm: {other.clamp} against {report.clamp}; every rank must clip alike"
-            )
-    return None
+    """The error if a rank asks for the norm of other gradients than the earlier ranks did, who all ask for the same."""
+    other = next(iter(asked.reports.values()), report)
+    if other.clamp == report.clamp:
+        return None
+    return StepMismatchError(
+        f"step {report.step} was not decided: ranks {other.rank} and {report.rank} clip different "
+        f"gradients by norm: {other.clamp} against {report.clamp}; every rank must clip alike"
+    )
 
 
 def rank_left(current: Round, reasons: Mapping[int, str], writers: frozenset[int]) -> RankLeftError | None:
@@ -123,8 +128,8 @@ def rank_left(current: Round, reasons: Mapping[int, str], writers: frozenset[int
     None as long as no rank has finished the step or waits in a write: others may still be reading the last decided
     version and be about to leave too."""
     waited = {rank for rank in reasons if rank not in current.inputs and rank not in current.discarded}
-    others = (current.reports.keys() | writers) - set(reasons)
-    if not waited or not others:
+    others = (current.reports.keys() | writers) - set(reasons) if waited else set()
+    if not others:
         return None
     gone, step = min(waited), current.step
     after = f"after step {step - 1}" if step else "before the first step"

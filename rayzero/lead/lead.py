@@ -207,11 +207,11 @@ class StepLead:
                 asked = self._pass_of(current, report)
                 if report.rank in asked.reports:
                     return asked.norms[report.rank]
-                self._check_inputs(inputs)
+                self._check_inputs(current, inputs)
                 asked.reports[report.rank] = report
                 future = asked.norms[report.rank] = Future[Norm]()
                 if inputs is not None:
-                    current.inputs[report.rank] = inputs
+                    current.commit(report.rank, inputs)
                 if asked.norm is not None:  # a rank that has come back: the others have had this norm
                     self._answer(future, asked.norm, self._nonfinite(current))
                 self._advance()
@@ -287,17 +287,17 @@ class StepLead:
                 current = self._next if rank in self._round.discarded and self._next else self._round
                 if rank not in current.reports:
                     raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
-                self._check_inputs(inputs)
-                current.inputs[rank] = inputs
+                self._check_inputs(current, inputs)
+                current.commit(rank, inputs)
                 future = current.commits.setdefault(rank, Future())
                 self._advance()
                 return future
         except RayZeroError as exc:
             return failed(exc)
 
-    def _check_inputs(self, inputs: StepInputs | None) -> None:
+    def _check_inputs(self, current: Round, inputs: StepInputs | None) -> None:
         assert self._spec is not None
-        if inputs is not None:
+        if inputs is not None and inputs.digest not in current.digests:  # else another rank's were checked
             check_hyper(self._spec, inputs.hyper)
 
     def discard(self, rank: int, step: int, attempt: int) -> Future[None]:
@@ -371,14 +371,14 @@ class StepLead:
             self._look_held(self._held)
             return
         current, everyone = self._round, self._spec.world_size
-        never = impasse(current, self._checkpoints.asked(), self._writes, self._means.waiting(), self._spec)
+        never = impasse(current, self._checkpoints.asked(), self._writes, self._means, self._spec)
         self._begin_write()
         if never is not None:
             self._fail(never)
         elif len(current.discarded) == everyone:
             self._round, self._next = self._next or Round(current.step), None
             self._advance()
-        elif len(current.inputs) > 1 and not self._agree(current):
+        elif len(current.digests) > 1 and not self._agree(current):
             return
         elif len(current.to_collect.reports) == everyone and current.to_collect.parts is None:
             if self._telling is not None or (current.discarded and current.norm is not None):

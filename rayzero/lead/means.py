@@ -23,8 +23,16 @@ _KEPT = 64  # results, each of a few kilobytes at most, that a rank that comes b
 class _Call:
     number: int
     given: dict[int, MeanInput] = field(default_factory=dict)  # per rank that asked
+    forms: set[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=set)  # (names, shape) of all of these
+    waits: set[int] = field(default_factory=set)  # those of them that have made no later call
     outcome: Future[Mean] = field(default_factory=Future)
     over: bool = False  # the outcome is being sent
+
+    def give(self, rank: int, given: MeanInput) -> None:
+        """A rank's part; a repeat changes nothing."""
+        if rank not in self.given:
+            self.given[rank] = given
+            self.forms.add((given.names, given.shape))
 
     def missing(self, world_size: int) -> list[int]:
         return [rank for rank in range(world_size) if rank not in self.given]
@@ -46,7 +54,12 @@ class Means:
         if number <= self._forgotten:
             raise StoreError(f"rank {rank} repeats call {number} of mean_over_ranks(), whose result is no longer kept")
         call = self._calls.setdefault(number, _Call(number))
-        call.given.setdefault(rank, given)
+        call.give(rank, given)
+        newest = self._calls.get(self._newest.get(rank, 0))
+        if newest is not None and newest.number < number:
+            newest.waits.discard(rank)
+        if number >= self._newest.get(rank, 0):
+            call.waits.add(rank)
         self._newest[rank] = max(number, self._newest.get(rank, 0))
         mine: Future[Mean] = Future()
         chain(call.outcome, mine)  # a separate future, so that a rank that gives up does not fail the others'
@@ -55,13 +68,14 @@ class Means:
     def know(self, rank: int, number: int, given: MeanInput) -> None:
         """A rank has told a former life of the lead what it gave to a call. It does not wait there: if it has had no
         answer, it asks again."""
-        self._calls.setdefault(number, _Call(number)).given.setdefault(rank, given)
+        self._calls.setdefault(number, _Call(number)).give(rank, given)
 
     def forget(self, rank: int) -> None:
         """A rank has died: what it gave to means that are not made yet counts no more."""
         for call in self._calls.values():
             if not call.over:
                 call.given.pop(rank, None)
+                call.waits.discard(rank)
         self._calls = {number: call for number, call in self._calls.items() if call.over or call.given}
         self._newest[rank] = max((number for number, call in self._calls.items() if call.over), default=0)
 
@@ -74,7 +88,8 @@ class Means:
             if outcome is not None:
                 call.over = True
                 ended.append((call.outcome, outcome))
-        self._forget(world_size)
+        if ended:
+            self._forget(world_size)
         return ended
 
     def _forget(self, world_size: int) -> None:
@@ -97,7 +112,7 @@ class Means:
         return [there for call in self._calls.values() if (there := self._waiting_in(call))]
 
     def _waiting_in(self, call: _Call) -> frozenset[int]:
-        return frozenset(rank for rank in call.given if self._newest.get(rank) == call.number and not call.over)
+        return frozenset() if call.over else frozenset(call.waits)
 
     def waits_for(self, world_size: int) -> str | None:
         """The ranks that open means wait for, for errors about waits; None if no mean waits."""
@@ -113,10 +128,10 @@ class Means:
 
 def _outcome(call: _Call, world_size: int, left: Mapping[int, str]) -> Mean | RayZeroError | None:
     """The outcome of an open call; None if it is not known yet."""
-    error = _misfit(call) or _left(call, world_size, left)
+    error = (_misfit(call) if len(call.forms) > 1 else None) or (_left(call, world_size, left) if left else None)
     if error is not None:
         return error
-    return None if call.missing(world_size) else _weighted(call.given)
+    return None if len(call.given) < world_size else _weighted(call.given)
 
 
 def _weighted(given: Mapping[int, MeanInput]) -> Mean | ConfigError:

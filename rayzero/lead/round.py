@@ -13,6 +13,8 @@ from rayzero.protocol.messages import Decision, FinishReport, Norm, NormParts, S
 
 T = TypeVar("T")
 
+_NAMED = 16  # ranks or owners in a message
+
 
 @dataclass(eq=False)
 class Pass:
@@ -34,6 +36,7 @@ class Round:
     step: int
     passes: list[Pass] = field(default_factory=lambda: [Pass()])  # only the last one may be unanswered
     inputs: dict[int, StepInputs] = field(default_factory=dict)
+    digests: set[str] = field(default_factory=set)  # of all inputs so far: two, and ranks may not agree
     commits: dict[int, Future[Decision]] = field(default_factory=dict)  # each rank's commit
     discarded: dict[int, int] = field(default_factory=dict)  # rank -> attempt
 
@@ -46,6 +49,11 @@ class Round:
     def norm(self) -> Norm | None:
         """The norm of the averaged gradients; None if it is not known yet."""
         return self.passes[0].norm
+
+    def commit(self, rank: int, inputs: StepInputs) -> None:
+        """A rank has said with what the step is to be decided."""
+        self.inputs[rank] = inputs
+        self.digests.add(inputs.digest)
 
     @property
     def gone_on(self) -> set[int]:
@@ -144,7 +152,7 @@ class CallsAhead:
 
 def have(ranks: Sequence[int]) -> str:
     """Which ranks have (done something), for messages."""
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_some(ranks)} have"
 
 
 def owing(asked: Sequence[Future[Any]]) -> str:
@@ -152,4 +160,11 @@ def owing(asked: Sequence[Future[Any]]) -> str:
     late = [owner for owner, answer in enumerate(asked) if not answer.done()]
     if not late:
         return "owners have"
-    return f"optimizer {late[0]} has" if len(late) == 1 else f"optimizers {late} have"
+    return f"optimizer {late[0]} has" if len(late) == 1 else f"optimizers {_some(late)} have"
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """The first numbers, and how many more: every rank that waits is told, and a thousand would be told of a thousand.
+    The text changes whenever one is done, which counts as progress (store/rank/stall.py)."""
+    more = len(numbers) - _NAMED
+    return f"{list(numbers[:_NAMED])}" + (f" and {more} more" if more > 0 else "")

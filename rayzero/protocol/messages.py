@@ -13,12 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype
@@ -196,7 +197,7 @@ class StepInputs:
     edits: tuple[Edit, ...]  # in the order of the calls
     hyper: tuple[Hyper, ...]  # per parameter group, read at step()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly when their inputs are equal."""
         return hashlib.sha256(canonical_json([list(map(str, self.edits)), self.hyper]).encode()).hexdigest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rayzero.errors import HandshakeError, UnsupportedError
@@ -59,6 +59,16 @@ class SlabHeader:
     header_bytes: int
     bytes: int  # of the whole slab, header included: whole pages
     pid: int  # of the process that holds the slab, in its own namespace
+
+    def spans(self, later: Collection[str] = ()) -> list[tuple[int, int]]:
+        """(offset, bytes) of what has pages from the start, in whole pages: all but the regions of the kinds in
+        ``later``."""
+        found, start = [], 0
+        for region in (region for region in self.regions if region.kind in later):
+            found.append((start, region.offset - start))
+            start = region.offset + whole_pages(region.bytes)
+        found.append((start, self.bytes - start))
+        return [(start, size) for start, size in found if size]
 
     def regions_of(self, kind: str) -> tuple[Region, ...]:
         """The regions of one kind, in table order."""

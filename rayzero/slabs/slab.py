@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,9 +64,9 @@ class Slab:
         self._release = weakref.finalize(self, _release, fd, ours, os.getpid(), unlink=not adopted)  # at exit too
 
     @classmethod
-    def create(cls, header: SlabHeader, directory: Path | None = SHARED_MEMORY) -> Slab:
+    def create(cls, header: SlabHeader, directory: Path | None = SHARED_MEMORY, *, later: Collection[str] = ()) -> Slab:
         """Make one slab; see ``create_slabs``."""
-        return create_slabs([header], directory)[0]
+        return create_slabs([header], directory, later=later)[0]
 
     @classmethod
     def attach(cls, path: Path, *, writable: bool, run: str, layout_digest: str) -> Slab:
@@ -136,8 +136,9 @@ class Slab:
         return self._fd
 
     def allocate(self, offset: int, size: int) -> None:
-        """Make sure that ``size`` bytes from ``offset`` on have pages, after ``punch``. Raises MemoryPlanError if there
-        is no room: without this, a later write would be a SIGBUS."""
+        """Make sure that ``size`` bytes from ``offset`` on have pages, after ``punch`` or if they were left for later;
+        no effect on pages that are there. Raises MemoryPlanError if there is no room: without this, a later write would
+        be a SIGBUS."""
         self._open()
         try:
             os.posix_fallocate(self._fd, offset, size)
@@ -187,20 +188,25 @@ def read_header(path: Path, fd: int) -> SlabHeader:
 
 
 def create_slabs(
-    headers: Sequence[SlabHeader], directory: Path | None = SHARED_MEMORY, *, on_progress: Progress | None = None
+    headers: Sequence[SlabHeader],
+    directory: Path | None = SHARED_MEMORY,
+    *,
+    on_progress: Progress | None = None,
+    later: Collection[str] = (),
 ) -> list[Slab]:
     """Make slabs with all pages allocated, zeroed and mapped, several at once; all of them or none.
 
+    ``later``: kinds of regions whose pages are not allocated yet: ``Slab.allocate`` them before their first use.
     ``directory``: in shared memory, or on a file system with room; None: unnamed files, for one process.
     ``on_progress``: called in the making threads, one at a time. Pages lie where the calling thread's NUMA policy says.
     Raises MemoryPlanError if there is no room, ConfigError if there is no such directory."""
-    total = sum(header.bytes for header in headers)
+    total = sum(size for header in headers for _, size in header.spans(later))
     if directory is not None:
         _check_room(total, directory)
     filling = _Filling(total, on_progress)
     pool = ThreadPoolExecutor(min(len(headers), os.cpu_count() or 1, 4) or 1, "rayzero-slab")
     try:
-        return list(pool.map(functools.partial(_create, directory, filling), headers))
+        return list(pool.map(functools.partial(_create, directory, filling, later), headers))
     except BaseException as exc:
         error = filling.stop(exc)
         pool.shutdown()
@@ -250,17 +256,17 @@ class _Filling:
             slab.close()
 
 
-def _create(directory: Path | None, filling: _Filling, header: SlabHeader) -> Slab:
+def _create(directory: Path | None, filling: _Filling, later: Collection[str], header: SlabHeader) -> Slab:
     if directory is None:
         fd, path = os.memfd_create(_stem(header.facts), os.MFD_CLOEXEC), None
     else:
         fd, path = _create_locked(directory, _stem(header.facts))
     try:
-        mapping = Mapping.of_file(fd, header.bytes, writable=True)  # the file grows into it
-        for start in range(0, header.bytes, _PIECE):
+        os.ftruncate(fd, header.bytes)
+        mapping = Mapping.of_file(fd, header.bytes, writable=True)
+        for start, size in _pieces(header, later):
             if not filling.go_on():
                 raise InterruptedError("another slab could not be made")
-            size = min(_PIECE, header.bytes - start)
             os.posix_fallocate(fd, start, size)  # not ftruncate, with which full memory is a SIGBUS at a later write
             mapping.populate(start, size)
             filling.progress(size)
@@ -272,6 +278,12 @@ def _create(directory: Path | None, filling: _Filling, header: SlabHeader) -> Sl
         _release(fd, path, os.getpid())
         raise
     return filling.add(Slab(header, mapping, fd, path, made=True))
+
+
+def _pieces(header: SlabHeader, later: Collection[str]) -> Iterator[tuple[int, int]]:
+    for start, size in header.spans(later):
+        for at in range(start, start + size, _PIECE):
+            yield at, min(_PIECE, start + size - at)
 
 
 def _create_locked(directory: Path, stem: str) -> tuple[int, Path]:

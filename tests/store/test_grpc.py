@@ -154,6 +154,7 @@ def attach_request(spec: ModelSpec, **changes: Any) -> pb.AttachRequest:
         "protocol_version": PROTOCOL_VERSION,
         "rank": 0,
         "spec": translate.spec_to_bytes(spec),
+        "spec_digest": translate.spec_digest(translate.spec_to_bytes(spec)),
         "layout_digest": spec.layout.digest,
         "owner": 0,
         "num_owners": 1,
@@ -169,6 +170,7 @@ def attach_request(spec: ModelSpec, **changes: Any) -> pb.AttachRequest:
             f"rank 0 speaks protocol {PROTOCOL_VERSION + 1}, optimizer 0 speaks {PROTOCOL_VERSION}",
         ),
         ({"owner": 1, "num_owners": 2}, "takes this server for optimizer 1 of 2, but it is optimizer 0 of 1"),
+        ({"spec_digest": "0" * 64}, "rank 0 names its spec by 000000000000, which is not the digest of what it sends"),
         ({"layout_digest": "0" * 64}, "rank 0 describes a layout with digest 0000.*, optimizer 0 computes"),
     ],
 )
@@ -640,7 +642,9 @@ def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> Non
     async def compute(act: Callable[[], object]) -> object:
         return act()
 
-    state: Any = SimpleNamespace(service=SimpleNamespace(is_loaded=True), compute=compute)  # an owner without shards
+    state: Any = SimpleNamespace(
+        service=SimpleNamespace(is_loaded=True, owner=0), compute=compute
+    )  # an owner without shards
     assert asyncio.run(RankCalls(state).load(nothing(), None)) == pb.LoadResponse()
 
 

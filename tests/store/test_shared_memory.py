@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError, StoreClosedError
+from rayzero.memory.mapping import PAGE
 from rayzero.memory.page_lock import beyond_limit
 from rayzero.protocol.messages import Published, Pushed, SharedPaths
 from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
+from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.shm.mailbox import SLOTS, Cells
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Cell, available
-from rayzero.store.shm.words import Stamps
+from rayzero.store.shm.words import Stamps, cells_of
 
 from .toy import make_spec
 
@@ -164,7 +168,9 @@ def test_the_longest_messages_of_a_run_fit_their_cells() -> None:
     inputs = StepInputs(edits=(Edit(EditKind.CLIP_NORM, 1e-300 / 3),) * 8, hyper=spec.hyper)
     finish = pb.FinishRequest(report=translate.report_to_pb(report), inputs=translate.inputs_to_pb(inputs))
     assert finish.ByteSize() + 20 <= plan.question_bytes
-    collect = pb.CollectRequest(step=big, reports=[translate.report_to_pb(report)] * spec.world_size)
+    unlike = [replace(report, rank=rank, attempt=report.attempt + rank) for rank in range(spec.world_size)]
+    collect = pb.CollectRequest(step=big, reports=translate.reports_to_pb(unlike))
+    assert len(collect.reports) == spec.world_size
     assert collect.ByteSize() + 20 <= plan.order_bytes
     decision = Decision(
         step=big, attempts=(1 << 30,) * 9, action=Action.APPLY, scale=1 / 3, norm=1 / 3, hyper=spec.hyper
@@ -234,3 +240,26 @@ def test_a_rank_maps_each_shard_where_its_owner_says_it_lies(slabs: ExitStack, s
     rank.meet(0, SharedPaths(str(control.path), files, places))
     for shard in plan.spec.layout.shards:
         assert torch.equal(rank.shard(0, shard.index), arena.tensor(shard.index))
+
+
+def test_mailboxes_take_memory_once_somebody_opens_them(slab_dir: Path) -> None:
+    spec, models = make_spec(200), HostedModels(0, 40, share=slab_dir)
+    hosted = models[0]
+    try:
+        hosted.service.attach(0, spec, own_gradients=True)
+        assert hosted.shared is not None
+        plan, path = SharedPlan.of(spec, 40), Path(hosted.shared.offer().control)
+        everything = sum(size for _, size, _ in plan.owner_control(0, 1))
+        empty = path.stat().st_blocks * 512
+        assert (path.stat().st_size >= everything, empty < everything / 50) == (True, True)
+        with closing(plan.attach(str(path), "rank 7", writable=True)) as control:
+            cells = cells_of(control, "answers", 7, plan.answer_bytes)
+            room = path.stat().st_blocks * 512 - empty
+            assert Cells.bytes_for(plan.answer_bytes) <= room <= Cells.bytes_for(plan.answer_bytes) + 2 * PAGE
+            for cell in cells.cells():
+                cell.write(b"x" * plan.answer_bytes)
+            assert path.stat().st_blocks * 512 == empty + room  # none of it was made by these writes
+            cells_of(control, "answers", 7, plan.answer_bytes)
+            assert [cell.read()[1] for cell in cells.cells()] == [b"x" * plan.answer_bytes] * SLOTS
+    finally:
+        models.close()

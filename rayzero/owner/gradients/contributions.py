@@ -77,7 +77,7 @@ class Contributions:
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
         self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have not read a shard's gradients yet
-        self._waiting: list[_Reservation] = []
+        self._waiting: dict[int, list[_Reservation]] = {}  # by rank
         self._former: set[int] = set()  # dead ranks whose memory is read where they have left it
         self._lost: dict[int, int] = {}  # ranks that have died -> the step before which nothing comes from them again
         self._back: dict[int, tuple[int, RankGradients]] = {}  # ranks that come back -> their step, their new memory
@@ -85,6 +85,7 @@ class Contributions:
         self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: only a hint
         self._collection: Collection | None = None  # of the open step, once its reports are here
         self._parts: dict[int, tuple[_PartKey, tuple[float, ...]]] = {}  # by shard
+        self._lacks = dict.fromkeys(self._shards, 0)  # by shard: the first rank that lacked expected pushes at last
         self._ripe: list[OwnedShard] = []  # shards with all expected pushes, whose parts no task computes yet
         self._ripe_numel = 0
         self._deciding: Over = nothing  # span of the open step, from its first collect
@@ -172,7 +173,7 @@ class Contributions:
                 raise self._error
             answered, memory = self._memory_for(push, owned)
             if not answered:
-                self._waiting.append(reservation)
+                self._waiting.setdefault(push.rank, []).append(reservation)
         if answered:
             settle(future, memory)
 
@@ -199,15 +200,27 @@ class Contributions:
         landing.open(push)
         return True, memory
 
-    def retry(self) -> None:
-        """Memory was freed: answer the reservations that can be answered now."""
+    def retry(self, *, rank: int | None = None, shard: int | None = None) -> None:
+        """Memory was freed, of one rank or of one shard if that is given: answer the reservations that can be answered
+        now. With many ranks many wait, and something is freed all the time."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
+            waiting = list(self._waiting.pop(rank, ())) if rank is not None else self._take_waiting(shard)
         for reservation in waiting:
             try:
                 self._try_reserve(reservation)
             except StoreError as exc:
                 fail(reservation[2], exc)
+
+    def _take_waiting(self, shard: int | None) -> list[_Reservation]:
+        everything = [each for waiting in self._waiting.values() for each in waiting]
+        self._waiting = {}
+        taken = []
+        for each in everything:
+            if shard in (None, each[1].shard.index):
+                taken.append(each)
+            else:
+                self._waiting.setdefault(each[0].rank, []).append(each)
+        return taken
 
     def landed(self, push: Contribution, owned: OwnedShard, came: Tensor | None) -> StepMismatchError | None:
         """See ``ShardService.landed``. Returns the error that fails the step if there are more pushes than were
@@ -222,7 +235,7 @@ class Contributions:
         with self._lock:
             rank.release(landing.complete(push))
             excess = self._arrived(owned, push.rank)
-        self.retry()
+        self.retry(rank=push.rank)
         return excess
 
     def observe(
@@ -252,17 +265,20 @@ class Contributions:
     def _looks_complete(self, owned: OwnedShard) -> bool:
         """Whether every rank has pushed as often as in the last step, so that the norm part may be computed early. Not
         of scattered gradients: their rank needs the cores until its finish."""
-        if len(self.ranks) < self._spec.world_size:
+        index, everyone = owned.shard.index, range(self._spec.world_size)
+        if len(self.ranks) < len(everyone):
             return False
-        for rank, gradients in self.ranks.items():
-            landing = gradients.landings[owned.shard.index]
-            here = landing.sum
-            if (
-                landing.is_scattered
-                or here.count_of(self.open_step, here.attempt) != self._expected[rank][owned.unit.index]
-            ):
-                return False
-        return True
+        lacks = next((rank for rank in everyone[self._lacks[index] :] if not self._has_expected(owned, rank)), None)
+        if lacks is None:  # those before may have begun again since they were looked at
+            lacks = next((rank for rank in everyone if not self._has_expected(owned, rank)), None)
+        self._lacks[index] = lacks or 0  # where the next look begins: no look but the last one passes all ranks
+        return lacks is None
+
+    def _has_expected(self, owned: OwnedShard, rank: int) -> bool:
+        landing = self.ranks[rank].landings[owned.shard.index]
+        here = landing.sum
+        counted = here.count_of(self.open_step, here.attempt)
+        return not landing.is_scattered and counted == self._expected[rank][owned.unit.index]
 
     def _ripen(self, owned: OwnedShard) -> None:
         """Sum early, several shards at a time, because waking the updater's thread takes as long as summing many
@@ -391,7 +407,7 @@ class Contributions:
             self._to_be_read[owned.shard.index] -= 1
             for rank in self.ranks.values():
                 rank.landings[owned.shard.index].free()
-        self.retry()
+        self.retry(shard=owned.shard.index)
 
     @property
     def missing_ranks(self) -> list[int]:

@@ -24,6 +24,7 @@ from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
@@ -89,23 +90,21 @@ class RankCalls:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._repeats = Repeats()
+        self._specs = KnownSpecs(model.service.owner, model.compute)
 
     # ---- attach, notices, leave
 
     async def attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
-        """Check that both sides agree, then let the service allocate or compare. Raises HandshakeError if the two sides
-        differ."""
+        """Check that both sides agree, then let the service allocate or compare; or ask for the rank's spec. Raises
+        HandshakeError if the two sides differ."""
         service = self._model.service
         self._require_same_terms(request)
         process = translate.process_from_pb(request.process)
         if not self._model.replaces_ranks:
             self._model.ranks.require_same(request.rank, process)
-        spec = translate.spec_from_bytes(request.spec)
-        if spec.layout.digest != request.layout_digest:
-            raise HandshakeError(
-                f"rank {request.rank} describes a layout with digest {request.layout_digest[:12]}, "
-                f"optimizer {service.owner} computes {spec.layout.digest[:12]} for it"
-            )
+        spec = await self._specs.of(request)
+        if spec is None:
+            return pb.AttachResponse(needs_spec=True)
         comes_back = request.rank in self._model.lives
         if comes_back:
             self._repeats.forget(request.rank)  # a new life's calls may look like those of the last one

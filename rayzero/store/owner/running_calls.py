@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ class RunningCalls:
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
-        self._tasks: dict[asyncio.Task[Any], LinkNumber | None] = {}
+        self._tasks: dict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by caller; "" without a number
         self._newest: dict[str, int] = {}  # caller -> number of its newest link
         self._stopped: StoreError | None = None
 
@@ -33,7 +34,8 @@ class RunningCalls:
             self._order(link)
         task = asyncio.current_task()
         assert task is not None
-        self._tasks[task] = link
+        caller = "" if link is None else link.caller
+        self._tasks[caller].add(task)
         try:
             yield
         except asyncio.CancelledError:
@@ -43,7 +45,12 @@ class RunningCalls:
                 raise self._late(link) from None
             raise  # the caller is gone
         finally:
-            self._tasks.pop(task, None)
+            self._forget(caller, task)
+
+    def _forget(self, caller: str, task: asyncio.Task[Any]) -> None:
+        self._tasks[caller].discard(task)
+        if not self._tasks[caller]:
+            del self._tasks[caller]
 
     def _order(self, link: LinkNumber) -> None:
         if self._is_late(link):
@@ -51,9 +58,8 @@ class RunningCalls:
         if link.number == self._newest.get(link.caller):
             return
         self._newest[link.caller] = link.number
-        for task, other in self._tasks.items():
-            if other is not None and other.caller == link.caller:
-                task.cancel()
+        for task in self._tasks.get(link.caller, ()):
+            task.cancel()
 
     def _is_late(self, link: LinkNumber) -> bool:
         return link.number < self._newest.get(link.caller, link.number)
@@ -64,5 +70,5 @@ class RunningCalls:
     def end(self, error: StoreError) -> None:
         """The server stops, or its epoch is over: end every call with ``error``."""
         self._stopped = error
-        for task in self._tasks:
+        for task in [task for tasks in self._tasks.values() for task in tasks]:
             task.cancel()

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 from rayzero.concurrency.futures import then
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.lead.lead import StepLead
+from rayzero.protocol.messages import Decision
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
+from rayzero.store.wire.once import Once
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class StepCalls:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
+        self._decided = Once(_decided)
         self._begin: dict[str, Callable[[Any], Future[Any]]] = {
             "Finish": self._finish,
             "Commit": self._commit,
@@ -81,7 +84,7 @@ class StepCalls:
         decision = self._answering.require_lead().commit(
             request.rank, request.step, translate.inputs_from_pb(request.inputs)
         )
-        return then(decision, lambda made: pb.CommitResponse(decision=translate.decision_to_pb(made)))
+        return then(decision, self._decided)
 
     def _decision(self, request: pb.GetDecisionRequest) -> Future[pb.GetDecisionResponse]:
         decision = self._answering.require_lead().decision(request.step)
@@ -107,7 +110,7 @@ class StepCalls:
     # ---- from the lead
 
     def _collect(self, request: pb.CollectRequest) -> Future[pb.CollectResponse]:
-        reports = tuple(translate.report_from_pb(report) for report in request.reports)
+        reports = translate.reports_from_pb(request.reports)
         return then(self._answering.service.collect(request.step, reports), translate.parts_to_pb)
 
     def _apply(self, request: pb.ApplyRequest) -> Future[pb.ApplyResponse]:
@@ -117,6 +120,10 @@ class StepCalls:
     def _overwrite(self, request: pb.OverwriteRequest) -> Future[pb.OverwriteResponse]:
         written = self._answering.service.write(request.number, translate.write_from_pb(request.write))
         return then(written, lambda _: pb.OverwriteResponse())
+
+
+def _decided(decision: Decision) -> pb.CommitResponse:
+    return pb.CommitResponse(decision=translate.decision_to_pb(decision))
 
 
 _REQUESTS = {

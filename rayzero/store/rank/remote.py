@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rayzero.concurrency.futures import DONE, fail, settled, then
+from rayzero.concurrency.futures import DONE, chain, fail, settled, then
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import (
     ConfigError,
@@ -174,6 +174,7 @@ class RemoteConnection:
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
         self._came_back: int | None = None  # the step with which it did, while memory of its former lives is there
+        self._spec = b""  # the model's, as JSON; it is sent only where an owner needs it
         self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
         self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
         self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
@@ -235,10 +236,11 @@ class RemoteConnection:
         self._greeted = True
         # an owner allocates, or restores a checkpoint, before it answers: it has at least as long as any other call
         deadline_s = max(QUICK_S, self._stall_s)
+        self._spec = translate.spec_to_bytes(spec)
         request = pb.AttachRequest(
             protocol_version=PROTOCOL_VERSION,
             rank=self.rank,
-            spec=translate.spec_to_bytes(spec),
+            spec_digest=translate.spec_digest(self._spec),
             layout_digest=spec.layout.digest,
             num_owners=len(self._links),
             host=host_identity(self._share) if self._share is not None and self._shares else "",
@@ -252,11 +254,29 @@ class RemoteConnection:
             mine = _to_owner(request, link.owner)
             if told is not None and link.owner == told[0]:
                 mine.told.CopyFrom(told[1])
-            asked[link] = link.ask("Attach", mine, deadline_s)
+            asked[link] = self._greet(link, mine, deadline_s)
         answers = self._all(asked, deadline_s)
         self._require_same("kernel", [answer.kernel for answer in answers])
         self._require_same("version", [answer.version for answer in answers])
         return answers
+
+    def _greet(self, link: OwnerLink, request: pb.AttachRequest, deadline_s: float) -> Future[Any]:
+        """Attach to one owner, and again with the whole spec if it needs that; does not block."""
+        greeted = Future[Any]()
+
+        def answered(asked: Future[Any]) -> None:
+            if asked.exception() is None and asked.result().needs_spec:
+                chain(link.ask("Attach", self._whole(request), deadline_s), greeted)
+            else:
+                chain(asked, greeted)
+
+        link.ask("Attach", request, deadline_s).add_done_callback(answered)
+        return greeted
+
+    def _whole(self, request: pb.AttachRequest) -> pb.AttachRequest:
+        whole = pb.AttachRequest(spec=self._spec)
+        whole.MergeFrom(request)
+        return whole
 
     def _all(self, asked: Mapping[OwnerLink, Future[Any]], deadline_s: float) -> list[Any]:
         """The answers of several owners, by owner; blocks. Raises StallError if a link is down all that time."""
@@ -408,6 +428,8 @@ class RemoteConnection:
         if self._lead is not None and self._lead.is_over(link):
             request.told.CopyFrom(self._lead.told())
         answer = channel.answer(channel.start("Attach", request, deadline_s))
+        if answer.needs_spec:
+            answer = channel.answer(channel.start("Attach", self._whole(request), deadline_s))
         self._successors[link.owner] = answer
         for kept in self._keeps if link is self._keeper else ():
             channel.answer(channel.start("Keep", kept, deadline_s))
@@ -459,7 +481,7 @@ class RemoteConnection:
         deadline_s = max(QUICK_S, self._stall_s)
         links = [self._links[owner] for owner in self._senders]
         self._all(
-            {link: link.ask("Attach", _to_owner(self._attaching, link.owner), deadline_s) for link in links}, deadline_s
+            {link: self._greet(link, _to_owner(self._attaching, link.owner), deadline_s) for link in links}, deadline_s
         )
         return NOTHING
 

@@ -42,6 +42,8 @@ SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter gro
 PLACES = 8  # of tensors of one shard: parameters, master, and two for each of three coded states
 PLACE_BYTES = 32
 RECORDS = 2  # slots: owners answer a collect after the updates before it, so they lack the last decision at most
+LATER = ("answers", "orders")  # regions with mailboxes for every rank and owner, of which few are on one host: the
+# cells of one get their pages when it is opened. With 1,000 ranks and 256 owners all of them would be gigabytes
 RANK = "rank"  # in place of a kernel in the facts of a rank's control slab and its loop's
 _ERROR_BYTES = 9000  # the longest error text, and its name
 _REQUEST_BYTES = 256  # a mean without its names and values: rank, number, weight, a shape of 64 dimensions

@@ -80,8 +80,10 @@ def bell_of(slab: Slab) -> Bell:
 
 
 def cells_of(slab: Slab, kind: str, side: int, capacity: int) -> Cells:
-    """A mailbox's cells for ``side``."""
+    """A mailbox's cells for ``side``. They get their pages now if they have none (``plan.LATER``), from whichever of
+    the two processes opens the mailbox first. Raises MemoryPlanError if there is no room."""
     found = region(slab, kind)
+    slab.allocate(found.offset + side * found.stride, Cells.bytes_for(capacity))
     return Cells(slab.address(found.offset + side * found.stride), slab.keeper, capacity)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rayzero.concurrency.processes import ProcessIdentity
@@ -35,8 +37,11 @@ from rayzero.protocol.messages import (
     Write,
     canonical_json,
 )
+from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.rpc import from_failure, to_failure
+
+MOST_RANKS = 1 << 20  # a run of ranks is two numbers on the wire, but an object for each rank here
 
 _ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
 _FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
@@ -68,6 +73,11 @@ def _hyper(described: bytes) -> tuple[Hyper, ...]:
 def spec_to_bytes(spec: ModelSpec) -> bytes:
     """A spec as canonical JSON."""
     return _json(spec.to_json())
+
+
+def spec_digest(described: bytes) -> str:
+    """What names a spec at an owner that has it: SHA-256, hexadecimal."""
+    return hashlib.sha256(described).hexdigest()
 
 
 def spec_from_bytes(described: bytes) -> ModelSpec:
@@ -116,6 +126,37 @@ def report_from_pb(report: pb.FinishReport) -> FinishReport:
     return FinishReport(
         step=report.step, attempt=report.attempt, rank=report.rank, counts=tuple(report.counts), clamp=clamp
     )
+
+
+def reports_to_pb(reports: Sequence[FinishReport]) -> list[pb.Reports]:
+    """All ranks' reports, in rank order: those that differ in their rank alone become one message."""
+    runs: dict[Any, list[list[int]]] = {}  # of ranks with the same report: first rank, number of ranks
+    for report in reports:
+        mine = runs.setdefault((report.step, report.attempt, report.counts, report.clamp), [])
+        if mine and sum(mine[-1]) == report.rank:
+            mine[-1][1] += 1
+        else:
+            mine.append([report.rank, 1])
+    return [
+        pb.Reports(
+            alike=report_to_pb(FinishReport(step=step, attempt=attempt, rank=0, counts=counts, clamp=clamp)),
+            runs=[number for run in found for number in run],
+        )
+        for (step, attempt, counts, clamp), found in runs.items()
+    ]
+
+
+def reports_from_pb(groups: Iterable[pb.Reports]) -> tuple[FinishReport, ...]:
+    """The inverse of :func:`reports_to_pb`. Raises TransferError for more than ``MOST_RANKS`` ranks in all."""
+    found: list[FinishReport] = []
+    for group in groups:
+        alike = report_from_pb(group.alike)
+        with _reading("the reports of a run's ranks"):
+            for first, size in zip(group.runs[::2], group.runs[1::2], strict=True):
+                if len(found) + size > MOST_RANKS:
+                    raise ValueError(f"more than {count(MOST_RANKS, 'rank')}")
+                found += [replace(alike, rank=rank) for rank in range(first, first + size)]
+    return tuple(sorted(found, key=lambda report: report.rank))
 
 
 def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
@@ -172,7 +213,7 @@ def record_to_pb(record: Record) -> pb.Record:
     """What the lead records."""
     return pb.Record(
         decision=decision_to_pb(record.decision),
-        reports=[report_to_pb(report) for report in record.reports],
+        reports=reports_to_pb(record.reports),
         norm=norm_to_pb(record.norm),
     )
 
@@ -181,7 +222,7 @@ def record_from_pb(record: pb.Record) -> Record:
     """The inverse of :func:`record_to_pb`."""
     return Record(
         decision=decision_from_pb(record.decision),
-        reports=tuple(report_from_pb(report) for report in record.reports),
+        reports=reports_from_pb(record.reports),
         norm=norm_from_pb(record.norm),
     )
 

@@ -34,7 +34,7 @@ from rayzero.store.owner.memory.control_slab import ControlSlab
 from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control
 from rayzero.store.shm import words
 from rayzero.store.shm.places import Places
-from rayzero.store.shm.plan import SharedPlan, of_lineage
+from rayzero.store.shm.plan import LATER, SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
 
 
@@ -101,8 +101,8 @@ def prepare(
         _remove_abandoned(spec, owner, after.epoch, directory)
         there = _controls(stack, spec, former, directory)
         header = lay_out_slab(facts, plan.owner_control(owner, threads))
-        check_shared(header.bytes, directory)
-        slab, arrived = Slab.create(header, directory), None
+        check_shared(sum(size for _, size in header.spans(LATER)), directory)
+        slab, arrived = Slab.create(header, directory, later=LATER), None
         try:
             new = ControlSlab(slab, plan, owner)
             here = {shard.index: former.shard_map.owner(shard.index) for shard in plan.shards_of(owner)}

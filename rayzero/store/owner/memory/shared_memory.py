@@ -32,7 +32,7 @@ from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.places import Places
-from rayzero.store.shm.plan import SharedPlan, Wanted
+from rayzero.store.shm.plan import LATER, SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
@@ -124,7 +124,7 @@ class SharedOwner:
         if former is None:
             check_shared(plan.total - plan.norms, self.directory)
             facts = self._plan.facts("control", self.owner, kernel, self._life)
-            self._control = Slab.create(lay_out_slab(facts, regions), self.directory)
+            self._control = Slab.create(lay_out_slab(facts, regions), self.directory, later=LATER)
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
             self._lines.describe(self._plan.first_tiles(self.owner))
             write_ownership(self._control, self._plan.ownership)

@@ -11,6 +11,7 @@ from rayzero.errors import StoreError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.peers.orders import apply_request, collect_request
 from rayzero.store.owner.peers.wire import RemotePeer
 from rayzero.store.wire import translate
 
@@ -27,15 +28,14 @@ class SharedPeer:
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Ask for the step's norm parts, which come once every counted push is there."""
-        request = pb.CollectRequest(step=step, reports=[translate.report_to_pb(report) for report in reports])
-        asked = self._ask("Collect", request)
+        asked = self._ask("Collect", collect_request(reports))
         if asked is None:
             return self._remote.collect(step, reports)
         return then(asked, lambda answer: translate.parts_from_pb(step, pb.CollectResponse.FromString(answer)))
 
     def apply(self, decision: Decision) -> Future[None]:
         """Act on the decision; done when the owner has queued it."""
-        asked = self._ask("Apply", pb.ApplyRequest(decision=translate.decision_to_pb(decision)))
+        asked = self._ask("Apply", apply_request(decision))
         self._applied = self._remote.apply(decision) if asked is None else then(asked, lambda _: None)
         return self._applied
 

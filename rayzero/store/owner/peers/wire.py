@@ -25,6 +25,7 @@ from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferE
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.security.credentials import Credentials
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.peers.orders import apply_request, collect_request
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
@@ -149,7 +150,7 @@ class RemotePeer:
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Ask for the step's norm parts, which come once every counted push is there."""
-        request = pb.CollectRequest(step=step, reports=[translate.report_to_pb(report) for report in reports])
+        request = collect_request(reports)
 
         async def collect() -> NormParts:
             return translate.parts_from_pb(step, await self._ask("Collect", request, self._timeout_s))
@@ -158,7 +159,7 @@ class RemotePeer:
 
     def apply(self, decision: Decision) -> Future[None]:
         """Act on the decision; done when the owner has queued it."""
-        request = pb.ApplyRequest(decision=translate.decision_to_pb(decision))
+        request = apply_request(decision)
 
         async def apply() -> None:
             await self._ask("Apply", request, self._timeout_s)

@@ -80,6 +80,14 @@ class FinishReport(_message.Message):
     clamp: Clamp
     def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., clamp: _Optional[_Union[Clamp, _Mapping]] = ...) -> None: ...
 
+class Reports(_message.Message):
+    __slots__ = ("alike", "runs")
+    ALIKE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    alike: FinishReport
+    runs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, alike: _Optional[_Union[FinishReport, _Mapping]] = ..., runs: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Clamp(_message.Message):
     __slots__ = ("scale", "limit")
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -138,9 +146,9 @@ class Record(_message.Message):
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     decision: Decision
-    reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
+    reports: _containers.RepeatedCompositeFieldContainer[Reports]
     norm: Norm
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ...) -> None: ...
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Reports, _Mapping]]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ...) -> None: ...
 
 class FileEntry(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256", "content")
@@ -179,7 +187,7 @@ class Process(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +199,7 @@ class AttachRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     TOLD_FIELD_NUMBER: _ClassVar[int]
     LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -202,7 +211,8 @@ class AttachRequest(_message.Message):
     lease_s: float
     told: Told
     lost_before: int
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ...) -> None: ...
+    spec_digest: str
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ...) -> None: ...
 
 class Told(_message.Message):
     __slots__ = ("steps", "means", "saved")
@@ -269,18 +279,20 @@ class SharedFiles(_message.Message):
     def __init__(self, control: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., places: _Optional[_Iterable[_Union[SharedFiles.Place, _Mapping]]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("version", "needs_load", "kernel", "shared", "step")
+    __slots__ = ("version", "needs_load", "kernel", "shared", "step", "needs_spec")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEEDS_LOAD_FIELD_NUMBER: _ClassVar[int]
     KERNEL_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_SPEC_FIELD_NUMBER: _ClassVar[int]
     version: int
     needs_load: bool
     kernel: str
     shared: SharedFiles
     step: int
-    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+    needs_spec: bool
+    def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ..., step: _Optional[int] = ..., needs_spec: bool = ...) -> None: ...
 
 class ShareRequest(_message.Message):
     __slots__ = ("rank", "files", "controls", "back_at")
@@ -644,8 +656,8 @@ class CollectRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     step: int
-    reports: _containers.RepeatedCompositeFieldContainer[FinishReport]
-    def __init__(self, step: _Optional[int] = ..., reports: _Optional[_Iterable[_Union[FinishReport, _Mapping]]] = ...) -> None: ...
+    reports: _containers.RepeatedCompositeFieldContainer[Reports]
+    def __init__(self, step: _Optional[int] = ..., reports: _Optional[_Iterable[_Union[Reports, _Mapping]]] = ...) -> None: ...
 
 class CollectResponse(_message.Message):
     __slots__ = ("shards", "slots", "sums")
