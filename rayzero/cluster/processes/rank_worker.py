@@ -45,6 +45,7 @@ class RankSettings:
 
     rank: int
     world_size: int
+    ranks_here: int  # on this rank's node
     run: str
     run_dir: Path
     resume: Path | None
@@ -236,6 +237,7 @@ def _context(
             recorder=recorder,
             model=model,
             life=settings.life,
+            ranks_here=settings.ranks_here,
             outlives_owners=settings.outlives_owners,
         )
 
