@@ -281,6 +281,23 @@ def test_what_comes_while_a_write_is_made_is_not_taken_for_what_was_written(
         assert torch.equal(out, values.to(unit.dtype))
 
 
+@pytest.mark.parametrize("kind", [COMPUTE, "master"])
+def test_what_was_written_is_in_the_mapped_memory_when_the_write_is_done(stack: ExitStack, kind: str) -> None:
+    place = Place(stack)
+    ranks = place.start(make_spec(2, shard_numel=4096))
+    unit = ranks[0].spec.layout.units[1]
+    for rank in ranks:
+        rank.store.published(1, 0).result(WAIT)
+    values = torch.arange(unit.numel, dtype=torch.float32)
+    for write in [rank.store.write(1, 0, kind, values.clone()) for rank in ranks]:
+        write.result(WAIT)
+    for rank in ranks:
+        mapped = rank.store.mapped(1)
+        assert mapped is not None
+        for slot in unit.slots:
+            assert torch.equal(mapped[slot.start : slot.stop], values[slot.start : slot.stop])
+
+
 # ---- the memory -------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +333,23 @@ def test_what_processes_that_are_dead_have_left_is_made_anew(stack: ExitStack) -
     stack.callback(fresh.close)
     assert fresh.control.path != first.control.path
     assert place.files == ["relay", "relayed"]
+
+
+def test_a_claim_of_the_dead_is_not_taken_for_one_of_who_has_joined_since(stack: ExitStack) -> None:
+    place = Place(stack)
+    one, other = place.memory(make_spec(2)), place.memory(make_spec(2))
+    assert one.claims.claim(0, one.claims.look(0), 3)
+    one._fetchers.leave(one.number)  # as if its process had died
+    again = place.memory(make_spec(2))
+    for each in (other, again):
+        stack.callback(each.close)
+    assert len({one.number, other.number, again.number}) == 3
+    assert [other.is_dead(each.number) for each in (one, other, again)] == [True, False, False]
+    seen = other.claims.look(0)
+    assert again.claims.claim(0, seen, 3)
+    assert not other.claims.claim(0, seen, 3)
+    for slab in (one.control, *one.shards.slabs):
+        slab.close(unlink=False)
 
 
 def test_another_start_of_a_run_of_the_same_name_has_memory_of_its_own(stack: ExitStack) -> None:
